@@ -27,9 +27,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.cluster.gpus import find_gpu
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.timing.step_time import Cluster, find_cluster, planned_step, predict_step
@@ -343,9 +344,9 @@ def main() -> None:
     try:
         config = parse_args([*_COMMON.split(), *PRESETS[arguments.preset].split(), *flags], {})
         if config.parallel.pipeline_model_parallel_size < 3:
-            raise ConfigError("--pipeline-model-parallel-size must be at least 3: a middle stage is measured")
+            raise UserError("--pipeline-model-parallel-size must be at least 3: a middle stage is measured")
         simulated = simulate(config)
-    except ConfigError as error:
+    except UserError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]
     rows += utilisation_rows(simulated)

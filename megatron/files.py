@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.config.errors import ConfigError
+from megatron.errors import UserError
 
 # The run.json of a run with thousands of files and parameters has 2 MB. Nested lists take 30 times the size
 # of their text in memory.
@@ -25,7 +25,7 @@ MAX_JSON_BYTES = 1 << 23
 MAX_JSON_DEPTH = 64
 
 
-class HostileFileError(ConfigError):
+class HostileFileError(UserError):
     """A file that no Megatron program writes, by accident or on purpose: it requires a path outside its
     folder, code execution, or far more memory or time than its size explains."""
 
@@ -160,7 +160,7 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
 
 @contextmanager
 def expect_layout(path: Path, what: str) -> Iterator[None]:
-    """Turns errors inside the block, caused by unexpected types or keys in a file, into a ConfigError that
+    """Turns errors inside the block, caused by unexpected types or keys in a file, into a UserError that
     names the file. what: what the file was expected to contain, in words."""
     try:
         yield
@@ -173,7 +173,7 @@ def expect_layout(path: Path, what: str) -> Iterator[None]:
         ArithmeticError,
         RuntimeError,
     ) as error:
-        raise ConfigError(
+        raise UserError(
             f"{path} is not laid out as {what} ({type(error).__name__}): it is damaged, or another program "
             "wrote it"
         ) from error

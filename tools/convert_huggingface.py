@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, DataConfig, LoggingConfig, exit_on_config_error
-from megatron.config.errors import printable
+from megatron.config import DataConfig, LoggingConfig
 from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ def build_parser() -> ToolParser:
 
 
 def find_direction(arguments: argparse.Namespace) -> None:
-    """Set the flags of the direction that --from needs. ConfigError if there is no such folder."""
+    """Set the flags of the direction that --from needs. UserError if there is no such folder."""
     if arguments.source is None:
         return
     if not os.path.isdir(arguments.source):
-        raise ConfigError(f"--from {arguments.source}: there is no such folder")
+        raise UserError(f"--from {arguments.source}: there is no such folder")
     if not os.path.isfile(os.path.join(arguments.source, "config.json")):
         arguments.load = arguments.source
         return
@@ -119,16 +119,16 @@ def find_direction(arguments: argparse.Namespace) -> None:
 
 
 def check_direction(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a missing folder or a flag of the other direction."""
+    """Raise UserError for a missing folder or a flag of the other direction."""
     is_checkpoint = arguments.load is not None
     folder = arguments.load if is_checkpoint else arguments.from_hugging_face
     if not os.path.isdir(folder):
         typed = "--load" if is_checkpoint else "--from-hugging-face"
-        raise ConfigError(f"{typed} {folder}: there is no such folder")
+        raise UserError(f"{typed} {folder}: there is no such folder")
     kind, other = (CHECKPOINT, MODEL) if is_checkpoint else (MODEL, CHECKPOINT)
     for flag in FLAGS_OF_ONE[other]:
         if getattr(arguments, flag.removeprefix("--").replace("-", "_")):
-            raise ConfigError(f"{flag} acts on {other} only, and {folder} is {kind}: drop the flag")
+            raise UserError(f"{flag} acts on {other} only, and {folder} is {kind}: drop the flag")
 
 
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
@@ -140,7 +140,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
     flags = tokenizer_flags(arguments, checkpoint.config.data)
     if arguments.no_tokenizer:
         if flags is arguments:
-            raise ConfigError("--no-tokenizer contradicts the tokenizer's flags: drop one of them")
+            raise UserError("--no-tokenizer contradicts the tokenizer's flags: drop one of them")
         return None
     if not fitting_tokenizer_types(flags):
         return None
@@ -182,11 +182,11 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None:
-    """Raise ConfigError if the tokenizer has far fewer tokens than the model has word embeddings, unless
+    """Raise UserError if the tokenizer has far fewer tokens than the model has word embeddings, unless
     --vocab-size confirms it. BLOOM has 0.08 % more rows than tokens."""
     dropped = rows - tokens
     if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
-        raise ConfigError(
+        raise UserError(
             f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
             f"which would be dropped: give the tokenizer of this model, or --vocab-size {tokens} if it is "
             "this one"
@@ -229,7 +229,7 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     find_direction(arguments)
     check_direction(arguments)
@@ -244,7 +244,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_interrupt(), exit_on_config_error():
+    with exit_on_interrupt(), exit_on_user_error():
         run(argv)
 
 

@@ -24,9 +24,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.checkpoint.convert.to_universal import Source, convert, open_source
 from megatron.checkpoint.verify.files import file_problems
-from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
 
 
 def build_parser() -> ToolParser:
@@ -75,18 +74,18 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for invalid arguments."""
+    """Raise UserError for invalid arguments."""
     for name in ("num_extract_workers", "num_merge_workers"):
         if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
+            raise UserError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
     folder = Path(arguments.input_folder)
     if not folder.is_dir():
-        raise ConfigError(f"--input_folder {folder}: there is no such folder")
+        raise UserError(f"--input_folder {folder}: there is no such folder")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Convert with a progress bar. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         arguments = build_parser().parse_args(argv)
         check_arguments(arguments)
         workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     bar.update()
                     mismatches[parameter.name] = parameter.mismatch
             except OSError as error:
-                raise ConfigError(
+                raise UserError(
                     f"the conversion stopped ({error}): fix the cause, then the same command continues it"
                 ) from error
         for name, mismatch in mismatches.items():
@@ -124,14 +123,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def verify_digests(source: Source, workers: int) -> None:
-    """Compare all files of the source with their digests. Raises ConfigError that names damaged files."""
+    """Compare all files of the source with their digests. Raises UserError that names damaged files."""
     damages = []
     with tqdm(total=len(source.run["files"]), unit="file", disable=None) as bar:
         for damage in file_problems(source.folder, source.run["files"], workers):
             bar.update()
             damages += [damage] if damage else []
     if damages:
-        raise ConfigError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
+        raise UserError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
 
 
 if __name__ == "__main__":

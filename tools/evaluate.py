@@ -31,11 +31,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from tqdm import tqdm
 
-from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, parse_split
+from megatron.config import Config, LoggingConfig, parse_split
 from megatron.config.checks.harness import no_harness
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.tool_parser import ToolParser
 from megatron.data.indexed_dataset import IndexedDataset, index_path
+from megatron.errors import UserError, exit_on_user_error
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
@@ -118,38 +119,38 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for invalid arguments."""
+    """Raise UserError for invalid arguments."""
     if not os.path.isdir(arguments.load):
-        raise ConfigError(f"--load {arguments.load}: there is no such folder")
+        raise UserError(f"--load {arguments.load}: there is no such folder")
     if not arguments.data_path and not arguments.tasks:
-        raise ConfigError("nothing to evaluate: give --data-path, or --tasks")
+        raise UserError("nothing to evaluate: give --data-path, or --tasks")
     for flag in ("tasks_path", "limit"):
         if getattr(arguments, flag) is not None and not arguments.tasks:
-            raise ConfigError(f"--{flag.replace('_', '-')} is for --tasks: give --tasks, or remove it")
+            raise UserError(f"--{flag.replace('_', '-')} is for --tasks: give --tasks, or remove it")
     for flag in ("samples", "split", "subset"):
         if getattr(arguments, flag) is not None and not arguments.data_path:
-            raise ConfigError(f"--{flag} is for --data-path: give --data-path, or remove it")
+            raise UserError(f"--{flag} is for --data-path: give --data-path, or remove it")
     if arguments.tasks and find_spec("lm_eval") is None:
         raise no_harness("--tasks", "there is no module lm_eval")
     if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
-        raise ConfigError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
+        raise UserError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     for flag in ("seq_length", "samples", "micro_batch_size", "limit", *sizes):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} is {value}, expected 1 or more")
+            raise UserError(f"--{flag.replace('_', '-')} is {value}, expected 1 or more")
     if arguments.split is not None:
         parse_split(arguments.split)
     for prefix in arguments.data_path:
         if prefix.replace(".", "", 1).isdigit() and not os.path.exists(index_path(prefix)):
-            raise ConfigError(
+            raise UserError(
                 f"--data-path {prefix}: expected prefixes without weights, since each data set is evaluated "
                 "by itself"
             )
 
 
 def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:
-    """One epoch of each data set, and which documents it has. Raises ConfigError for damaged data, data of
+    """One epoch of each data set, and which documents it has. Raises UserError for damaged data, data of
     another vocabulary and data with fewer tokens than a sample."""
     from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
     from megatron.data.splits import split_documents
@@ -168,16 +169,16 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
         if subset != ALL:
             documents = split_documents(split, len(dataset))[SPLIT_NAMES.index(subset)]
         if not documents:
-            raise ConfigError(
+            raise UserError(
                 f"--split {split} assigns none of the {len(dataset):,} documents of --data-path {prefix} to "
                 f"the {subset} split: change --split, or evaluate all documents with --subset {ALL}"
             )
         seq_length = arguments.seq_length or config.model.seq_length
         try:
             samples = one_epoch(dataset, subset, documents, seq_length, config.training.seed)
-        except ConfigError as error:
+        except UserError as error:
             remedy = "" if subset == ALL else f"; --subset {ALL} evaluates all {len(dataset):,} documents"
-            raise ConfigError(f"{error}{remedy}") from error
+            raise UserError(f"{error}{remedy}") from error
         of_split = "" if subset == ALL else f" ({subset} of --split {split})"
         datasets.append((samples, f"{len(documents):,} of {len(dataset):,} documents{of_split}"))
     return datasets
@@ -201,11 +202,11 @@ def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Check
 
 
 def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError if the model has too few position embeddings for --seq-length."""
+    """Raise UserError if the model has too few position embeddings for --seq-length."""
     model = checkpoint.config.model
     positions = model.max_position_embeddings
     if model.position_embedding_type == "absolute" and (seq_length or 0) > positions:
-        raise ConfigError(
+        raise UserError(
             f"--seq-length is {seq_length}, expected at most {positions}: the model has that many position "
             "embeddings"
         )
@@ -258,7 +259,7 @@ class Evaluation:
     """What is evaluated: opened and checked by the rank that prints, before the weights are loaded."""
 
     def __init__(self, arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
-        """ConfigError for data sets and tasks that cannot be used."""
+        """UserError for data sets and tasks that cannot be used."""
         self.arguments, self.checkpoint = arguments, checkpoint
         check_seq_length(arguments.seq_length, checkpoint)
         self.datasets = open_datasets(arguments, checkpoint)
@@ -297,7 +298,7 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     from megatron.cluster.devices import set_library_defaults
     from megatron.cluster.launch import init_from_slurm_env, world_size_of
 
@@ -377,9 +378,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2, a rank that never came prints
     one and exits with code 1."""
     from megatron.cluster.exit_codes import RunStopped
-    from megatron.config.errors import exit_with_error, printable
+    from megatron.errors import exit_with_error, printable
 
-    with exit_on_config_error():
+    with exit_on_user_error():
         try:
             run(sys.argv[1:] if argv is None else argv)
         except RunStopped as error:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, LoggingConfig, exit_on_config_error
+from megatron.config import LoggingConfig
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 if TYPE_CHECKING:
@@ -78,28 +79,28 @@ def build_parser() -> ToolParser:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The texts to continue: those of --prompt, else stdin as one text. ConfigError for other text than
+    """The texts to continue: those of --prompt, else stdin as one text. UserError for other text than
     UTF-8."""
     if arguments.prompt is None and sys.stdin.isatty():
-        raise ConfigError("no prompt is set: give --prompt TEXT, or a text on stdin")
+        raise UserError("no prompt is set: give --prompt TEXT, or a text on stdin")
     source = "stdin" if arguments.prompt is None else "--prompt"
     try:
         prompts = arguments.prompt or [sys.stdin.read().removesuffix("\n")]
         for prompt in prompts:
             prompt.encode()  # Python decodes other bytes of the command line to surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{source} is not UTF-8 text ({error.reason}): convert it with iconv") from error
+        raise UserError(f"{source} is not UTF-8 text ({error.reason}): convert it with iconv") from error
     return prompts
 
 
 def read_sampling(arguments: argparse.Namespace) -> Sampling:
-    """The sampling settings. Raises ConfigError for invalid values."""
+    """The sampling settings. Raises UserError for invalid values."""
     from megatron.model.generation import Sampling
 
     if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 or more")
+        raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 or more")
     if not 0 <= arguments.seed <= MAX_SEED:
-        raise ConfigError(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
+        raise UserError(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
     temperature = 0.0 if arguments.greedy else arguments.temperature
     return Sampling(temperature, arguments.top_k, arguments.top_p)
 
@@ -147,10 +148,10 @@ def write_text(
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     if not os.path.isdir(arguments.load):
-        raise ConfigError(f"--load {arguments.load}: there is no such folder")
+        raise UserError(f"--load {arguments.load}: there is no such folder")
     prompts = read_prompts(arguments)
 
     from megatron.cluster.processes import configure_logging
@@ -176,7 +177,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         run(argv)
 
 

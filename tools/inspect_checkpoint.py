@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, LoggingConfig, exit_on_config_error
-from megatron.config.errors import printable
+from megatron.config import LoggingConfig
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
 
 
 def build_parser() -> ToolParser:
@@ -72,16 +72,16 @@ def _print(report: Any, as_json: bool, as_text: Callable[[Any], str]) -> None:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Run the tool and return the exit code. Raises ConfigError for a user's mistake."""
+    """Run the tool and return the exit code. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     folders = [Path(folder) for folder in arguments.folders]
     if len(folders) > 2:
-        raise ConfigError(f"got {len(folders)} folders, expected one to describe or two to compare")
+        raise UserError(f"got {len(folders)} folders, expected one to describe or two to compare")
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder")
+            raise UserError(f"{folder}: there is no such folder")
     if arguments.verify and len(folders) == 2:
-        raise ConfigError(
+        raise UserError(
             "--verify needs one folder, got two: a comparison reads all tensors anyway, drop the flag"
         )
 
@@ -91,12 +91,12 @@ def run(argv: Sequence[str] | None) -> int:
     if len(folders) == 2:
         show_two(folders, arguments.json)
         return 0
-    return 0 if show_one(folders[0], arguments.json, arguments.verify) else CONFIG_ERROR_EXIT_CODE
+    return 0 if show_one(folders[0], arguments.json, arguments.verify) else USER_ERROR_EXIT_CODE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         return run(argv)
 
 

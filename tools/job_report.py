@@ -27,9 +27,8 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.page.figure import new_figure
 from megatron.text_table import format_table
 from megatron.training.logging.log_lines import ParsedLine, parse_log_line, read_log_lines
@@ -291,13 +290,13 @@ def build_parser() -> ToolParser:
 
 
 def read_logs(logs: Sequence[Path]) -> Run:
-    """The run in these logs. Raises ConfigError if they cannot be read, or contain no line of a run."""
+    """The run in these logs. Raises UserError if they cannot be read, or contain no line of a run."""
     try:
         found = read_run((log.name, read_log_lines(log)) for log in logs)
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     if not found.starts and not found.validation:
-        raise ConfigError(
+        raise UserError(
             f"no training or validation line in {', '.join(map(str, logs))}: expected console logs of "
             "pretrain_gpt.py"
         )
@@ -307,17 +306,17 @@ def read_logs(logs: Sequence[Path]) -> Run:
 def read_runs(logs: Sequence[Path]) -> dict[str, Run]:
     """Each log as a run, by the name of the log, or by its path if the names are not unique."""
     if len(set(logs)) < 2 or len(set(logs)) < len(logs):
-        raise ConfigError(f"--compare {' '.join(map(str, logs))}: expected at least 2 different logs")
+        raise UserError(f"--compare {' '.join(map(str, logs))}: expected at least 2 different logs")
     runs = {log: read_logs([log]) for log in logs}
     for log, run in runs.items():
         if not run.starts:
-            raise ConfigError(f"--compare: no training line in {log}")
+            raise UserError(f"--compare: no training line in {log}")
     is_unique = len({log.name for log in logs}) == len(logs)
     return {log.name if is_unique else str(log): run for log, run in runs.items()}
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     options = build_parser().parse_args(argv)
     try:
         if options.compare:
@@ -329,13 +328,13 @@ def run(argv: Sequence[str] | None) -> None:
             print(printable(report(found)))
             draw(found, options.title or options.logs[-1].name, options.output)
     except (OSError, ValueError) as error:  # ValueError: an unknown format
-        raise ConfigError(f"--output {options.output} cannot be written: {error}") from error
+        raise UserError(f"--output {options.output} cannot be written: {error}") from error
     print(printable(f"wrote {options.output}"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         run(argv)
 
 

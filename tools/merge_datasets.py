@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path, write_errors
+from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.vocabulary_record import common_digest, copy_record, record_path, remove_record
 
 
@@ -44,15 +44,15 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for invalid arguments."""
+    """Raise UserError for invalid arguments."""
     output = arguments.output_prefix
     if len(arguments.input) < 2:
-        raise ConfigError(f"--input has 1 data set, {arguments.input[0]}: expected at least 2")
+        raise UserError(f"--input has 1 data set, {arguments.input[0]}: expected at least 2")
     if os.path.realpath(data_path(output)) in [os.path.realpath(data_path(x)) for x in arguments.input]:
-        raise ConfigError(f"--output-prefix {output} is one of the inputs: choose another name")
+        raise UserError(f"--output-prefix {output} is one of the inputs: choose another name")
     folder = os.path.dirname(os.path.abspath(output))
     if not os.path.isdir(folder):
-        raise ConfigError(f"--output-prefix {output}: the folder {folder} does not exist")
+        raise UserError(f"--output-prefix {output}: the folder {folder} does not exist")
 
 
 def merge(inputs: Sequence[str], output: str) -> list[str]:
@@ -78,7 +78,7 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     notes = merge(arguments.input, arguments.output_prefix)
@@ -92,7 +92,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_interrupt(), exit_on_config_error():
+    with exit_on_interrupt(), exit_on_user_error():
         run(argv)
 
 

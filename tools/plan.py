@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import Config, ConfigError, LoggingConfig, exit_on_config_error, read_command_line
+from megatron.config import Config, LoggingConfig, read_command_line
 from megatron.config.cli import make_parser
-from megatron.config.errors import printable
 from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
 from megatron.page.write import Kind, write_page
 
@@ -41,7 +41,7 @@ class PlanParser(ToolParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """ConfigError for a flag that neither program has."""
+        """UserError for a flag that neither program has."""
         parsed, parsed.training = self.parse_known_args(args, namespace)
         make_parser().parse_args(parsed.training)
         return parsed
@@ -73,7 +73,7 @@ def build_parser() -> PlanParser:
 
 
 @exit_on_interrupt()
-@exit_on_config_error()
+@exit_on_user_error()
 def main() -> None:
     arguments = build_parser().parse_args()
     # Imported after the flags are checked: DeepSpeed takes seconds, also that of the server.
@@ -115,7 +115,7 @@ def _write_json(path: Path, data: dict) -> None:
     try:
         write_json(path, data, indent=1)
     except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): give another file") from None
+        raise UserError(f"--json {path} cannot be written ({error.strerror}): give another file") from None
     print(f"data       {path}")
 
 

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser, check_input_files
 from megatron.data.preprocessing import Progress, output_name, preprocess
+from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
@@ -60,15 +60,15 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for invalid arguments."""
+    """Raise UserError for invalid arguments."""
     for name in ("workers", "log_interval"):
         if getattr(arguments, name) < 1:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is {getattr(arguments, name)}, expected 1 or more")
+            raise UserError(f"{flag} is {getattr(arguments, name)}, expected 1 or more")
     check_input_files(arguments.input)
     folder = os.path.dirname(os.path.abspath(arguments.output_prefix))
     if not os.path.isdir(folder):
-        raise ConfigError(f"--output-prefix {arguments.output_prefix}: the folder {folder} does not exist")
+        raise UserError(f"--output-prefix {arguments.output_prefix}: the folder {folder} does not exist")
 
 
 class ProgressLines:
@@ -125,7 +125,7 @@ def speed(progress: Progress, start: float) -> str:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
@@ -160,7 +160,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_interrupt(), exit_on_config_error():
+    with exit_on_interrupt(), exit_on_user_error():
         run(argv)
 
 

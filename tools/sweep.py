@@ -29,9 +29,8 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
-from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.errors import printable
 from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import read_json, write_atomically, write_json
 from megatron.page.write import write_page
 from megatron.sweep.axes import check_base, make_rows, split_command
@@ -50,7 +49,7 @@ class _SweepParser(ToolParser):
         options = self.parse_intermixed_args(words, namespace)
         options.axes, options.base = axes, base
         if options.action == "report" and (axes or base):
-            raise ConfigError("report takes a folder only: it shows what was run")
+            raise UserError("report takes a folder only: it shows what was run")
         return options
 
 
@@ -98,7 +97,7 @@ def build_parser() -> ToolParser:
 
 
 def plan_sweep(options: argparse.Namespace) -> Record:
-    """The record of the sweep with all predictions. ConfigError for a wrong flag or axis."""
+    """The record of the sweep with all predictions. UserError for a wrong flag or axis."""
     # Imported here: planning needs torch and DeepSpeed, a report does not.
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
@@ -147,11 +146,11 @@ def write_report(folder: SweepFolder) -> str:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     options = build_parser().parse_args(argv)
     options.argv = argv
     if options.steps < 1 or not 1 <= options.repeat <= MAX_REPEAT:
-        raise ConfigError(
+        raise UserError(
             f"--steps {options.steps} --repeat {options.repeat}: expected at least 1, and at most "
             f"{MAX_REPEAT:,} repeats"
         )
@@ -175,7 +174,7 @@ def run(argv: Sequence[str] | None) -> None:
             write_page(options.html, "sweep", summary["sweep"]["command"], page)
             print(f"wrote {options.html}")
     except OSError as error:
-        raise ConfigError(f"{error.filename or folder.path} cannot be written: {error.strerror}") from error
+        raise UserError(f"{error.filename or folder.path} cannot be written: {error.strerror}") from error
 
 
 def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
@@ -210,7 +209,7 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2, Ctrl-C with 130."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         try:
             run(argv)
         except KeyboardInterrupt:

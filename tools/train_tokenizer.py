@@ -20,9 +20,9 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.config import ConfigError, exit_on_config_error
 from megatron.config.tool_parser import ToolParser, check_input_files
 from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
+from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 
 BYTE_SYMBOLS = 256
@@ -49,25 +49,25 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for invalid arguments."""
+    """Raise UserError for invalid arguments."""
     if arguments.vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(
+        raise UserError(
             f"--vocab-size is {arguments.vocab_size}, expected at least {MIN_VOCAB_SIZE} "
             f"for the {BYTE_SYMBOLS} bytes and {END_OF_TEXT}"
         )
     if arguments.min_frequency < 1:
-        raise ConfigError(f"--min-frequency is {arguments.min_frequency}, expected 1 or more")
+        raise UserError(f"--min-frequency is {arguments.min_frequency}, expected 1 or more")
     check_input_files(arguments.input)
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
-    """The documents of a jsonl file, or parts of a text file. ConfigError for an invalid line, naming it."""
+    """The documents of a jsonl file, or parts of a text file. UserError for an invalid line, naming it."""
     is_jsonl = ".jsonl" in os.path.basename(path)
     for batch in read_batches([path]):
         if not is_jsonl:
             for number, line in enumerate(batch.lines, batch.first_line):
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"--input {path}, line {number}: longer than {MAX_LINE_BYTES:,} bytes")
+                    raise UserError(f"--input {path}, line {number}: longer than {MAX_LINE_BYTES:,} bytes")
             yield b"".join(batch.lines).decode(errors="replace")
             continue
         for number, line in enumerate(batch.lines, batch.first_line):
@@ -75,14 +75,14 @@ def read_texts(path: str, json_key: str) -> Iterator[str]:
                 continue
             fields = parse_line(line, [json_key])
             if isinstance(fields, str):
-                raise ConfigError(
+                raise UserError(
                     f"--input {path}, line {number}: {fields} (--json-key sets the key of the text)"
                 )
             yield fields[0]
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises ConfigError for a user's mistake."""
+    """Run the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
@@ -100,7 +100,7 @@ def run(argv: Sequence[str] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save_model(str(folder))
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"--output-dir {folder}: cannot write to the folder ({error})") from error
+        raise UserError(f"--output-dir {folder}: cannot write to the folder ({error})") from error
     if size < arguments.vocab_size:
         print(
             f"the text has enough pairs for {size:,} tokens only, not {arguments.vocab_size:,}",
@@ -111,7 +111,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         run(argv)
 
 

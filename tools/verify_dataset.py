@@ -20,10 +20,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, printable
 from megatron.config.tool_parser import ToolParser
 from megatron.data.indexed_dataset import IndexedDataset, data_path
+from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
 from megatron.tokenizer.vocabulary_record import read_record, record_path
 
 BLOCK_TOKENS = 1 << 24
@@ -49,14 +48,14 @@ def token_range(dataset: IndexedDataset) -> tuple[int, int]:
 
 
 def check_token_range(dataset: IndexedDataset, smallest: int, largest: int, record: dict[str, Any]) -> None:
-    """Raise ConfigError if a token id is outside the recorded vocabulary."""
+    """Raise UserError if a token id is outside the recorded vocabulary."""
     size = record["vocab_size"]
     if not isinstance(size, int) or size < 1:
-        raise ConfigError(
+        raise UserError(
             f"{record_path(dataset.prefix)}: damaged, vocab_size is {size!r}, expected a number above 0"
         )
     if smallest < 0 or largest >= size:
-        raise ConfigError(
+        raise UserError(
             f"{data_path(dataset.prefix)}: damaged, it has token ids {smallest:,} to {largest:,}, expected 0 "
             f"to {size - 1:,} by {record_path(dataset.prefix)}"
         )
@@ -70,12 +69,12 @@ def ends_of_documents(dataset: IndexedDataset, eod: int) -> int:
 
 
 def verify(prefix: str) -> str:
-    """Verify a data set and return its summary. Raises ConfigError that names the damaged file."""
+    """Verify a data set and return its summary. Raises UserError that names the damaged file."""
     dataset = IndexedDataset(prefix, "PREFIX")
     record = read_record(prefix)
     smallest, largest = token_range(dataset)
     if smallest < 0:
-        raise ConfigError(f"{data_path(prefix)}: damaged, it has the negative token id {smallest:,}")
+        raise UserError(f"{data_path(prefix)}: damaged, it has the negative token id {smallest:,}")
     sizes = dataset.sizes
     lines = [
         f"{prefix}: intact",
@@ -103,7 +102,7 @@ def report(prefix: str) -> bool:
     """Print the summary or the error of a data set; return whether it is intact."""
     try:
         print(verify(prefix), flush=True)
-    except ConfigError as error:
+    except UserError as error:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         return False
     return True
@@ -111,10 +110,10 @@ def report(prefix: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Verifies all data sets; exits with code 2 if one is damaged, or for a user's mistake."""
-    with exit_on_config_error():
+    with exit_on_user_error():
         prefixes = build_parser().parse_args(argv).prefixes
     if not all([report(prefix) for prefix in prefixes]):
-        sys.exit(CONFIG_ERROR_EXIT_CODE)
+        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 if __name__ == "__main__":

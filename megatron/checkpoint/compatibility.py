@@ -6,8 +6,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import BatchSchedule, Config, ConfigError
+from megatron.config import BatchSchedule, Config
 from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences, same_data
+from megatron.errors import UserError
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 
 
@@ -18,7 +19,7 @@ def starts_at_zero(checkpoint: Checkpoint) -> bool:
 
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Raises ConfigError, with the differences, for a checkpoint of another model."""
+    """Raises UserError, with the differences, for a checkpoint of another model."""
     # The vocabulary is compared by its size before padding: padding is removed or added.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
     names = now.keys()
@@ -32,14 +33,14 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:
-        raise ConfigError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+        raise UserError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Raises ConfigError for another vocabulary of the same size, if both digests are known."""
+    """Raises UserError for another vocabulary of the same size, if both digests are known."""
     saved, now = (data.get(VOCABULARY_KEY) for data in (checkpoint.run.get("data", {}), fingerprint))
     if saved and now and saved != now:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another vocabulary (SHA-256 {saved[:12]}) than "
             f"this run's tokenizer has ({now[:12]}), although both have {checkpoint.vocab_size} tokens: give "
             "the tokenizer files that it was trained with"
@@ -47,20 +48,20 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
 
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
-    """Raises ConfigError for other data, in which the saved position is meaningless, unless
+    """Raises UserError for other data, in which the saved position is meaningless, unless
     --override-data."""
     differences = _data_differences(checkpoint, fingerprint)
     if not differences or config.checkpoint.override_data:
         return
     if same_data(checkpoint.run["data"], fingerprint):
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder} is of a run over {_train_samples(checkpoint.config):,} training "
             f"samples, this run is over {_train_samples(config):,}: that is another number of epochs of the "
             f"same data ({'; '.join(differences)}), which are shuffled together, so the order of the samples "
             "differs: keep the length of that run (--global-batch-size, --train-iters, --train-samples, "
             "--train-tokens), or pass --override-data to continue in the new order from the same sample"
         )
-    raise ConfigError(
+    raise UserError(
         f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "
         "data flags of that run, or --override-data to continue with these data from the same sample "
         "number"
@@ -76,10 +77,10 @@ def _train_samples(config: Config) -> int:
 
 
 def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
-    """Raises ConfigError if the run would start before the first sample of its data."""
+    """Raises UserError if the run would start before the first sample of its data."""
     consumed = 0 if checkpoint is None else checkpoint.start_state.consumed_samples
     if consumed < config.data.data_first_sample:
-        raise ConfigError(
+        raise UserError(
             f"--data-first-sample {config.data.data_first_sample}, and the run starts at sample {consumed}: "
             "remove the flag, or load a later checkpoint"
         )
@@ -115,10 +116,10 @@ def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises ConfigError if replicas of a parameter differed, unless --allow-replica-mismatch."""
+    """Raises UserError if replicas of a parameter differed, unless --allow-replica-mismatch."""
     mismatched = mismatched_replicas(checkpoint)
     if mismatched and not config.checkpoint.allow_replica_mismatch:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder}: when it was saved, replicas on several ranks were not equal "
             f"({'; '.join(mismatched[:3])}; {len(mismatched)} in all): load an older one, or use the first "
             "rank's replicas with --allow-replica-mismatch"
@@ -126,22 +127,22 @@ def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises ConfigError for --use-checkpoint-lr-scheduler with a checkpoint that has no schedule."""
+    """Raises UserError for --use-checkpoint-lr-scheduler with a checkpoint that has no schedule."""
     if config.schedule.use_checkpoint_lr_scheduler:
-        raise ConfigError(
+        raise UserError(
             f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another program "
             "and its schedule is not known: drop the flag and give the --lr flags that it was trained with"
         )
 
 
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises ConfigError for another learning-rate schedule, unless a flag selects one of the two."""
+    """Raises UserError for another learning-rate schedule, unless a flag selects one of the two."""
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
     saved, now = schedule_of(checkpoint.config), schedule_of(config)
     which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
     if saved != now and not which:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
             "--override-lr-scheduler uses that of the flags, --use-checkpoint-lr-scheduler that of the "
             "checkpoint"

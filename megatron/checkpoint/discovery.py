@@ -32,13 +32,12 @@ from megatron.checkpoint.verify.files import (
     unneeded_files,
 )
 from megatron.checkpoint.verify.names import check_run, read_name
-from megatron.config import ConfigError
-from megatron.config.errors import is_access_error
+from megatron.errors import UserError, is_access_error
 from megatron.files import read_json
 from megatron.text_table import first_few
 
 
-class MissingCheckpointError(ConfigError):
+class MissingCheckpointError(UserError):
     """`latest` names a checkpoint that does not exist, and a user wrote that name: no other is resumed."""
 
 
@@ -49,7 +48,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     `latest`. If that one is damaged, it is the newest complete one in its lineage. If `folder` itself is a
     checkpoint, it is that one.
 
-    damaged: path of each checkpoint to skip -> the reason. Raises ConfigError if there are checkpoints and
+    damaged: path of each checkpoint to skip -> the reason. Raises UserError if there are checkpoints and
     none is complete, if a user set `latest` to none of them, or if it is ambiguous which of several runs to
     resume. Raises OSError if a file of a checkpoint to resume from cannot be read now.
     """
@@ -57,7 +56,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     check_program(folder)
     if (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
         if str(folder) in damaged:
-            raise ConfigError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
+            raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
         return open_checkpoint(folder)
     names = native_names(folder)
     latest, record = read_latest(folder), read_record(folder)
@@ -80,11 +79,11 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
             continue  # deleted by --keep-last, or saved in another folder
         try:
             if str(path) in damaged:
-                raise ConfigError(f"checkpoint {path}: {damaged[str(path)]}")
+                raise UserError(f"checkpoint {path}: {damaged[str(path)]}")
             checkpoint = open_checkpoint(path)
             if sha256 not in (None, checkpoint.run["sha256"]) and name != latest:
-                raise ConfigError(f"checkpoint {path}: it is not the one that this run saved under that name")
-        except ConfigError as error:
+                raise UserError(f"checkpoint {path}: it is not the one that this run saved under that name")
+        except UserError as error:
             skip_reason.append(str(error))
             continue
         skip_reason += _newer_checkpoints(folder, checkpoint, names, " ".join(skip_reason))
@@ -92,7 +91,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     for path in names.values():
         check_program(path)
     if names or latest:
-        raise ConfigError("; ".join(skip_reason) or f"no checkpoint in {folder} is complete")
+        raise UserError("; ".join(skip_reason) or f"no checkpoint in {folder} is complete")
     return None
 
 
@@ -151,7 +150,7 @@ def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:
 
 
 def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
-    """The checkpoints of a folder without a usable `latest`, if all of them are in one lineage. ConfigError
+    """The checkpoints of a folder without a usable `latest`, if all of them are in one lineage. UserError
     if not: the highest number may belong to another run."""
     described = _readable_checkpoints(folder, names)
     parents = {
@@ -166,7 +165,7 @@ def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | 
     ]
     if len(tips) > 1:
         which = ", ".join(f"{tip.entry.name} (run {(tip.run_id or 'without id')[:10]})" for tip in tips)
-        raise ConfigError(
+        raise UserError(
             f"{folder / LATEST_FILE} names no checkpoint that can be read, and {which} are of different runs "
             "or branches: write the name of the one to resume from into it"
         )
@@ -226,7 +225,7 @@ def _open_or_none(path: Path) -> Checkpoint | None:
     if it cannot be read now."""
     try:
         return open_checkpoint(path, with_files=False)
-    except ConfigError:
+    except UserError:
         return None
 
 
@@ -242,21 +241,21 @@ def _digest_of(folder: Path, entry: LineageEntry) -> str | None:
 
 def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
     """The universal checkpoint that `latest_universal` in `folder` names, or `folder` itself if it is one.
-    ConfigError if there is none, or if it cannot be read. with_files: as `open_checkpoint`."""
+    UserError if there is none, or if it cannot be read. with_files: as `open_checkpoint`."""
     folder = Path(folder)
     if format_of(folder) != UNIVERSAL:
         latest = folder / LATEST_UNIVERSAL_FILE
         name = read_name(latest)
         if not latest.is_file():
-            raise ConfigError(
+            raise UserError(
                 f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
                 "tools/ds_to_universal.py, or drop the flag: --load opens native checkpoints on any layout"
             )
         if name is None:
-            raise ConfigError(f"--universal_checkpoint: {latest} does not hold the name of a folder")
+            raise UserError(f"--universal_checkpoint: {latest} does not hold the name of a folder")
         folder = folder / name
     if format_of(folder) != UNIVERSAL:
-        raise ConfigError(
+        raise UserError(
             f"--universal_checkpoint: {folder} is not a universal checkpoint: it has no {PARAMETER_FOLDER}/"
         )
     return open_checkpoint(folder, with_files)
@@ -265,7 +264,7 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
 def open_checkpoint(
     folder: str | Path, with_files: bool = True, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> Checkpoint:
-    """Opens the checkpoint in a folder, of any format. ConfigError names a missing or damaged file, OSError
+    """Opens the checkpoint in a folder, of any format. UserError names a missing or damaged file, OSError
     one that cannot be read now.
 
     with_files: compare the sizes of all files with those in `run.json`. Contents are not read.
@@ -291,12 +290,12 @@ def open_checkpoint(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if is_access_error(error):
             raise
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
             f"`{LATEST_FILE}` names a complete checkpoint"
         ) from error
     if problem:
-        raise ConfigError(f"checkpoint {path.parent}: {problem}")
+        raise UserError(f"checkpoint {path.parent}: {problem}")
     if absent := [name for name in sorted(unneeded) if not (path.parent / name).exists()]:
         note = f"missing, but not needed to resume: {first_few(absent)}"
         checkpoint = replace(checkpoint, unverified_note=note)
@@ -304,17 +303,17 @@ def open_checkpoint(
 
 
 def check_program(folder: Path) -> None:
-    """Raises ConfigError if a folder is a native checkpoint of Microsoft's Megatron-DeepSpeed. Reads the
+    """Raises UserError if a folder is a native checkpoint of Microsoft's Megatron-DeepSpeed. Reads the
     structure of one file, and only without `run.json`."""
     if (folder / RUN_FILE).exists() or not folder.is_dir():
         return
     if sharded_weight_files(folder):
-        raise ConfigError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
+        raise UserError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
     for path in model_files(folder)[:1]:
         content = read_file(path)
         # This program's mp_rank files have no version, DeepSpeed's none either.
         if isinstance(content, dict) and "checkpoint_version" in content:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {folder} is a native one of Microsoft's Megatron-DeepSpeed: convert it with "
                 f"'python tools/ds_to_universal.py --input_folder {folder} --output_folder "
                 f"{folder}_universal', then pass --load {folder.parent} --universal_checkpoint"

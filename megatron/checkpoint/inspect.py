@@ -29,9 +29,8 @@ from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.checkpoint.verify.files import Files, first_size_mismatch, missing_files
 from megatron.checkpoint.verify.names import read_name
-from megatron.config import ConfigError
-from megatron.config.errors import one_line, stop_at_access_error
 from megatron.config.model_fields import model_summary
+from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import HostileFileError
 from megatron.text_table import first_few
 
@@ -125,7 +124,7 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
         return Overview(str(folder), None, None, [], [], inspect_checkpoint(folder, verify))
     paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
     if not paths:
-        raise ConfigError(f"{folder} holds no checkpoint, expected global_stepN folders, or the path of one")
+        raise UserError(f"{folder} holds no checkpoint, expected global_stepN folders, or the path of one")
     latest = {kind: _named_by(folder / file) for kind, file in _LATEST_FILES.items()}
     paths.sort(key=lambda path: (step_of(path.name), path.name))
     found = [_summary(path, path.name == latest.get(_kind(path))) for path in paths]
@@ -144,7 +143,7 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
                     report = inspect_checkpoint(folder / newest, verify)
             except HostileFileError:
                 raise
-            except ConfigError as error:
+            except UserError as error:
                 problems.append(f"{newest}: {error}")
     return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
 
@@ -192,7 +191,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
                 open_checkpoint(path)  # compares the sizes
     except HostileFileError:
         raise
-    except ConfigError as error:
+    except UserError as error:
         # An unfinished save or conversion is not expected to be complete.
         if kind in _LATEST_FILES or state is not None:
             problem = str(error).removeprefix(f"checkpoint {path}: ")
@@ -213,7 +212,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
 def _open(folder: Path) -> Checkpoint:
     """The checkpoint, whatever is wrong with its files."""
     if format_of(folder) == NATIVE and not (folder / RUN_FILE).exists():
-        raise ConfigError(f"{RUN_FILE}, which is written last, is missing")
+        raise UserError(f"{RUN_FILE}, which is written last, is missing")
     return open_checkpoint(folder, with_files=False)
 
 
@@ -226,7 +225,7 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
             check_run_file(checkpoint)
     except HostileFileError:
         raise
-    except ConfigError as error:
+    except UserError as error:
         return Report(str(folder), False, groups, [str(error), *_truncated_files(folder)])
     run = checkpoint.run
     problems = list(_file_problems(folder, run.get("files", {})))

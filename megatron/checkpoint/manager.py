@@ -65,10 +65,10 @@ from megatron.checkpoint.verify.integrity import (
     verification_table,
     verify_loaded_state,
 )
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.checks.batch import check_remaining_batches
-from megatron.config.errors import stop_at_access_error
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.errors import UserError, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.optimizer.eight_bit import rule_record
@@ -90,7 +90,7 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that --load resumes from; None if the run initializes from scratch.
 
-    Raises ConfigError for a checkpoint of another model, and for other data or another learning-rate schedule
+    Raises UserError for a checkpoint of another model, and for other data or another learning-rate schedule
     unless a flag allows them, for a --save folder that belongs to another run, and for a file that cannot be
     read now. damaged: path of each checkpoint to skip -> the reason.
     """
@@ -98,11 +98,11 @@ def find_checkpoint(
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
     checkpoint = choose_checkpoint(options, damaged)
     if checkpoint is None and config.checkpoint.load and config.training.no_train:
-        raise ConfigError(
+        raise UserError(
             f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
         )
     if checkpoint is None and config.checkpoint.finetune:
-        raise ConfigError(
+        raise UserError(
             f"--load {config.checkpoint.load} holds no checkpoint: --finetune needs one to start from"
         )
     check_save_folder(checkpoint, config)
@@ -144,7 +144,7 @@ def select_valid_checkpoint(
                 try:
                     checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
                 except OSError as error:
-                    raise ConfigError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
+                    raise UserError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
 
 
 @stop_at_access_error(MAY_BE_INTACT)
@@ -166,7 +166,7 @@ def _shared_errors() -> Iterator[None]:
     error: list[Exception | None] = [None]
     try:
         yield
-    except (ConfigError, FolderTakenError, OSError) as found:
+    except (UserError, FolderTakenError, OSError) as found:
         error = [found]
     dist.broadcast_object_list(error)
     if error[0] is not None:
@@ -174,17 +174,17 @@ def _shared_errors() -> Iterator[None]:
 
 
 def _opened(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder; None if a file is missing or of the wrong size. Raises ConfigError on every
+    """The checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on every
     rank if one cannot read it now. Collective."""
     checkpoint = problem = None
     try:
         checkpoint = open_checkpoint(folder)
-    except ConfigError:
+    except UserError:
         pass
     except OSError as error:
         problem = str(error)
     if (found := first_problem_of_ranks(problem)) is not None:
-        raise ConfigError(f"rank {found[0]} cannot read checkpoint {folder} now ({found[1]})")
+        raise UserError(f"rank {found[0]} cannot read checkpoint {folder} now ({found[1]})")
     return checkpoint
 
 
@@ -233,7 +233,7 @@ class CheckpointManager:
                 try:
                     self.identity = start_identity(checkpoint, options)
                 except OSError as error:
-                    raise ConfigError(f"--save {options.save} cannot be read ({error})") from error
+                    raise UserError(f"--save {options.save} cannot be read ({error})") from error
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
         if checkpoint is None:
@@ -320,7 +320,7 @@ class CheckpointManager:
                         names[0] += [entry.name] if is_same_checkpoint(self.folder, entry) else []
                 except OSError as error:  # what is older than an unreadable checkpoint is no candidate
                     if not names[0]:
-                        raise ConfigError(f"checkpoint {entry.name} cannot be read now ({error})") from error
+                        raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         dist.broadcast_object_list(names)  # rank 0 keeps the identity
         for name in names[0]:
             checkpoint = _opened(self.folder / name)
@@ -429,7 +429,7 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     precision and partition. Another kind of optimizer starts with fresh moments, and so do --finetune and
     --no-load-optim. Returns the lines of the checkpoint verification. Collective.
 
-    Raises ConfigError, on every rank, if a restored tensor differs from the saved one.
+    Raises UserError, on every rank, if a restored tensor differs from the saved one.
     """
     now = engine.run_config
     reader = open_reader(checkpoint)

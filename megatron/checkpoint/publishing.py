@@ -15,8 +15,8 @@ from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, 
 from megatron.checkpoint.lineage.latest import record_upcoming, set_latest
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING
 from megatron.checkpoint.verify.files import RETRY_DELAYS_S
-from megatron.config import CheckpointConfig, ConfigError
-from megatron.config.errors import is_access_error, one_line
+from megatron.config import CheckpointConfig
+from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, read_json, sync_file
 from megatron.text_table import first_few
 
@@ -51,7 +51,7 @@ def _finish_replacement(replaced: Path, final: Path) -> None:
         return
     try:
         open_checkpoint(final)
-    except ConfigError:
+    except UserError:
         return  # the new one is damaged: keep the old one
     _remove(replaced)
 
@@ -161,7 +161,7 @@ def is_same_checkpoint(
         return False
     try:
         found = open_checkpoint(folder / entry.name, False, retry_delays_s).run
-    except ConfigError:
+    except UserError:
         return False
     if entry.sha256 is None:  # written before run ids existed: only the name can be compared
         return "run_id" not in found

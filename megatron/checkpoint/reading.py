@@ -12,8 +12,8 @@ from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, open_rea
 from megatron.checkpoint.lineage.latest import LATEST_FILE
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.saved_config import check_run_file
-from megatron.config import ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY
+from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 from megatron.tokenizer.flags import tokenizer_flags
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
     """Opens `folder` if it is a checkpoint, or the checkpoint that `latest` in it names. If there is no
-    native one, or if `universal`, the one that `latest_universal` names. ConfigError if there is none.
+    native one, or if `universal`, the one that `latest_universal` names. UserError if there is none.
 
     allow_external: accept a checkpoint of another program, which has no config.
     """
@@ -34,7 +34,7 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
     else:
         native = find_latest(folder) if folder.is_dir() else None
         if native is None and not (folder / LATEST_UNIVERSAL_FILE).is_file():
-            raise ConfigError(
+            raise UserError(
                 f"{folder} holds no checkpoint, expected a folder with the file `{LATEST_FILE}` or "
                 f"`{LATEST_UNIVERSAL_FILE}`, or a global_stepN folder with {RUN_FILE}"
             )
@@ -42,7 +42,7 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
     if not checkpoint.is_external:
         check_run_file(checkpoint)
     elif not allow_external:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder} was made by another program and lacks the full configuration of "
             "the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
             "--universal_checkpoint and --save, and use the checkpoint that this run saves"
@@ -54,7 +54,7 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
     """The single-process model with the checkpoint's weights, on the accelerator, in evaluation mode.
 
     Its precision is that of the training; with fp32_on_cpu it is fp32 if the accelerator is a CPU. verify:
-    see `verify_weights`, first. ConfigError for files that are damaged or cannot be read.
+    see `verify_weights`, first. UserError for files that are damaged or cannot be read.
     """
     # Imported only here: they load torch and DeepSpeed, which takes seconds.
     from deepspeed.accelerator import get_accelerator
@@ -74,18 +74,18 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
 
 
 def verify_weights(checkpoint: Checkpoint) -> None:
-    """Compares the weights with their digests; a note on stderr says if there are none. ConfigError for files
+    """Compares the weights with their digests; a note on stderr says if there are none. UserError for files
     that are damaged or cannot be read."""
     if not open_reader(checkpoint).verify_weights():
         print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
 
 
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
-    """Builds the tokenizer of the flags if any is given, else the checkpoint's. ConfigError if it is not the
+    """Builds the tokenizer of the flags if any is given, else the checkpoint's. UserError if it is not the
     one that the checkpoint was trained with."""
     tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint.config.data))
     if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "
             f"end-of-document id {checkpoint.eod}, but this tokenizer has {tokenizer.vocab_size} and "
             f"{tokenizer.eod}: "

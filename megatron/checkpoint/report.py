@@ -174,7 +174,7 @@ class Comparison:
 
 def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
     """Compares two checkpoints by their global fp32 values and moments: layout, precision and format may
-    differ. One parameter of each is in memory at a time. Raises ConfigError for files that cannot be read."""
+    differ. One parameter of each is in memory at a time. Raises UserError for files that cannot be read."""
     return Comparison(
         (str(one.folder), str(other.folder)),
         different_settings(one.run, other.run),

@@ -14,9 +14,9 @@ from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.latest import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.verify.files import MAY_BE_INTACT
-from megatron.config import CheckpointConfig, Config, ConfigError
+from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint_args import SavedConfig
-from megatron.config.errors import is_access_error, one_line, stop_at_access_error
+from megatron.errors import UserError, is_access_error, one_line, stop_at_access_error
 from megatron.files import HostileFileError
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
@@ -25,14 +25,14 @@ _LARGEST_SIZE = 1 << 53
 
 
 def check_run_file(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError if `run.json` lacks a part that describes the model or its layout, or is
+    """Raises UserError if `run.json` lacks a part that describes the model or its layout, or is
     malformed."""
     lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
     if lacking:
-        raise ConfigError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
+        raise UserError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
     for part in ("config", "layout", "stages"):
         if not isinstance(checkpoint.run[part], dict):
-            raise ConfigError(f"checkpoint {checkpoint.folder}: {part} in {RUN_FILE} is not a JSON object")
+            raise UserError(f"checkpoint {checkpoint.folder}: {part} in {RUN_FILE} is not a JSON object")
     try:
         config = Config.from_dict(checkpoint.run["config"])
         layers, parameters = config.model.num_layers, len(checkpoint.run.get("parameters") or ())
@@ -42,11 +42,11 @@ def check_run_file(checkpoint: Checkpoint) -> None:
                 f"{parameters:,} parameters"
             )
         if max(_sizes(checkpoint.run["config"])) > _LARGEST_SIZE:
-            raise ConfigError(f"a number is larger than {_LARGEST_SIZE:,}")
+            raise UserError(f"a number is larger than {_LARGEST_SIZE:,}")
     except HostileFileError:
         raise
-    except (AttributeError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
-        raise ConfigError(
+    except (AttributeError, TypeError, ValueError, ArithmeticError, UserError) as error:
+        raise UserError(
             f"checkpoint {checkpoint.folder}: the config in {RUN_FILE} cannot be read ({one_line(error)})"
         ) from error
 
@@ -64,7 +64,7 @@ def _sizes(settings: Any) -> Iterator[int]:
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     """The configuration of the checkpoint in --load (with --branch-at: of the branch point); or of one in
     --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only, of a
-    model of Hugging Face its config.json. ConfigError if there is none.
+    model of Hugging Face its config.json. UserError if there is none.
 
     It may be another checkpoint than the one that the run resumes from, if the newest one is damaged. The
     checkpoint that is loaded is compared with the configuration again.
@@ -81,7 +81,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
             checkpoint = find_branch_point(options, with_files=False)
         else:
             checkpoint = _newest(load, options.universal_checkpoint)
-    except (ConfigError, OSError) as error:
+    except (UserError, OSError) as error:
         if is_access_error(error):
             raise
         own = None
@@ -89,14 +89,14 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
             own = _newest_or_none(Path(save))
         if options.branch_at is not None:
             if own is None or not is_branch_of(own, options):
-                if isinstance(error, ConfigError):
+                if isinstance(error, UserError):
                     raise
-                raise ConfigError(f"--branch-at: --load {load} cannot be read ({error})") from error
+                raise UserError(f"--branch-at: --load {load} cannot be read ({error})") from error
         elif own is None:
-            raise ConfigError(f"--use-checkpoint-args: {error}") from error
+            raise UserError(f"--use-checkpoint-args: {error}") from error
         checkpoint, is_own = own, True
     if checkpoint.is_external:
-        raise ConfigError(
+        raise UserError(
             f"--use-checkpoint-args: checkpoint {checkpoint.folder} was made by another program and lacks "
             "the full configuration of the model: give the flags of the model"
         )
@@ -109,7 +109,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
 def _newest_or_none(folder: Path) -> Checkpoint | None:
     try:
         return _newest(folder, universal=False)
-    except (ConfigError, OSError) as error:
+    except (UserError, OSError) as error:
         if is_access_error(error):
             raise
         return None
@@ -126,7 +126,5 @@ def _newest(folder: Path, universal: bool) -> Checkpoint:
         return open_checkpoint(current_path(folder, latest), with_files=False)
     checkpoint = find_latest(folder) if folder.is_dir() else None
     if checkpoint is None:
-        raise ConfigError(
-            f"--load {folder} holds no checkpoint (a universal one needs --universal_checkpoint)"
-        )
+        raise UserError(f"--load {folder} holds no checkpoint (a universal one needs --universal_checkpoint)")
     return checkpoint

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.cluster.launch import node_name
 from megatron.cluster.node_processes import private_temporary_folder
-from megatron.config import ConfigError, ParallelConfig
+from megatron.config import ParallelConfig
+from megatron.errors import UserError
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # The settings of PyTorch's allocator, by its current and former names.
@@ -19,14 +20,14 @@ _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.environ) -> int:
     """The index of this process's device among the visible ones.
 
-    Processes that each see one device (srun --gpus-per-task=1) all use index 0. Raises ConfigError if there
+    Processes that each see one device (srun --gpus-per-task=1) all use index 0. Raises UserError if there
     are fewer devices than processes on the node.
     """
     if num_visible == 1:
         return 0
     if local_rank < num_visible:
         return local_rank
-    raise ConfigError(
+    raise UserError(
         f"LOCAL_RANK {local_rank} has no device: {num_visible} devices are visible on {node_name(env)} "
         f"(CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', 'unset')}): start at most {num_visible} "
         "processes per node (--nproc_per_node, --ntasks-per-node), or give each task its own device (srun "

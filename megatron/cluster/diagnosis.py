@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.exit_status import (
-    CONFIG_ERROR_EXIT_CODE,
     FAILURE_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     REQUEUE_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
     ExitStatus,
     is_caused_here,
 )
 from megatron.cluster.launch import MAX_PROCESSES
 from megatron.cluster.rank_reports import read_reports
-from megatron.config.errors import printable
+from megatron.errors import printable
 from megatron.text_table import first_few, rank_list
 
 Report = dict[str, Any]
@@ -71,18 +71,18 @@ def diagnose(
             return _diagnose_requested_stop(reports)
         text = f"{_slurm_end(slurm)}{_progress(reports)}: checkpoint saved, resumes after requeue"
         return Diagnosis(REQUEUE_EXIT_CODE, text)
-    if found := _first_with_end(reports, ExitStatus.CONFIG_ERROR):
-        return Diagnosis(CONFIG_ERROR_EXIT_CODE, _error_text(found, reports), found)
+    if found := _first_with_end(reports, ExitStatus.USER_ERROR):
+        return Diagnosis(USER_ERROR_EXIT_CODE, _error_text(found, reports), found)
     if slurm.lost_nodes:
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_slurm_end(slurm)}{_progress(reports)}")
     if found := _first_with_end(reports, ExitStatus.STOPPED):
-        return Diagnosis(CONFIG_ERROR_EXIT_CODE, _error_text(found, reports), found)
+        return Diagnosis(USER_ERROR_EXIT_CODE, _error_text(found, reports), found)
     if reports and ends <= _STOPPED_WELL:
         missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
         text = (
             f"error: {rank_list(missing)} wrote no report: the nodes do not share the folder of the reports"
         )
-        return Diagnosis(CONFIG_ERROR_EXIT_CODE, f"{text} (RUN_DIR)")
+        return Diagnosis(USER_ERROR_EXIT_CODE, f"{text} (RUN_DIR)")
     if ended_by_slurm:
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_slurm_end(slurm)}{_progress(reports)}")
     return _diagnose_failure(reports, processes)
@@ -103,7 +103,7 @@ def _diagnose_requested_stop(reports: Sequence[Report]) -> Diagnosis:
         text = f"stopped by {names}{_progress(reports)}: {_saved(reports)}" if names else ""
         return Diagnosis(REQUEUE_EXIT_CODE, text)
     return Diagnosis(
-        CONFIG_ERROR_EXIT_CODE,
+        USER_ERROR_EXIT_CODE,
         "error: the run was asked to stop before its first step: the job's time must be longer than the "
         "start plus the warning time (#SBATCH --signal, --exit-duration-in-mins)",
     )

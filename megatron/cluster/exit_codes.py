@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from megatron.cluster.exit_status import (
-    CONFIG_ERROR_EXIT_CODE,
     FAILURE_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     REQUEUE_EXIT_CODE,
+    USER_ERROR_EXIT_CODE,
     ExitStatus,
     is_lost_connection,
     sentence_of,
@@ -21,7 +21,7 @@ from megatron.cluster.exit_status import (
 from megatron.cluster.launch import has_torch_launcher, node_name
 from megatron.cluster.node_diagnosis import conclude
 from megatron.cluster.rank_reports import RankReport
-from megatron.config.errors import ConfigError, printable
+from megatron.errors import UserError, printable
 
 
 class RunStopped(Exception):
@@ -38,20 +38,20 @@ class RunStopped(Exception):
 class OutOfMemory(RunStopped):
     """A rank cannot allocate memory. A restart would fail again."""
 
-    exit_code = CONFIG_ERROR_EXIT_CODE
+    exit_code = USER_ERROR_EXIT_CODE
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, on_all_ranks=False)
 
 
-class SharedConfigError(ConfigError):
-    """A ConfigError that is raised on every rank."""
+class SharedUserError(UserError):
+    """A UserError that is raised on every rank."""
 
 
 class CannotSave(RunStopped):
     """A checkpoint cannot be written, as on a full disk. A restart would fail again."""
 
-    exit_code = CONFIG_ERROR_EXIT_CODE
+    exit_code = USER_ERROR_EXIT_CODE
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, on_all_ranks=False)
@@ -61,17 +61,17 @@ class CannotSave(RunStopped):
 def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Iterator[None]:
     """Ends this process if the block raises, and writes the error to the rank's report.
 
-    Exit code 2 for a ConfigError, that of the class for RunStopped, 130 for Ctrl-C, otherwise 1. The text of
-    ConfigError and RunStopped is one sentence, that of any other error its traceback and a sentence. The
+    Exit code 2 for a UserError, that of the class for RunStopped, 130 for Ctrl-C, otherwise 1. The text of
+    UserError and RunStopped is one sentence, that of any other error its traceback and a sentence. The
     diagnosis of the reports selects the text to print; a process without a report prints its own.
     same_on_all_ranks: every rank raises the same errors in this block, as with flags.
     """
     facts: dict[str, Any] = {"on_all_ranks": same_on_all_ranks}
     try:
         yield
-    except ConfigError as error:
-        end, text, code = ExitStatus.CONFIG_ERROR, f"error: {error}", CONFIG_ERROR_EXIT_CODE
-        facts["on_all_ranks"] |= isinstance(error, SharedConfigError)
+    except UserError as error:
+        end, text, code = ExitStatus.USER_ERROR, f"error: {error}", USER_ERROR_EXIT_CODE
+        facts["on_all_ranks"] |= isinstance(error, SharedUserError)
     except RunStopped as error:
         end, text, code = ExitStatus.STOPPED, f"error: {error}", error.exit_code
         facts["on_all_ranks"] |= error.on_all_ranks
@@ -99,11 +99,11 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
 
 def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = os.environ) -> int:
     """Returns the exit code of a run that ended without an error, and writes its end to the report. status:
-    FINISHED, REQUEUE, INTERRUPTED, or CONFIG_ERROR for a dry run whose plan does not fit the device."""
+    FINISHED, REQUEUE, INTERRUPTED, or USER_ERROR for a dry run whose plan does not fit the device."""
     report.end(status)
     conclude(report)
-    if status is ExitStatus.CONFIG_ERROR:
-        return CONFIG_ERROR_EXIT_CODE
+    if status is ExitStatus.USER_ERROR:
+        return USER_ERROR_EXIT_CODE
     if status is ExitStatus.INTERRUPTED:
         return INTERRUPTED_EXIT_CODE
     return REQUEUE_EXIT_CODE if status is ExitStatus.REQUEUE and not has_torch_launcher(env) else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from megatron.config.errors import CONFIG_ERROR_EXIT_CODE as CONFIG_ERROR_EXIT_CODE
+from megatron.errors import USER_ERROR_EXIT_CODE as USER_ERROR_EXIT_CODE
 
 # Errors of gloo and NCCL after another process has ended.
 _LOST_CONNECTION = re.compile(
@@ -37,7 +37,7 @@ class ExitStatus(str, Enum):
     """Stopped early and saved: the same command resumes."""
     INTERRUPTED = "interrupted"
     """Stopped by SIGINT (Ctrl-C) after the current step, and saved if there is --save."""
-    CONFIG_ERROR = "config error"
+    USER_ERROR = "config error"
     STOPPED = "stopped"
     """RunStopped: a restart would fail again."""
     FAILED = "failed"

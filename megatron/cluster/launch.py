@@ -2,7 +2,7 @@
 
 A launcher (torchrun, torch.distributed.launch) sets torch's variables (RANK, WORLD_SIZE, ...). Under plain
 `srun python pretrain_gpt.py`, with one task per process, they are derived from Slurm's. Contradictory
-variables are a ConfigError before any process waits for others. The functions take the environment as an
+variables are a UserError before any process waits for others. The functions take the environment as an
 argument. Needs no torch.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-from megatron.config.errors import ConfigError, one_line
+from megatron.errors import UserError, one_line
 
 # The port follows from the job id, so that two jobs on one node use different ports. The range lies below the
 # ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
@@ -108,7 +108,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
     """Returns the variables to add to `env` for torch: none if a launcher has set them, or for a single
     process.
 
-    address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises ConfigError
+    address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises UserError
     if the variables contradict each other.
     """
     if env.get("RANK") or env.get("WORLD_SIZE"):
@@ -129,12 +129,12 @@ def _in_step(env: Mapping[str, str]) -> bool:
 def _check_torch_variables(env: Mapping[str, str]) -> None:
     world_size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
     if not 1 <= world_size <= MAX_PROCESSES:
-        raise ConfigError(
+        raise UserError(
             f"WORLD_SIZE is {world_size}: expected the number of processes, 1 or more (at most "
             f"{MAX_PROCESSES:,}); unset RANK and WORLD_SIZE, or correct the script that sets them"
         )
     if not 0 <= rank < world_size:
-        raise ConfigError(
+        raise UserError(
             f"RANK {rank} with WORLD_SIZE {world_size}: expected 0 to {world_size - 1}; unset both, or "
             "correct the script that sets them"
         )
@@ -144,7 +144,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
     if "LOCAL_WORLD_SIZE" in env and "LOCAL_RANK" in env:
         local_rank, local_size = _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE")
         if local_rank >= local_size or local_size > world_size:
-            raise ConfigError(
+            raise UserError(
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
                 "contradict each other: unset those that your script exports, the launcher sets all three"
             )
@@ -153,7 +153,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
 def _check_port(env: Mapping[str, str]) -> None:
     port = _number(env, "MASTER_PORT")
     if not 1 <= port <= _LAST_PORT:
-        raise ConfigError(
+        raise UserError(
             f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, the "
             "same on all nodes"
         )
@@ -173,16 +173,16 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
     nodes = _number(env, "SLURM_NNODES") if "SLURM_NNODES" in env else launchers
     started = f"srun started {tasks} launchers on {nodes} node(s), and each expects {launchers} (--nnodes)"
     if tasks > nodes:
-        raise ConfigError(
+        raise UserError(
             f"{started}: start one launcher per node (srun --ntasks-per-node=1), which starts "
             "a process per GPU"
         )
     if launchers == 1:
-        raise ConfigError(
+        raise UserError(
             f"{started}, so that each is node 0 of a separate run: give the launcher --nnodes {tasks} "
             "--node_rank $SLURM_PROCID, expanded inside srun's task"
         )
-    raise ConfigError(f"{started}: make --nnodes and srun's --ntasks equal")
+    raise UserError(f"{started}: make --nnodes and srun's --ntasks equal")
 
 
 def _check_mpi(env: Mapping[str, str]) -> None:
@@ -191,7 +191,7 @@ def _check_mpi(env: Mapping[str, str]) -> None:
     for name, names_of_ranks in _MPI_VARIABLES.items():
         # srun may set MPI's variables, too: then its own are used.
         if env.get(name, "1") not in ("1", tasks):
-            raise ConfigError(
+            raise UserError(
                 f"{name} is {env[name]}, and RANK and WORLD_SIZE are not set: mpirun started processes "
                 f"without torch's rendezvous variables; set RANK, LOCAL_RANK (to {names_of_ranks}), "
                 f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each of them, or start the program with "
@@ -203,12 +203,12 @@ def _check_processes(env: Mapping[str, str], tasks: int) -> None:
     """Torch's variables without a launcher: the tasks of srun must be the processes."""
     rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if world_size != tasks:
-        raise ConfigError(
+        raise UserError(
             f"WORLD_SIZE is {world_size} and srun started {tasks} task(s) without a launcher: unset RANK and "
             "WORLD_SIZE to use Slurm's, or start a launcher per node"
         )
     if tasks > 1 and rank == 0 and _number(env, "SLURM_PROCID") != 0:
-        raise ConfigError(
+        raise UserError(
             f"RANK is 0 in srun's task {env['SLURM_PROCID']}: it was set once for all tasks; unset RANK and "
             "WORLD_SIZE to use Slurm's"
         )
@@ -218,7 +218,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     tasks, rank = _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
     local_rank = _number(env, "SLURM_LOCALID")
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
-        raise ConfigError(
+        raise UserError(
             f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NTASKS {tasks} contradict each "
             "other: unset those that your script exports, srun sets all three"
         )
@@ -260,7 +260,7 @@ def node_address(node: str) -> str:
         shown = ""
     match = re.search(r"\bNodeAddr=(\S+)", shown)
     if match is None:
-        raise ConfigError(
+        raise UserError(
             f"the name of the job's first node, {node}, does not resolve and Slurm shows no address: export "
             "MASTER_ADDR"
         )
@@ -269,7 +269,7 @@ def node_address(node: str) -> str:
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
-        raise ConfigError(
+        raise UserError(
             f"the environment variable {name} is missing beside {_beside(env)}: a launcher or srun sets all "
             "of them; start the program with one of the two, or unset those that your script exports"
         )
@@ -280,7 +280,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
     # Negative numbers are rejected later, with what is expected.
     number = decimal_number(_text(env, name).removeprefix("-"))
     if number is None:
-        raise ConfigError(
+        raise UserError(
             f"the environment variable {name} is '{one_line(env[name], 40)}': expected the integer that a "
             "launcher or srun sets"
         )

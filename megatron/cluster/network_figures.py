@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
+from megatron.errors import UserError
 from megatron.files import read_json, write_json
 
 _KIND = "Megatron network figures"
@@ -64,7 +65,7 @@ def write_network_figures(path: str, figures: NetworkFigures) -> None:
 
 
 def read_network_figures(config: Config) -> NetworkFigures | None:
-    """The figures of --network-figures; None without the flag. ConfigError for a file that does not exist,
+    """The figures of --network-figures; None without the flag. UserError for a file that does not exist,
     is damaged, or was not written by a run."""
     path = config.parallel.network_figures
     if path is None:
@@ -73,12 +74,12 @@ def read_network_figures(config: Config) -> NetworkFigures | None:
         value = read_json(Path(path))
         return _checked(value)
     except FileNotFoundError:
-        raise ConfigError(
+        raise UserError(
             f"--network-figures {path} does not exist: a run of several processes with this flag measures "
             "the network and writes it"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise UserError(
             f"--network-figures {path} cannot be read ({error}): give a file that a run with this flag has "
             "written"
         ) from error

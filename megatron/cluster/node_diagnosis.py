@@ -26,7 +26,7 @@ from megatron.cluster.exit_status import ExitStatus, is_lost_connection
 from megatron.cluster.launch import has_torch_launcher, local_world_size_of, node_rank_of, world_size_of
 from megatron.cluster.node_processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
-from megatron.config.errors import printable
+from megatron.errors import printable
 from megatron.files import open_own
 
 # torch's launcher sends SIGKILL 30 s after SIGTERM.

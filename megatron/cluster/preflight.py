@@ -23,13 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.cluster.exit_codes import SharedConfigError
+from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.launch import node_name
 from megatron.cluster.network_figures import NetworkFigures, write_network_figures
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
+from megatron.errors import UserError
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.text_table import format_table
 
@@ -61,7 +62,7 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     """Returns sentences for the log; none with --no-preflight or for a single process. With --network-figures
     rank 0 writes that file.
 
-    fingerprint: of the data as this rank sees it. Collective, after `init_distributed`. Raises ConfigError on
+    fingerprint: of the data as this rank sees it. Collective, after `init_distributed`. Raises UserError on
     every rank, with the table of differences between nodes.
     """
     if config.training.no_preflight or dist.get_world_size() == 1:
@@ -83,7 +84,7 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
     dist.all_gather_object(gathered, asdict(own))
     facts = [RankInfo(**entry) for entry in gathered]
     if differences := find_differences(facts):
-        raise ConfigError(
+        raise UserError(
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
         )
     problems = _write_figures(config, facts)
@@ -100,7 +101,7 @@ def check_kernels(required: bool) -> list[str]:
     """Returns a sentence for the log if a rank cannot run the Triton kernels on its device: then all ranks
     compute with PyTorch, so that replicas stay equal. Collective, after `init_distributed`.
 
-    required: --require-kernels. Raises SharedConfigError on every rank if one cannot run them.
+    required: --require-kernels. Raises SharedUserError on every rank if one cannot run them.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -113,7 +114,7 @@ def check_kernels(required: bool) -> list[str]:
     if reason is None:
         return []
     if required:
-        raise SharedConfigError(f"--require-kernels: rank {rank} on {node} cannot run the kernels: {reason}")
+        raise SharedUserError(f"--require-kernels: rank {rank} on {node} cannot run the kernels: {reason}")
     if device == "cpu":
         return []
     use_pytorch()

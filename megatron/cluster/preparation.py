@@ -20,7 +20,8 @@ import torch.distributed as dist
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.node_processes import io_bytes
 from megatron.cluster.rendezvous import PROGRESS_KEY, Address, mark_preparing, open_store
-from megatron.config import Config, ConfigError
+from megatron.config import Config
+from megatron.errors import UserError
 
 _INTERVAL_S = 5.0
 # Progress per interval: a share of CPU time, or bytes. The threads of an idle process use less.
@@ -45,7 +46,7 @@ class Preparation:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Preparation:
-        """Raises ConfigError if this process must start the store and cannot use the port."""
+        """Raises UserError if this process must start the store and cannot use the port."""
         if self._address is not None:
             if self._address.hosts_store:
                 self._store = open_store(self._address, time.monotonic() + self._timeout_s)
@@ -63,7 +64,7 @@ class Preparation:
     def _run(self) -> None:
         assert self._address is not None
         # The main thread raises the same errors when it connects.
-        with suppress(ConfigError, RunStopped, dist.DistError):
+        with suppress(UserError, RunStopped, dist.DistError):
             store = self._store or open_store(self._address, time.monotonic() + self._timeout_s)
             mark_preparing(store, self._address.rank)
             cpu_s, bytes_ = time.process_time(), io_bytes()

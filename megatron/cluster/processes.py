@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron.cluster.devices import choose_device, device_id, set_max_connections
 from megatron.cluster.rendezvous import Address, connect_processes
-from megatron.config import Config, ConfigError, LoggingConfig, ParallelConfig
+from megatron.config import Config, LoggingConfig, ParallelConfig
+from megatron.errors import UserError
 
 # DeepSpeed logs this in every process without a GPU; the run report already names the device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
@@ -47,7 +48,7 @@ def connect(config: Config) -> dist.Store:
     """Waits until all processes of the run have connected; returns their store. Selects the device.
 
     Reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A process that
-    was started without a launcher has world size 1. Raises ConfigError for a backend that the device does not
+    was started without a launcher has world size 1. Raises UserError for a backend that the device does not
     support, and the errors of `rendezvous.connect_processes`.
     """
     from deepspeed.accelerator import get_accelerator
@@ -69,11 +70,11 @@ def connect(config: Config) -> dist.Store:
 
 def _check_backend(parallel: ParallelConfig, on_cpu: bool) -> None:
     if parallel.distributed_backend == "nccl" and on_cpu:
-        raise ConfigError(
+        raise UserError(
             "--distributed-backend nccl needs GPUs and this machine has none: remove the flag, or set gloo"
         )
     if parallel.distributed_backend == "gloo" and not on_cpu and parallel.pipeline_model_parallel_size > 1:
-        raise ConfigError(
+        raise UserError(
             "--distributed-backend gloo cannot send tensors of a GPU to another pipeline stage: remove the "
             "flag, or set --pipeline-model-parallel-size 1"
         )

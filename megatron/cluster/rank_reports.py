@@ -33,7 +33,7 @@ from megatron.cluster.node_processes import (
     shared_temporary_folder,
     started_by_living_launcher,
 )
-from megatron.config.errors import ConfigError, printable
+from megatron.errors import UserError, printable
 from megatron.files import open_own, open_regular, read_json
 
 FOLDER_VARIABLE = "RANK_REPORTS"
@@ -225,7 +225,7 @@ def read_report(path: Path) -> dict[str, Any] | None:
     """A report with its stacks; None if it cannot be read, or is not what a rank writes."""
     try:
         report = read_json(path)
-    except (OSError, ValueError, ConfigError):
+    except (OSError, ValueError, UserError):
         return None
     if not isinstance(report, dict) or not _is_complete(report):
         return None

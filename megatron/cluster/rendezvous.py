@@ -28,12 +28,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.cluster.exit_codes import RunStopped, SharedConfigError
+from megatron.cluster.exit_codes import RunStopped, SharedUserError
 from megatron.cluster.launch import decimal_number, node_name
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.config import SECTIONS
-from megatron.config.errors import one_line
 from megatron.config.fields import option_name
+from megatron.errors import UserError, one_line
 
 # Time between two lines about missing ranks.
 _REPORT_INTERVAL_S = 30.0
@@ -94,9 +94,9 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 
     device: a name of this process's device, see `devices.device_id`.
 
-    Raises SharedConfigError on every rank if flags differ between ranks or two processes have the same rank
+    Raises SharedUserError on every rank if flags differ between ranks or two processes have the same rank
     or device, RunStopped on every rank if processes are missing and none has made progress for
-    --start-timeout seconds, and ConfigError for an address or a port that cannot be used.
+    --start-timeout seconds, and UserError for an address or a port that cannot be used.
     """
     timeout_s = config.parallel.start_timeout
     store = open_store(address, time.monotonic() + timeout_s)
@@ -119,7 +119,7 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
     else:
         outcome = _outcome_from_rank_0(store, address, timeout_s)
     if outcome:
-        raise SharedConfigError(outcome)
+        raise SharedUserError(outcome)
     return store
 
 
@@ -127,21 +127,21 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait until
     --start-timeout. For use before `connect_processes`. Ranks that do not connect within some seconds are not
-    informed. A ConfigError of another rank is sent to rank 0, which informs all. An error that every rank
+    informed. A UserError of another rank is sent to rank 0, which informs all. An error that every rank
     raises anyway is not sent."""
     try:
         yield
-    except SharedConfigError:
+    except SharedUserError:
         raise
     except Exception as error:
         if int(env.get("WORLD_SIZE", "1")) > 1:
             address = Address.from_environment(env)
-            kind = "unequal" if isinstance(error, ConfigError) else "missing"
-            with suppress(ConfigError, RunStopped, dist.DistError):  # the error itself matters more
+            kind = "unequal" if isinstance(error, UserError) else "missing"
+            with suppress(UserError, RunStopped, dist.DistError):  # the error itself matters more
                 store = open_store(address, time.monotonic() + _INFORM_TIMEOUT_S)
                 if address.rank == 0:
                     _announce(store, f"{kind} {error}", address.world_size - 1)
-                elif isinstance(error, ConfigError):
+                elif isinstance(error, UserError):
                     store.set("mistake", str(error))
         raise
 
@@ -177,7 +177,7 @@ def _text(store: dist.Store, key: str) -> str:
 
 
 def _take_rank(store: dist.Store, address: Address) -> None:
-    """Raises ConfigError if another process already has this rank, and informs rank 0."""
+    """Raises UserError if another process already has this rank, and informs rank 0."""
     me = f"{node_name(os.environ)} {secrets.token_hex(8)}"
     first = store.compare_set(f"process {address.rank}", "", me).decode(errors="replace")
     if first != me:
@@ -186,7 +186,7 @@ def _take_rank(store: dist.Store, address: Address) -> None:
             f"{node_name(os.environ)}: give each of the {address.world_size} processes a different rank"
         )
         store.set("mistake", mistake)
-        raise ConfigError(mistake)
+        raise UserError(mistake)
 
 
 def _resolve(address: Address) -> None:
@@ -198,7 +198,7 @@ def _resolve(address: Address) -> None:
         except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is too long
             if isinstance(error, UnicodeError) or time.monotonic() > end:
                 reason = getattr(error, "strerror", None) or one_line(error)
-                raise ConfigError(
+                raise UserError(
                     f"MASTER_ADDR is {one_line(address.host, 60)}, a name that {node_name(os.environ)} "
                     f"cannot resolve ({reason}): expected the host name or IP address of the node of rank 0"
                 ) from error
@@ -213,7 +213,7 @@ def _connect(address: Address, deadline: float) -> dist.Store:
                 address.host, address.port, is_master=True, wait_for_workers=False, multi_tenant=True
             )
         except dist.DistError as error:
-            raise ConfigError(
+            raise UserError(
                 f"MASTER_PORT {address.port} cannot be used on {node_name(os.environ)} "
                 f"({one_line(error)}): another program, or another job, listens there; set another port"
             ) from error
@@ -236,7 +236,7 @@ def _connect(address: Address, deadline: float) -> dist.Store:
 
 
 def _client(address: Address) -> dist.Store:
-    """Connects to the store behind an open port. ConfigError if there is none: torch would wait without a
+    """Connects to the store behind an open port. UserError if there is none: torch would wait without a
     limit for an answer."""
     found: list[dist.Store] = []
 
@@ -249,7 +249,7 @@ def _client(address: Address) -> dist.Store:
     thread.start()
     thread.join(_STORE_TIMEOUT_S)
     if not found:
-        raise ConfigError(
+        raise UserError(
             f"rank {address.rank}: {address} is open, but it is not the store of this run: another program, "
             "or another job, listens on MASTER_PORT; set another port"
         )

@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from megatron.cluster.exit_codes import RunStopped
-from megatron.cluster.exit_status import CONFIG_ERROR_EXIT_CODE, is_caused_here, sentence_of
+from megatron.cluster.exit_status import USER_ERROR_EXIT_CODE, is_caused_here, sentence_of
 from megatron.cluster.launch import temporary_environment
 from megatron.cluster.processes import free_port
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 # Seconds that the other ranks have to end once rank 0 has ended.
 _GRACE_S = 30.0
@@ -70,7 +70,7 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, ConfigError | RunStopped) and not is_caused_here(sentence_of(error)):
+            if not isinstance(error, UserError | RunStopped) and not is_caused_here(sentence_of(error)):
                 time.sleep(_LOST_RANK_S)  # `_follow` names the rank that is lost, and ends this process
             ended.set()
             _end(others)
@@ -89,7 +89,7 @@ def _follow(
     """Ends all processes if one fails: rank 0 would wait for it. A mistake that a rank has found before all
     have connected is sent to rank 0, which prints it and ends by itself."""
     code = process.wait()
-    if code == 0 or ended.wait(_REASON_S if code == CONFIG_ERROR_EXIT_CODE else 0.0):
+    if code == 0 or ended.wait(_REASON_S if code == USER_ERROR_EXIT_CODE else 0.0):
         return
     ended.set()
     print(f"error: rank {rank} has ended with exit code {code}", file=sys.stderr, flush=True)

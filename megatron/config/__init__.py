@@ -7,7 +7,6 @@ from megatron.config.batch import BatchSchedule
 from megatron.config.checks.validate import validate
 from megatron.config.cli import CommandLine, parse_args, read_command_line
 from megatron.config.config import Config
-from megatron.config.errors import CONFIG_ERROR_EXIT_CODE, ConfigError, exit_on_config_error
 from megatron.config.parsing.split import parse_split
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
@@ -21,9 +20,9 @@ from megatron.config.sections.schedule import ScheduleConfig
 from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.config.vocab import padded_vocab_size
+from megatron.errors import ConfigError
 
 __all__ = [
-    "CONFIG_ERROR_EXIT_CODE",
     "BatchConfig",
     "BatchSchedule",
     "CheckpointConfig",
@@ -39,7 +38,6 @@ __all__ = [
     "ScheduleConfig",
     "TrainingConfig",
     "StabilityConfig",
-    "exit_on_config_error",
     "padded_vocab_size",
     "parse_args",
     "parse_split",

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.training import TrainingConfig
+from megatron.errors import ConfigError
 
 # The batch sizes of a ramp-up are walked through one by one. Published runs have at most 127 increments.
 _MAX_INCREMENTS = 100_000

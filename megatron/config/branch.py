@@ -9,9 +9,9 @@ from typing import Any
 from megatron.config.batch import BatchSchedule
 from megatron.config.checkpoint_args import SavedConfig
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.fields import setting_option
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.errors import ConfigError
 
 
 def check_branch_flags(options: CheckpointConfig, settings: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.config import SECTIONS, Config
-from megatron.config.errors import ConfigError
 from megatron.config.fields import changes_model, option_name
 from megatron.config.registries import TOKENIZERS
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.errors import ConfigError
 
 TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
     *(tokenizer.settings for tokenizer in TOKENIZERS.values())

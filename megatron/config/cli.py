@@ -19,11 +19,11 @@ from megatron.config.checks.rules import risk_notes, unused_setting_notes
 from megatron.config.checks.validate import validate
 from megatron.config.config import SECTIONS, Config
 from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
-from megatron.config.errors import ConfigError, one_line
 from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.parsing.weighted_paths import read_groups_file
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.errors import ConfigError, one_line
 
 # The groups of --help, with Megatron's names and in its order, and 'stability'.
 HELP_GROUPS = (

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.errors import ConfigError
 from megatron.config.fields import changes_model
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
@@ -21,6 +20,7 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.schedule import ScheduleConfig
 from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
+from megatron.errors import ConfigError
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,

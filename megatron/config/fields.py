@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.errors import ConfigError
 from megatron.config.registry import Registry
+from megatron.errors import ConfigError
 
 _METADATA_KEY = "flag"
 # The metavars of flags that are paths, and the limits of Linux in bytes. A suffix may be added to a name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import resource
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 # A process of a run has about 60 files and sockets, with many ranks on its node some hundreds.
 LEAST_OPEN_FILES = 256

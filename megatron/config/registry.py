@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import NoReturn
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 
 class ToolParser(argparse.ArgumentParser):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.config.errors import ConfigError
 from megatron.config.sections.model import ModelConfig
+from megatron.errors import ConfigError
 
 
 def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) -> int:

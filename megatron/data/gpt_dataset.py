@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import ConfigError, DataConfig
+from megatron.config import DataConfig
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.data.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
 from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import SampleIndex, build_sample_order
 from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
+from megatron.errors import UserError
 
 # Numbers of samples are exact in float64 up to it, and their sums fit 64 bits.
 _MOST_SAMPLES = 2**53
@@ -46,7 +47,7 @@ class GPTDataset:
             parts.append(self._dataset.get(int(self._index.documents[position]), start, length))
         sample = np.concatenate(parts, dtype=np.int64)
         if len(sample) != self.seq_length + 1:
-            raise ConfigError(
+            raise UserError(
                 f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
                 f"tokens, expected {self.seq_length + 1}: its index files belong to other data, delete them"
             )
@@ -91,7 +92,7 @@ def build_gpt_datasets(
     """Build the train, valid and test datasets from the index files of `prepare_index_files`.
 
     num_samples: minimum length of the train, valid and test datasets. A split with 0 samples, without
-    documents or with weight 0 has no dataset. Raises ConfigError for damaged data, missing index files and a
+    documents or with weight 0 has no dataset. Raises UserError for damaged data, missing index files and a
     split with fewer tokens than one sample.
     """
     train, valid, test = (
@@ -104,7 +105,7 @@ def build_gpt_datasets(
 def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: int, seed: int) -> GPTDataset:
     """All samples of one epoch over `documents`, in the order of a run that reads them at most once.
 
-    No index files are written. Raises ConfigError if the documents have fewer tokens than one sample.
+    No index files are written. Raises UserError if the documents have fewer tokens than one sample.
     """
     plan = IndexRequest(dataset, name, documents, 1, seq_length, seed).plan()
     index = build_sample_order(dataset.sizes, documents, seq_length, seed, plan)
@@ -197,10 +198,10 @@ def index_requests(
 ) -> list[IndexRequest]:
     """One request per component, for its number of samples among the first `num_samples` of the group.
 
-    cache_folder: see `IndexRequest`. ConfigError for a number of samples that no file can hold.
+    cache_folder: see `IndexRequest`. UserError for a number of samples that no file can hold.
     """
     if num_samples > _MOST_SAMPLES:
-        raise ConfigError(
+        raise UserError(
             f"the run reads {num_samples:,} samples of the {group.name} data, expected {_MOST_SAMPLES:,} at "
             "most: reduce --train-samples or --train-iters, --eval-iters, or --global-batch-size"
         )

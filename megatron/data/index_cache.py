@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import ConfigError
-from megatron.config.errors import is_access_error, stop_at_access_error
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import EpochPlan, SampleIndex, build_sample_order, plan_epochs
+from megatron.errors import UserError, is_access_error, stop_at_access_error
 from megatron.files import open_regular
 from megatron.mapped_file import map_file
 
@@ -44,10 +43,10 @@ class IndexRequest:
     """The folder of the files. None: the folder of the data."""
 
     def plan(self) -> EpochPlan:
-        """The number of epochs and samples. ConfigError if one epoch has fewer tokens than one sample."""
+        """The number of epochs and samples. UserError if one epoch has fewer tokens than one sample."""
         tokens = self.dataset.tokens_in(self.documents)
         if tokens < self.seq_length + 1:
-            raise ConfigError(
+            raise UserError(
                 f"{self.dataset.source}: the {self.split_name} split has {tokens:,} tokens in "
                 f"{len(self.documents):,} documents, expected at least {self.seq_length + 1:,} for a sample: "
                 "give the split more documents, or lower --seq-length"
@@ -75,7 +74,7 @@ class IndexFileError(Exception):
 
 @stop_at_access_error()
 def prepare_sample_index(request: IndexRequest) -> None:
-    """Build the index files unless valid ones exist. ConfigError if the folder is not writable."""
+    """Build the index files unless valid ones exist. UserError if the folder is not writable."""
     plan = request.plan()
     try:
         index = _read_index(request, plan)
@@ -95,11 +94,11 @@ def prepare_sample_index(request: IndexRequest) -> None:
 
 @stop_at_access_error()
 def load_sample_index(request: IndexRequest) -> SampleIndex:
-    """Memory-map the index files. Raises ConfigError, naming the file, if one is missing or damaged."""
+    """Memory-map the index files. Raises UserError, naming the file, if one is missing or damaged."""
     try:
         return _read_index(request, request.plan())
     except IndexFileError as problem:
-        raise ConfigError(
+        raise UserError(
             f"{problem}: one process per node builds the index files of {request.dataset.source} before "
             "training, and every process needs access to their folder"
         ) from problem
@@ -176,7 +175,7 @@ def _write_array(path: str, array: npt.NDArray[Any]) -> None:
     except OSError as error:
         if os.path.exists(temporary):
             os.remove(temporary)
-        raise ConfigError(
+        raise UserError(
             f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to another "
             "folder"
         ) from error

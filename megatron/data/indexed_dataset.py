@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import ConfigError
-from megatron.config.errors import stop_at_access_error
+from megatron.errors import UserError, stop_at_access_error
 from megatron.mapped_file import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -72,7 +71,7 @@ def data_path(prefix: str) -> str:
 class IndexedDataset:
     """The documents of one `{prefix}.bin` and `.idx`, memory-mapped and read-only.
 
-    Opening checks both files. Raises ConfigError, naming the file, if one is damaged, truncated, empty or
+    Opening checks both files. Raises UserError, naming the file, if one is damaged, truncated, empty or
     missing. Forked processes can share an instance; unpickling opens the files again.
     """
 
@@ -144,9 +143,9 @@ class IndexedDataset:
                 hint = ""
                 if self.prefix.endswith((".bin", ".idx")):
                     hint = f", give the prefix {self.prefix[:-4]} without the extension"
-                raise ConfigError(f"{self.source}: the file {path} does not exist{hint}")
+                raise UserError(f"{self.source}: the file {path} does not exist{hint}")
             if not os.access(path, os.R_OK):
-                raise ConfigError(f"{self.source}: {path} cannot be read by this user")
+                raise UserError(f"{self.source}: {path} cannot be read by this user")
             sizes.append(os.path.getsize(path))
         return sizes[0], sizes[1]
 
@@ -157,7 +156,7 @@ class IndexedDataset:
         for start in range(0, len(self.sizes), CHECK_BLOCK):
             sizes = self.sizes[start : start + CHECK_BLOCK]
             if sizes.min() < 0:
-                raise ConfigError(
+                raise UserError(
                     f"{idx}: damaged, document {start + int(sizes.argmin())} has {int(sizes.min())} tokens"
                 )
             ends = end + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
@@ -165,7 +164,7 @@ class IndexedDataset:
             wrong = np.flatnonzero(self.pointers[start : start + CHECK_BLOCK] != expected)
             if len(wrong):
                 at = int(wrong[0])
-                raise ConfigError(
+                raise UserError(
                     f"{idx}: damaged, document {start + at} begins at byte {int(self.pointers[start + at])} "
                     f"of the .bin file, expected byte {int(expected[at])}, where the previous document ends"
                 )
@@ -174,7 +173,7 @@ class IndexedDataset:
         if len(doc_idx) and (
             doc_idx[0] != 0 or doc_idx[-1] > len(self.sizes) or bool(np.any(doc_idx[1:] < doc_idx[:-1]))
         ):
-            raise ConfigError(
+            raise UserError(
                 f"{idx}: damaged, its document index does not increase from 0 to at most {len(self.sizes)}"
             )
 
@@ -184,55 +183,55 @@ class IndexedDataset:
         end = self._end_of(len(self.sizes) - 1)
         if end != data_bytes:
             state = "truncated" if data_bytes < end else "too long"
-            raise ConfigError(f"{bin_}: {state}, it has {data_bytes:,} bytes, expected {end:,} by {idx}")
+            raise UserError(f"{bin_}: {state}, it has {data_bytes:,} bytes, expected {end:,} by {idx}")
         if end == 0:
-            raise ConfigError(f"{bin_}: contains no tokens, preprocess the data again")
+            raise UserError(f"{bin_}: contains no tokens, preprocess the data again")
         return end // self.dtype.itemsize
 
 
 def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
-    """Return (dtype, number of sequences, length of the document index); ConfigError if the file is bad."""
+    """Return (dtype, number of sequences, length of the document index); UserError if the file is bad."""
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
-        raise ConfigError(
+        raise UserError(
             f"{path}: has the old lazy/cached format, preprocess the data again with --dataset-impl mmap"
         )
     if not header:
-        raise ConfigError(f"{path}: is empty, preprocess the data again")
+        raise UserError(f"{path}: is empty, preprocess the data again")
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
-        raise ConfigError(
+        raise UserError(
             f"{path}: not a Megatron index file, it begins with {header[:9]!r}, expected {MAGIC!r}"
         )
     if len(header) < HEADER.size:
-        raise ConfigError(f"{path}: truncated, its header has {len(header)} of {HEADER.size} bytes")
+        raise UserError(f"{path}: truncated, its header has {len(header)} of {HEADER.size} bytes")
     _, version, code, num_sequences, doc_idx_length = HEADER.unpack(header)
     if version != VERSION:
-        raise ConfigError(f"{path}: has format version {version}, expected {VERSION}")
+        raise UserError(f"{path}: has format version {version}, expected {VERSION}")
     if code in FLOAT_CODES:
-        raise ConfigError(f"{path}: contains floating-point numbers (dtype code {code}), expected token ids")
+        raise UserError(f"{path}: contains floating-point numbers (dtype code {code}), expected token ids")
     if code not in DTYPE_OF_CODE:
-        raise ConfigError(f"{path}: damaged, its dtype code {code} is unknown")
+        raise UserError(f"{path}: damaged, its dtype code {code} is unknown")
     expected_bytes = HEADER.size + 12 * num_sequences + 8 * doc_idx_length
     if file_bytes != expected_bytes:
         state = "truncated" if file_bytes < expected_bytes else "too long"
-        raise ConfigError(
+        raise UserError(
             f"{path}: {state}, it has {file_bytes:,} bytes, expected {expected_bytes:,} by its header "
             f"({num_sequences:,} documents)"
         )
     if num_sequences == 0:
-        raise ConfigError(f"{path}: contains no documents, preprocess the data again")
+        raise UserError(f"{path}: contains no documents, preprocess the data again")
     return DTYPE_OF_CODE[code], num_sequences, doc_idx_length
 
 
 @contextmanager
 def write_errors(path: str) -> Iterator[None]:
-    """Convert an OSError in the block, for example of a full disk, to a ConfigError that names the file."""
+    """Convert an OSError in the block, for example of a full disk, to a UserError that names the file."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise ConfigError(
+        raise UserError(
             f"cannot write {path}: {error.strerror}"
             + (": free some space, or write to another disk" if full else "")
         ) from error
@@ -268,9 +267,7 @@ class IndexedDatasetBuilder:
         if lengths.size == 0:
             return
         if lengths.max() > np.iinfo(np.int32).max:
-            raise ConfigError(
-                f"a document has {int(lengths.max()):,} tokens, the format allows 2,147,483,647"
-            )
+            raise UserError(f"a document has {int(lengths.max()):,} tokens, the format allows 2,147,483,647")
         if ids.size and ids.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             if ids.min() < limits.min or ids.max() > limits.max:
@@ -283,11 +280,11 @@ class IndexedDatasetBuilder:
     def add_dataset(self, dataset: IndexedDataset, on_progress: Callable[[int], object]) -> None:
         """Append all documents of another dataset, whose .bin file is copied as bytes.
 
-        on_progress: called with the number of bytes of each copied block. Raises ConfigError if the dtypes
+        on_progress: called with the number of bytes of each copied block. Raises UserError if the dtypes
         differ.
         """
         if dataset.dtype != self.dtype:
-            raise ConfigError(
+            raise UserError(
                 f"{dataset.source} has token ids of type {dataset.dtype}, expected {self.dtype}: preprocess "
                 "the data again, with the same tokenizer for all of it"
             )

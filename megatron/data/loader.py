@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config import ConfigError
 from megatron.data.blended_dataset import SampleDataset
+from megatron.errors import UserError
 
 PREFETCH_PER_WORKER = 2
 
@@ -60,7 +60,7 @@ class GPTBatchLoader:
     first_sample: number of the data set's first sample in the run. reads_tokens: False for a rank that needs
     only the numbers of the samples. With `eod_mask_loss` the loss mask is 0 where the input token is `eod`.
     `vocab_size` is the vocabulary size without padding: a token id at or above it raises
-    ConfigError, since the data was made with another tokenizer. With `num_workers` > 0, as many threads
+    UserError, since the data was made with another tokenizer. With `num_workers` > 0, as many threads
     prefetch micro-batches. Threads suffice because the files are memory-mapped.
     """
 
@@ -79,7 +79,7 @@ class GPTBatchLoader:
         reads_tokens: bool = True,
     ) -> None:
         if eod_mask_loss and eod is None:
-            raise ConfigError(
+            raise UserError(
                 "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or drop it"
             )
         self.dataset = dataset
@@ -96,19 +96,19 @@ class GPTBatchLoader:
     def micro_batches(self, consumed_samples: int, global_batch_size: int) -> Iterator[MicroBatch]:
         """The micro-batches of this rank for the training step after `consumed_samples` samples.
 
-        The global batch size may change between steps. Raises ConfigError if it is not a multiple of
+        The global batch size may change between steps. Raises UserError if it is not a multiple of
         micro_batch_size * dp_size, or if the dataset has fewer samples than the step needs.
         """
         per_micro_batch = self.micro_batch_size * self.dp_size
         if global_batch_size % per_micro_batch:
-            raise ConfigError(
+            raise UserError(
                 f"global batch size {global_batch_size} is not a multiple of --micro-batch-size "
                 f"{self.micro_batch_size} times data-parallel size {self.dp_size}: change "
                 "--global-batch-size or --rampup-batch-size"
             )
         consumed = consumed_samples - self._first_sample
         if consumed + global_batch_size > len(self.dataset):
-            raise ConfigError(
+            raise UserError(
                 f"the {self.dataset.name} dataset has {len(self.dataset):,} samples, and this step reads "
                 f"samples {consumed:,} to {consumed + global_batch_size:,}: the datasets "
                 "were built for a shorter run, check --train-iters or --train-samples"
@@ -141,7 +141,7 @@ class GPTBatchLoader:
             return MicroBatch.from_rows(rows, self._first_sample + start)
         samples = np.stack([self.dataset[i] for i in range(start, start + self.micro_batch_size)])
         if self._vocab_size is not None and not 0 <= samples.min() <= samples.max() < self._vocab_size:
-            raise ConfigError(
+            raise UserError(
                 f"the {self.dataset.name} data has token ids {samples.min()} to {samples.max()}, expected "
                 f"0 to {self._vocab_size - 1}: use the tokenizer that the data was preprocessed with"
             )

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import ConfigError
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, smallest_dtype, write_errors
+from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 from megatron.tokenizer.vocabulary_record import record_path, remove_record, write_record
@@ -140,7 +140,7 @@ def preprocess(
     """Tokenize the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key.
 
     Each pair of files gets a vocabulary record (`megatron.tokenizer.vocabulary_record`). `report` is called
-    after each batch. Raises ConfigError, and writes no output file, if an input is missing or damaged, if a
+    after each batch. Raises UserError, and writes no output file, if an input is missing or damaged, if a
     line is not a JSON object with the keys (unless `skip_bad_lines`), or if there is no text.
     """
     # The worker processes are the parallelism. The threads of the tokenizers library would compete with them.
@@ -164,7 +164,7 @@ def preprocess(
         )
         for result in encoded:
             if result.bad_lines and not skip_bad_lines:
-                raise ConfigError(
+                raise UserError(
                     f"{result.bad_lines[0]} (--json-keys sets the keys, --skip-bad-lines skips such lines)"
                 )
             progress.skipped.extend(result.bad_lines)
@@ -181,7 +181,7 @@ def preprocess(
             if builder.num_tokens == 0:
                 skipped = progress.skipped
                 first = f" ({len(skipped):,} lines skipped: {skipped[0]}, ...)" if skipped else ""
-                raise ConfigError(
+                raise UserError(
                     f"--input {' '.join(inputs)}: no line has text under the JSON key '{key}'{first}: set "
                     "the key with --json-keys"
                 )
@@ -246,7 +246,7 @@ def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
                         lines, num_bytes = [], 0
             except (OSError, EOFError, zlib.error) as error:
                 line_number = first_line + len(lines)
-                raise ConfigError(
+                raise UserError(
                     f"--input {path}: cannot read line {line_number} or later ({error})"
                 ) from error
             if lines:
@@ -255,18 +255,18 @@ def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
 
 @contextmanager
 def _open_text(path: str) -> Iterator[BinaryIO]:
-    """Open a plain or .gz file. Raises ConfigError if it is not what its name says, or not UTF-8."""
+    """Open a plain or .gz file. Raises UserError if it is not what its name says, or not UTF-8."""
     with open(path, "rb") as plain:
         is_gzip = path.endswith(".gz")
         head = plain.read(len(GZIP_MAGIC))
         plain.seek(0)
         if is_gzip and head and head != GZIP_MAGIC:
-            raise ConfigError(
+            raise UserError(
                 f"--input {path}: not a gzip file, it begins with {head!r}: drop .gz from its name if it is "
                 "plain text"
             )
         if not is_gzip and head == GZIP_MAGIC:
-            raise ConfigError(f"--input {path}: a gzip file, add .gz to its name")
+            raise UserError(f"--input {path}: a gzip file, add .gz to its name")
         file = cast(BinaryIO, gzip.GzipFile(fileobj=plain) if is_gzip else plain)
         try:
             head = file.read(4)
@@ -275,7 +275,7 @@ def _open_text(path: str) -> Iterator[BinaryIO]:
             head = b""  # reading the lines will fail in the same way, with the line number
         # UTF-16 and UTF-32 text begins with a byte order mark or with ASCII characters that have zero bytes.
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in head:
-            raise ConfigError(
+            raise UserError(
                 f"--input {path}: looks like UTF-16 or UTF-32 text, expected UTF-8: convert it, for example "
                 "with iconv -f UTF-16 -t UTF-8"
             )
@@ -319,7 +319,7 @@ def _encode_in_processes(
         while in_flight:
             yield in_flight.popleft().result()
     except BrokenProcessPool as error:
-        raise ConfigError(
+        raise UserError(
             f"a worker process died, most likely because memory ran out: lower --workers, now {workers}"
         ) from error
     finally:

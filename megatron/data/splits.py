@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.config import ConfigError, DataConfig, parse_split
+from megatron.config import DataConfig, parse_split
 from megatron.config.checks.data import token_file_prefixes
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.config.parsing.weighted_paths import WeightedPath, parse_data_path, parse_groups
 from megatron.config.sections.data import groups_option
 from megatron.data.blended_dataset import integer_weights
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.errors import UserError
 
 # (prefix, flag that names it) -> dataset
 DatasetOpener = Callable[[str, str], IndexedDataset]
@@ -45,7 +46,7 @@ class DocumentGroup:
 def verify_token_files(data: DataConfig) -> None:
     """Read the .idx files of all prefixes and check every size and offset.
 
-    Raises ConfigError that names a damaged file. `dataset_opener` relies on this: one process per node must
+    Raises UserError that names a damaged file. `dataset_opener` relies on this: one process per node must
     call it first.
     """
     for option, prefix in dict.fromkeys(token_file_prefixes(data)):
@@ -70,7 +71,7 @@ def document_groups(
     """The document groups of the split 'train', 'valid' or 'test'.
 
     With --data-path and --split this is one group with the name of the split; it may be empty. With
-    --{split_name}-weighted-split-paths these are the groups of that flag. Raises ConfigError for damaged data
+    --{split_name}-weighted-split-paths these are the groups of that flag. Raises UserError for damaged data
     and for a component without documents.
     """
     if data.train_weighted_split_paths:
@@ -92,7 +93,7 @@ def _weighted_group(
         # Rounded as in Megatron. Adjacent ranges share the bound.
         documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
         if not documents:
-            raise ConfigError(
+            raise UserError(
                 f"{option}: the range {path.start:g}:{path.end:g} of {path.prefix} in the group '{name}' "
                 f"contains none of its {len(dataset):,} documents: widen the range, or leave it out"
             )
@@ -115,7 +116,7 @@ def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener)
     group = DocumentGroup(split_name, tuple(components), weights, list(parse_split(data.split)))
     for component in group.components:
         if not component.documents and not group.is_empty:
-            raise ConfigError(
+            raise UserError(
                 f"--split {data.split} assigns none of the {len(component.dataset):,} documents of "
                 f"{component.dataset.source} to the {split_name} split, but the blend needs some: change "
                 "--split, drop the prefix, or set the documents with --train-weighted-split-paths"

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron.config.checks.validate import validate
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import read_curriculum
 from megatron.config.sections.precision import PrecisionConfig
+from megatron.errors import ConfigError
 from megatron.files import read_json
 
 # Keys that are passed to DeepSpeed unchanged: they monitor the run and do not change its results. Each has an

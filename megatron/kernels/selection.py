@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron.config.errors import one_line
+from megatron.errors import one_line
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

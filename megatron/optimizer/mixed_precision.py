@@ -27,7 +27,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from megatron.config import ConfigError
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks
@@ -433,7 +432,7 @@ class MixedPrecisionOptimizer:
         self, flat: FlatGroup, index: int, name: str, others: dict[str, Any], loaded: dict[str, Any]
     ) -> None:
         """Restores the state that all parameters of a group share: the step, where the optimizer reads it.
-        `loaded`: filled with the first parameter's; ConfigError if that of another one differs."""
+        `loaded`: filled with the first parameter's; UserError if that of another one differs."""
         group = self.param_groups[index]
         kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
         # A fused kernel reads the step on the device, other implementations on the CPU.
@@ -445,7 +444,7 @@ class MixedPrecisionOptimizer:
                 value = value.to(device, copy=True)
             first = loaded.setdefault(key, value)
             if float(value) != float(first):
-                raise ConfigError(
+                raise UserError(
                     f"the checkpoint is inconsistent: {name} has {float(value):g} optimizer updates, another "
                     f"parameter of its group has {float(first):g}; expected files of one step"
                 )
@@ -464,7 +463,7 @@ class MixedPrecisionOptimizer:
 
         loss_scaler: state of the loss scale; None keeps the initial one. with_moments: if false, the
         optimizer state is reset. before_rounding: called with each fp32 moment that will be stored in 8 bits.
-        Raises ConfigError if the checkpoint's parameters have different numbers of updates.
+        Raises UserError if the checkpoint's parameters have different numbers of updates.
         """
         self.wait_for_params()
         self.unit_overlap.free_prefetched()

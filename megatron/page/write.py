@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.files import write_atomically
 
 Kind = Literal["plan", "search", "recipe", "sweep"]
@@ -29,13 +29,13 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) -> None:
     """Writes the page. command: the command line that made it. data: of a plan `Plan.as_dict()`; of a search,
-    a recipe or a sweep the object of --json. ConfigError if the file cannot be written."""
+    a recipe or a sweep the object of --json. UserError if the file cannot be written."""
     text = page_text(kind, command, data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written ({error.strerror}): give another file") from None
+        raise UserError(f"--html {path} cannot be written ({error.strerror}): give another file") from None
 
 
 def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:

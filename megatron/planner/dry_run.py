@@ -10,7 +10,7 @@ from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.config import BatchSchedule, Config
 from megatron.config.checks.batch import check_remaining_batches, first_supported_sample
-from megatron.config.errors import printable
+from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.memory.fit import fit_summary
 from megatron.planner.memory.stage_memory import StageMemory, plan_memory
@@ -22,7 +22,7 @@ from megatron.training.start_notes import planned_start, start_notes
 
 
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:
-    """Prints the plan, and with --simulate the simulated step; returns FINISHED, or CONFIG_ERROR if the plan
+    """Prints the plan, and with --simulate the simulated step; returns FINISHED, or USER_ERROR if the plan
     does not fit the device.
 
     notes: sentences about the flags, for the start of the report.
@@ -39,7 +39,7 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
             from megatron.simulation.stages import simulation_report
 
             print("\n" + simulation_report(config))
-    return ExitStatus.FINISHED if fits else ExitStatus.CONFIG_ERROR
+    return ExitStatus.FINISHED if fits else ExitStatus.USER_ERROR
 
 
 def _report(

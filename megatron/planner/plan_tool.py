@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError
+from megatron.errors import UserError
 from megatron.page.figure import new_figure
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import replaced
@@ -293,7 +294,7 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
 def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, object]) -> WhatIf:
     try:
         one = evaluate(config, change, vocab_size)
-    except ConfigError as error:
+    except UserError as error:
         return WhatIf(text, None, None, None, str(error))
     return WhatIf(text, one.fits, one.peak_bytes, one.tokens_per_second)
 
@@ -369,7 +370,7 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Candidate) -> l
         size = 2 * last.config.batch.micro_batch_size
         try:
             larger = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
-        except ConfigError:
+        except UserError:
             return steps
         if not larger.fits:
             steps.append(RecipeStep(f"micro-batch {size} does not fit", larger))
@@ -435,7 +436,7 @@ def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, 
     for size in sizes:
         try:
             one = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
-        except ConfigError:
+        except UserError:
             continue
         if one.fits:
             return one

@@ -18,6 +18,7 @@ from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.vocab import padded_vocab_size
+from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
 from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
@@ -157,7 +158,7 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
         try:
             # The checks of a whole configuration take longer than the estimate.
             seconds, size = of_layers.estimate(config.with_settings(change))
-        except ConfigError:
+        except UserError:
             continue
         estimates.append((seconds, size, change))
     estimates.sort(key=lambda estimate: estimate[0])
@@ -201,7 +202,7 @@ def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) ->
     that record."""
 
     def evaluate_one(change: Change) -> Candidate | None:
-        with suppress(ConfigError):
+        with suppress(UserError):
             return evaluate(config, change, vocab_size)
         return None
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.launch import temporary_environment
-from megatron.config import ConfigError
-from megatron.config.errors import one_line
+from megatron.errors import UserError, one_line
 from megatron.simulation.record import SimulationError
 
 _PRELOADED = ["torch._dynamo", "setuptools", "megatron.simulation.world"]
@@ -34,7 +33,7 @@ def run_in_processes(
     """`function(*a)` for each tuple `a` of arguments, each in a fresh process, `processes` at a time
     (default: one per core). function: of a module, by name.
 
-    A ConfigError of the function is raised here, and one if a process is killed. SimulationError if a process
+    A UserError of the function is raised here, and one if a process is killed. SimulationError if a process
     fails in another way, with the last lines that it has printed.
     """
     context = _server()
@@ -132,10 +131,10 @@ def _to_file(output: str) -> Iterator[None]:
 
 
 def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[bool, Any]:
-    """(True, result) or (False, message of a ConfigError)."""
+    """(True, result) or (False, message of a UserError)."""
     try:
         return True, function(*arguments)
-    except ConfigError as error:
+    except UserError as error:
         return False, str(error)
     except (MemoryError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "overflow" not in str(error):
@@ -152,7 +151,7 @@ def _result(receiver: Connection, process: Any, output: Path) -> Any:
     except (EOFError, ConnectionResetError):
         process.join()
         if process.exitcode == -signal.SIGKILL:
-            raise ConfigError(
+            raise UserError(
                 "a process that simulates this run was killed, probably since the machine's memory is full: "
                 "stop other programs, or plan on a machine with more memory"
             ) from None
@@ -162,5 +161,5 @@ def _result(receiver: Connection, process: Any, output: Path) -> Any:
             + "\n".join(lines[-_SHOWN_LINES:])
         ) from None
     if not succeeded:
-        raise ConfigError(value)
+        raise UserError(value)
     return value

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron.config import ConfigError
 from megatron.config.cli import make_parser
 from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.fields import setting_option
+from megatron.errors import UserError
 
 MAX_ROWS = 1000
 # A negative number is a value.
@@ -73,7 +73,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
             rest.append(word)
             continue
         if not words or not words[0].startswith("--"):
-            raise ConfigError("--vary without a flag: expected --vary FLAG VALUE VALUE ...")
+            raise UserError("--vary without a flag: expected --vary FLAG VALUE VALUE ...")
         flag, values = words.pop(0), []
         while words and not words[0].startswith("--"):
             values.append(words.pop(0))
@@ -82,34 +82,34 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """'section.field' -> value of the flags in `words`. Raises ConfigError for a word that is not a flag."""
+    """'section.field' -> value of the flags in `words`. Raises UserError for a word that is not a flag."""
     namespace, unknown = _parser().parse_known_args(list(words))
     if unknown:
-        raise ConfigError(f"unknown word '{unknown[0]}' in the command after --: see pretrain_gpt.py --help")
+        raise UserError(f"unknown word '{unknown[0]}' in the command after --: see pretrain_gpt.py --help")
     return vars(namespace)
 
 
 def check_base(base: Sequence[str]) -> dict[str, Any]:
-    """The flags of the base command. Raises ConfigError for flags that a sweep cannot have."""
+    """The flags of the base command. Raises UserError for flags that a sweep cannot have."""
     given = given_flags(base)
     for name, reason in _REFUSED.items():
         if name in given:
-            raise ConfigError(f"{setting_option(name)} in the base command: remove it, {reason}")
+            raise UserError(f"{setting_option(name)} in the base command: remove it, {reason}")
     return given
 
 
 def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
-    """The product of the axes; the last axis varies fastest. Raises ConfigError for an invalid axis."""
+    """The product of the axes; the last axis varies fastest. Raises UserError for an invalid axis."""
     given = check_base(base)
     names = [_check_axis(axis, given) for axis in axes]
     for first, second in itertools.combinations(range(len(axes)), 2):
         if names[first] == names[second]:
-            raise ConfigError(
+            raise UserError(
                 f"--vary {axes[first].flag} and --vary {axes[second].flag} are the same flag: give all "
                 "values to one"
             )
     if (count := math.prod(len(axis.values) for axis in axes)) > MAX_ROWS:
-        raise ConfigError(f"the axes have {count:,} combinations: expected {MAX_ROWS:,} at most")
+        raise UserError(f"the axes have {count:,} combinations: expected {MAX_ROWS:,} at most")
     return [
         make_row({axis.flag: value for axis, value in zip(axes, values, strict=True)})
         for values in itertools.product(*(axis.values for axis in axes))
@@ -123,7 +123,7 @@ def make_row(settings: Mapping[str, str]) -> Row:
 
 
 def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
-    """The row of settings that were read from a file. ConfigError if no --vary could have made it."""
+    """The row of settings that were read from a file. UserError if no --vary could have made it."""
     (row,) = make_rows([Axis(flag, (value,)) for flag, value in settings.items()], base)
     return row
 
@@ -137,7 +137,7 @@ def num_processes(words: Sequence[str]) -> int:
 
 def words_of(flag: str, value: str) -> list[str]:
     """The words of a flag on the command line: none for the value '', and for a switch that is off.
-    ConfigError for a value that the command line would take for another flag."""
+    UserError for a value that the command line would take for another flag."""
     action = _actions()[flag]
     if _is_switch(action):
         return [flag] if value == "on" else []
@@ -146,9 +146,9 @@ def words_of(flag: str, value: str) -> list[str]:
     try:
         words = shlex.split(value) if action.nargs is not None else [value]
     except ValueError as error:
-        raise ConfigError(f"--vary {flag} {value}: a quotation mark is open ({error})") from error
+        raise UserError(f"--vary {flag} {value}: a quotation mark is open ({error})") from error
     if any(_LIKE_A_FLAG.match(word) for word in words):
-        raise ConfigError(f"--vary {flag} {value}: a value cannot begin with a dash, remove it")
+        raise UserError(f"--vary {flag} {value}: a value cannot begin with a dash, remove it")
     return [flag, *words]
 
 
@@ -164,23 +164,23 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     if action is None:
         nearest = difflib.get_close_matches(axis.flag, _actions(), n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "see pretrain_gpt.py --help"
-        raise ConfigError(f"--vary {axis.flag}: unknown flag, {hint}")
+        raise UserError(f"--vary {axis.flag}: unknown flag, {hint}")
     name = action.dest
     if name in _REFUSED or name in SET_BY_SWEEP:
         reason = _REFUSED.get(name, "the sweep sets it")
-        raise ConfigError(f"--vary {axis.flag} is not possible: {reason}")
+        raise UserError(f"--vary {axis.flag} is not possible: {reason}")
     if any(axis.flag in flag.names for flag in DEPRECATED_FLAGS):
-        raise ConfigError(f"--vary {axis.flag}: the flag is deprecated and ignored, it changes nothing")
+        raise UserError(f"--vary {axis.flag}: the flag is deprecated and ignored, it changes nothing")
     if not axis.values:
-        raise ConfigError(f"--vary {axis.flag} has no value: expected --vary FLAG VALUE VALUE ...")
+        raise UserError(f"--vary {axis.flag} has no value: expected --vary FLAG VALUE VALUE ...")
     if len(set(axis.values)) < len(axis.values):
-        raise ConfigError(f"--vary {axis.flag} has a value twice: remove one")
+        raise UserError(f"--vary {axis.flag} has a value twice: remove one")
     if _is_switch(action) and not set(axis.values) <= {"on", "off"}:
-        raise ConfigError(f"--vary {axis.flag} {' '.join(axis.values)}: expected the values on and off")
+        raise UserError(f"--vary {axis.flag} {' '.join(axis.values)}: expected the values on and off")
     # A value is appended to the base command and replaces its value. A flag cannot be taken away in this way.
     takes_away = "off" if _is_switch(action) else ""
     if name in base and takes_away in axis.values:
-        raise ConfigError(
+        raise UserError(
             f"{axis.flag} is in the base command, and a value of --vary omits it: remove it there"
         )
     return name

@@ -25,7 +25,7 @@ from typing import Any
 
 import megatron
 from megatron.cluster.launch import node_name
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.files import expect_layout, open_own, read_json, write_json
 from megatron.sweep.axes import checked_row, label_of
 from megatron.sweep.file_checks import check_record, check_result
@@ -89,19 +89,19 @@ class SweepFolder:
         self.path = path
 
     def read(self) -> Record:
-        """The record. ConfigError if the folder has none, or a damaged one."""
+        """The record. UserError if the folder has none, or a damaged one."""
         file = self.path / "sweep.json"
         try:
             content = read_json(file)
         except FileNotFoundError:
-            raise ConfigError(
+            raise UserError(
                 f"{self.path} has no sweep.json: expected the folder of tools/sweep.py run"
             ) from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} cannot be read ({error}): give another folder") from error
+            raise UserError(f"{file} cannot be read ({error}): give another folder") from error
         with expect_layout(file, "the record of a sweep"):
             if content["format"] != FORMAT:
-                raise ConfigError(
+                raise UserError(
                     f"{file} has format {content['format']!r:.60}, expected {FORMAT}: use the program that "
                     "wrote it"
                 )
@@ -111,7 +111,7 @@ class SweepFolder:
     def begin(self, record: Record) -> Record:
         """Writes the record, or extends the one of this folder; returns what is run.
 
-        Rows of the folder keep their numbers, new combinations are added. Raises ConfigError if the base
+        Rows of the folder keep their numbers, new combinations are added. Raises UserError if the base
         command, the number of steps or the script differ, and for rows that no command could have added.
         """
         if (self.path / "sweep.json").exists():
@@ -132,9 +132,7 @@ class SweepFolder:
             try:
                 result = read_json(file)
             except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"{file} cannot be read ({error}): delete it, the run is repeated"
-                ) from error
+                raise UserError(f"{file} cannot be read ({error}): delete it, the run is repeated") from error
             with expect_layout(file, "the result of a run"):
                 check_result(result, file.stem)
             found[result["row"], result["repeat"]] = result
@@ -160,14 +158,14 @@ class SweepFolder:
     @contextmanager
     def lock(self) -> Iterator[int]:
         """Holds the folder; yields the descriptor, which a started run inherits, so that the folder stays
-        locked while a run of a killed sweep still ends. ConfigError if another sweep holds it."""
+        locked while a run of a killed sweep still ends. UserError if another sweep holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = open_own(self.path / "lock", 0)
         try:
             deadline = time.monotonic() + _MAX_WAIT_FOR_LOCK_S
             while not _try_lock(descriptor):
                 if time.monotonic() > deadline:
-                    raise ConfigError(
+                    raise UserError(
                         f"{self.path}: another sweep or its last run uses this folder: wait, or end it"
                     )
                 time.sleep(0.2)
@@ -192,7 +190,7 @@ def _extend(old: Record, new: Record, path: Path) -> Record:
         ("--sbatch", old.script, new.script),
     ):
         if before != now:
-            raise ConfigError(
+            raise UserError(
                 f"{path} has a sweep with another {what} ({before}; now {now}): its results cannot be "
                 "compared with these, give another folder"
             )

@@ -59,7 +59,7 @@ def run_sweep(
 
 
 def run_command(base: list[str], row: RecordedRow, steps: int) -> list[str]:
-    """The command of a run: torch's launcher, or plain Python for one process. ConfigError for settings that
+    """The command of a run: torch's launcher, or plain Python for one process. UserError for settings that
     no --vary could have made."""
     # From the settings: sweep.json may have been changed since its rows were checked.
     words = run_words(base, checked_row(row.settings, base).words, steps)

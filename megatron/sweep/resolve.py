@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import Config, ConfigError, read_command_line
+from megatron.config import Config, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.errors import UserError
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import plan_stages, stage_flops
@@ -107,7 +108,7 @@ def resolve_row(
         config = read_deepspeed_config(command_line.config).config
         _check_full_batch(config)
         prediction = predict(config)
-    except ConfigError as error:
+    except UserError as error:
         return ResolvedRow(row, refused=str(error))
     tokens = config.batch.global_batch_size * config.model.seq_length
     return ResolvedRow(row, processes, numbers_digest(config), _tolerance(config), tokens, prediction)
@@ -121,22 +122,22 @@ def resolve_rows(
     processes: int | None = None,
     dry_run: bool = False,
 ) -> list[ResolvedRow]:
-    """Checks and plans all combinations, see `resolve_row`. ConfigError if each of them is refused: the base
+    """Checks and plans all combinations, see `resolve_row`. UserError if each of them is refused: the base
     is at fault."""
     resolved = [resolve_row(base, row, steps, processes, dry_run) for row in rows]
     if all(row.refused for row in resolved):
-        raise ConfigError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
+        raise UserError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
     return resolved
 
 
 def _check_full_batch(config: Config) -> None:
     if config.batch.rampup_batch_size is not None:
-        raise ConfigError(
+        raise UserError(
             "--rampup-batch-size: a sweep would measure its first, small batches; remove it (in the scripts "
             "of examples/slurm: RAMPUP_BATCH_SIZE=)"
         )
     if config.curriculum is not None:
-        raise ConfigError(
+        raise UserError(
             "curriculum_learning in --deepspeed_config: a sweep would measure its first, short sequences; "
             "remove it"
         )
@@ -162,7 +163,7 @@ def numbers_digest(config: Config) -> str:
 
 def predict(config: Config) -> Prediction:
     """Memory and bubble by the planner; with --gpu also the time of a step, and the bubble with its times.
-    ConfigError for a partition that is not possible."""
+    UserError for a partition that is not possible."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     if times is None and needs_profiling(config):

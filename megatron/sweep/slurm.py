@@ -18,8 +18,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.config import ConfigError, exit_on_config_error
-from megatron.config.errors import one_line
+from megatron.errors import UserError, exit_on_user_error, one_line
 from megatron.files import expect_layout, read_json, write_json
 from megatron.planner.script_command import ScriptCommand, read_script, script_environment
 from megatron.sweep.axes import checked_row, run_words
@@ -34,11 +33,11 @@ _TIMEOUT_S = 120
 
 
 def read_base_command(script: str, flags: Sequence[str], folder: Path) -> ScriptCommand:
-    """The training command that a script of examples/slurm starts with `flags` after its name. ConfigError if
+    """The training command that a script of examples/slurm starts with `flags` after its name. UserError if
     it does not print one with torch's launcher."""
     command = read_script("--sbatch", script, flags, _environment(folder))
     if command.processes is None:
-        raise ConfigError(
+        raise UserError(
             f"--sbatch {script} prints a command without --nnodes and --nproc_per_node: expected one of "
             "torch's launcher, as in examples/slurm"
         )
@@ -55,7 +54,7 @@ def submit(
 ) -> str:
     """Submits the runs that have no result and are not in the queue; returns a sentence.
 
-    nodes: of a job. flags: after the script's name. options: of sbatch. Raises ConfigError if sbatch refuses.
+    nodes: of a job. flags: after the script's name. options: of sbatch. Raises UserError if sbatch refuses.
     """
     assert record.script is not None
     queued = _queued(folder)
@@ -97,17 +96,17 @@ def submit(
         )
     except FileNotFoundError:
         file.unlink()
-        raise ConfigError(
+        raise UserError(
             "sbatch is not installed here: run without --sbatch, or on a machine of the cluster"
         ) from None
     if run.returncode:
         file.unlink()
         reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-        raise ConfigError(f"sbatch refuses the array: {reason}")
+        raise UserError(f"sbatch refuses the array: {reason}")
     # A wrapper of sbatch may print more before it.
     job = (run.stdout.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"[0-9]+", job):
-        raise ConfigError(
+        raise UserError(
             f"sbatch --parsable prints '{one_line(job or 'nothing')}' as its last line, expected a job's "
             "number: if squeue shows the array, wait for its end before you submit again"
         )
@@ -168,7 +167,7 @@ def _task(file: Path, task: int) -> tuple[Record, int, int]:
     _, runs = _read_array(file)
     record = _folder(file).read()
     if not 0 <= task < len(runs) or runs[task][0] >= len(record.rows) or runs[task][1] > record.repeat:
-        raise ConfigError(f"{file} has no task {task} of a run in sweep.json: submit the sweep again")
+        raise UserError(f"{file} has no task {task} of a run in sweep.json: submit the sweep again")
     return record, *runs[task]
 
 
@@ -186,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("code", type=int, nargs="?", default=0)
     parser.add_argument("log", type=Path, nargs="?")
     options = parser.parse_args(argv)
-    with exit_on_config_error():
+    with exit_on_user_error():
         if options.action == "flags":
             print("\n".join(task_flags(options.file, options.task)))
         else:

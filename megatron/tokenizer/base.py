@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 
 class Tokenizer(Protocol):
@@ -67,16 +67,16 @@ class TokenizerFlags(Protocol):
 
 
 def require_setting(path: str | None, flag: str, tokenizer_type: str) -> str:
-    """Return the value of a tokenizer flag. Raises ConfigError if it is missing or not a readable file.
+    """Return the value of a tokenizer flag. Raises UserError if it is missing or not a readable file.
 
     The values of flags that end in -or-path may be names and are not checked.
     """
     if not path:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}, which is not set")
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag}, which is not set")
     if flag.endswith("-or-path"):
         return path
     if not os.path.isfile(path):
-        raise ConfigError(f"{flag} {path}: the file does not exist")
+        raise UserError(f"{flag} {path}: the file does not exist")
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"{flag} {path}: this user cannot read the file, change its permissions")
+        raise UserError(f"{flag} {path}: this user cannot read the file, change its permissions")
     return path

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.config import ConfigError
 from megatron.config.fields import option_name
 from megatron.config.registries import TOKENIZERS
 from megatron.config.sections.data import fitting_tokenizer_types
+from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_setting
 
 TOKENIZER_TYPES = tuple(TOKENIZERS)
@@ -14,7 +14,7 @@ TOKENIZER_TYPES = tuple(TOKENIZERS)
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
     """Build the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool.
 
-    Without --tokenizer-type, the type is the only one that can use the given files. Raises ConfigError if
+    Without --tokenizer-type, the type is the only one that can use the given files. Raises UserError if
     several types can, for a missing flag, and for a missing or damaged file.
     """
     tokenizer_type = flags.tokenizer_type or _type_from_files(flags)
@@ -32,10 +32,8 @@ def _type_from_files(flags: TokenizerFlags) -> str:
     if len(possible) == 1:
         return possible[0]
     if possible:
-        raise ConfigError(
-            f"the tokenizer files fit {' and '.join(possible)}: choose one with --tokenizer-type"
-        )
-    raise ConfigError(
+        raise UserError(f"the tokenizer files fit {' and '.join(possible)}: choose one with --tokenizer-type")
+    raise UserError(
         "no tokenizer is set: use --vocab-file with --merge-file (GPT-2), --tokenizer-name-or-path "
         "(Hugging Face) or --tokenizer-model (SentencePiece)"
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -21,20 +21,18 @@ class GPT2BPETokenizer:
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
         except Exception as error:  # the library raises plain Exception
-            raise ConfigError(
+            raise UserError(
                 f"--vocab-file {vocab_file} with --merge-file {merge_file}: not a GPT-2 vocabulary with its "
                 f"merges ({error})"
             ) from error
         tokenizer = tokenizers.Tokenizer(model)
         vocabulary = tokenizer.get_vocab()
         if END_OF_TEXT not in vocabulary:
-            raise ConfigError(
-                f"--vocab-file {vocab_file}: the end-of-document token {END_OF_TEXT} is missing"
-            )
+            raise UserError(f"--vocab-file {vocab_file}: the end-of-document token {END_OF_TEXT} is missing")
         absent = [symbol for symbol in pre_tokenizers.ByteLevel.alphabet() if symbol not in vocabulary]
         if absent:
             # The library would silently drop these bytes from a text.
-            raise ConfigError(
+            raise UserError(
                 f"--vocab-file {vocab_file}: {len(absent)} of the 256 byte symbols of a GPT-2 "
                 "vocabulary are missing"
             )

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.tokenizer.base import TokenizerFlags, require_setting
 
 
@@ -29,12 +29,12 @@ class HuggingFaceTokenizer:
             )
         except Exception as error:  # its type depends on what is missing
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConfigError(
+            raise UserError(
                 f"--tokenizer-name-or-path {name_or_path}: expected a folder with a tokenizer or a name in "
                 f"the local Hugging Face cache ({first_line})"
             ) from error
         if tokenizer.eos_token_id is None:
-            raise ConfigError(
+            raise UserError(
                 f"--tokenizer-name-or-path {name_or_path}: the tokenizer has no eos token, which is needed "
                 "as the end-of-document token"
             )
@@ -67,7 +67,7 @@ class HuggingFaceTokenizer:
 def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_length: int | None) -> None:
     """Save the tokenizer of `flags`, of the type `kind`, in `folder` so that `AutoTokenizer` can load it.
 
-    max_length: maximum number of tokens of the model; None: unlimited. Raises ConfigError for a type that has
+    max_length: maximum number of tokens of the model; None: unlimited. Raises UserError for a type that has
     no Hugging Face equivalent, and OSError for a file that cannot be written.
     """
     from transformers import AutoTokenizer, GPT2TokenizerFast
@@ -84,7 +84,7 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
             folder, local_files_only=True, trust_remote_code=False, **bound
         )
     else:
-        raise ConfigError(
+        raise UserError(
             f"a {kind} cannot be converted for Hugging Face: --no-tokenizer converts the model only"
         )
     try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import sentencepiece
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 
 class SentencePieceTokenizer:
@@ -18,11 +18,11 @@ class SentencePieceTokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model_file)
         except (RuntimeError, OSError) as error:
-            raise ConfigError(f"--tokenizer-model {model_file}: not a SentencePiece model") from error
+            raise UserError(f"--tokenizer-model {model_file}: not a SentencePiece model") from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
-            raise ConfigError(
+            raise UserError(
                 f"--tokenizer-model {model_file}: has no end-of-sentence piece (eos_id is -1), needed "
                 "as the end-of-document token"
             )

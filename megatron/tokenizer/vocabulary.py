@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.checks.data import token_file_prefixes
+from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary_record import check_record, common_digest, vocabulary_digest
 
@@ -24,7 +25,7 @@ class Vocabulary:
 def find_vocabulary(config: Config) -> Vocabulary:
     """The vocabulary of the run's tokenizer, or of --vocab-size if the run has no tokenizer.
 
-    A dry run without tokenizer files uses --pad-vocab-size-to. Raises ConfigError if the size is unknown, and
+    A dry run without tokenizer files uses --pad-vocab-size-to. Raises UserError if the size is unknown, and
     if token files were made with another vocabulary.
     """
     data, model = config.data, config.model
@@ -33,7 +34,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
     if files and (not config.training.dry_run or all(Path(name).exists() for name in files)):
         tokenizer = build_tokenizer(data)
         if model.vocab_size not in (None, tokenizer.vocab_size):
-            raise ConfigError(
+            raise UserError(
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
                 f"{tokenizer.vocab_size} tokens: drop the flag"
             )
@@ -43,7 +44,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
         return Vocabulary(tokenizer.vocab_size, tokenizer.eod, digest)
     size = model.vocab_size or (model.pad_vocab_size_to if config.training.dry_run else None)
     if size is None:
-        raise ConfigError(
+        raise UserError(
             "the size of the vocabulary is unknown, since no tokenizer file is set or found: set the "
             "flags of the tokenizer, or --vocab-size"
         )

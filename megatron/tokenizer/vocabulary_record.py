@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.tokenizer.base import Tokenizer
 
@@ -51,7 +51,7 @@ def write_record(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def read_record(prefix: str) -> dict[str, Any] | None:
-    """The record of the token files `prefix`, None if there is none. Raises ConfigError if it is damaged."""
+    """The record of the token files `prefix`, None if there is none. Raises UserError if it is damaged."""
     path = record_path(prefix)
     return _read(path) if os.path.exists(path) else None
 
@@ -64,11 +64,11 @@ def copy_record(source: str, prefix: str) -> None:
 def check_record(prefix: str, option: str, digest: str) -> None:
     """Compare the record of the token files `prefix`, if there is one, with the digest of a vocabulary.
 
-    option: the flag that names the prefix. Raises ConfigError if the digests differ or the record is damaged.
+    option: the flag that names the prefix. Raises UserError if the digests differ or the record is damaged.
     """
     record = read_record(prefix)
     if record is not None and record["vocabulary_sha256"] != digest:
-        raise ConfigError(
+        raise UserError(
             f"{option} {prefix} was tokenized with another vocabulary ({record['tokenizer_type']}, "
             f"{record['vocab_size']} tokens, SHA-256 {record['vocabulary_sha256'][:12]}) than the model's "
             f"(SHA-256 {digest[:12]}): give the tokenizer files that the data was made with, or, if the "
@@ -79,7 +79,7 @@ def check_record(prefix: str, option: str, digest: str) -> None:
 def common_digest(prefixes: Iterable[tuple[str, str]]) -> str | None:
     """The vocabulary digest in the records of several token files; None if there are no records.
 
-    prefixes: (flag, prefix) pairs. Raises ConfigError if two records differ.
+    prefixes: (flag, prefix) pairs. Raises UserError if two records differ.
     """
     first: tuple[str, str] | None = None
     for option, prefix in prefixes:
@@ -87,7 +87,7 @@ def common_digest(prefixes: Iterable[tuple[str, str]]) -> str | None:
             continue
         digest = _read(record_path(prefix))["vocabulary_sha256"]
         if first is not None and digest != first[1]:
-            raise ConfigError(
+            raise UserError(
                 f"{option} {prefix} and {first[0]} were tokenized with different vocabularies: use "
                 "token files of one tokenizer"
             )
@@ -103,7 +103,7 @@ def _read(path: str) -> dict[str, Any]:
         reason = "expected a JSON object with " + " and ".join(_TEXTS)
     except (OSError, ValueError, HostileFileError) as error:
         reason = str(error)
-    raise ConfigError(
+    raise UserError(
         f"{path} cannot be read ({reason}): preprocess the data again, or delete the file to skip "
         "the comparison"
     )

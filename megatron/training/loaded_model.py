@@ -10,10 +10,11 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
-from megatron.cluster.exit_codes import SharedConfigError
-from megatron.config import Config, ConfigError, ParallelConfig
+from megatron.cluster.exit_codes import SharedUserError
+from megatron.config import Config, ParallelConfig
 from megatron.config.checks.model import check_model
 from megatron.config.checks.parallel import check_layout
+from megatron.errors import UserError
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
@@ -32,7 +33,7 @@ _FOR_TRAINING = {
 
 
 def config_of_layout(checkpoint: Checkpoint, tp_size: int, pp_size: int, world_size: int) -> Config:
-    """The checkpoint's model on another layout. ConfigError if the layout does not fit the model."""
+    """The checkpoint's model on another layout. UserError if the layout does not fit the model."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
     )
@@ -48,7 +49,7 @@ def load_distributed_model(
     checkpoint: Checkpoint, config: Config, rank: int, micro_batch_size: int
 ) -> DistributedGPT:
     """This rank's part of the model, in evaluation mode. Each rank reads its own shards. Collective.
-    ConfigError on all ranks for files that one of them cannot read."""
+    UserError on all ranks for files that one of them cannot read."""
     layout = ParallelLayout.from_config(config.parallel, rank)
     tp_group = layout.make_tp_group()
     bounds = plan_stages(config, checkpoint.vocab_size).bounds
@@ -59,11 +60,11 @@ def load_distributed_model(
     problem = None
     try:
         _load_weights(module, checkpoint, tp_group)
-    except ConfigError as error:
+    except UserError as error:
         problem = str(error)
     # The other ranks would wait for this one.
     if (found := first_problem_of_ranks(problem)) is not None:
-        raise SharedConfigError(found[1])
+        raise SharedUserError(found[1])
     return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)
 
 
@@ -71,6 +72,6 @@ def _load_weights(module: GPTModelPipe, checkpoint: Checkpoint, tp_group: TPGrou
     reader = open_reader(checkpoint)
     for name, parameter in module.named_parameters():
         if name not in reader.stored_names:
-            raise ConfigError(f"checkpoint {checkpoint.folder} holds no parameter {name}")
+            raise UserError(f"checkpoint {checkpoint.folder} holds no parameter {name}")
         shard = reader.read_shard(name, VALUES, spec_of(parameter), tp_group)
         parameter.copy_(shard.view_as(parameter))

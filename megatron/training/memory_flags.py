@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.checks.validate import validate
 from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
 
 
@@ -21,7 +22,7 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
         changed = config.with_settings(settings)
         try:
             validate(changed)
-        except ConfigError:
+        except UserError:
             continue
         yield flag, changed
 

@@ -20,9 +20,9 @@ from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config, ConfigError
-from megatron.config.errors import printable
 from megatron.data.splits import verify_token_files
 from megatron.engine.device_progress import DeviceProgress, flight_record
+from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
 from megatron.training.build import build_engine

@@ -8,9 +8,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.lineage.start import check_save_place
-from megatron.cluster.exit_codes import SharedConfigError
-from megatron.config import BatchSchedule, Config, ConfigError
+from megatron.cluster.exit_codes import SharedUserError
+from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
+from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.optimizer.schedule import schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
@@ -50,7 +51,7 @@ class Setup:
 def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab: Vocabulary) -> StagePlan:
     """Partitions the layers by their measured times or by their memory. Collective: all ranks get one result.
 
-    Raises SharedConfigError on every rank if the partition is not possible.
+    Raises SharedUserError on every rank if the partition is not possible.
     """
     times = memory = None
     if needs_profiling(config):
@@ -59,8 +60,8 @@ def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab
         memory = _memory_costs_of_rank_0(config, layout, vocab.size)
     try:
         return plan_stages(config, vocab.size, times, memory)
-    except ConfigError as error:
-        raise SharedConfigError(str(error)) from error
+    except UserError as error:
+        raise SharedUserError(str(error)) from error
 
 
 def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: int) -> MemoryCosts:
@@ -68,10 +69,10 @@ def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: 
     if layout.rank == 0:
         try:
             found[0] = find_memory_costs(config, vocab_size)
-        except ConfigError as error:
+        except UserError as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)
     costs, problem = found
     if problem is not None:
-        raise SharedConfigError(problem)
+        raise SharedUserError(problem)
     return costs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.convert.to_universal import convert, open_source
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
 from tests.support.checkpoints import state_after
@@ -31,7 +31,7 @@ def test_an_interrupted_conversion_resumes(tmp_path):
     written = partial / "zero" / first / "fp32.pt"
     before = written.stat().st_mtime_ns
     other = saved(tmp_path / "other", Row(), {})
-    with pytest.raises(ConfigError, match="interrupted conversion of another checkpoint"):
+    with pytest.raises(UserError, match="interrupted conversion of another checkpoint"):
         converted(other, target)
     rest = converted(source, target)
     assert first not in rest and rest
@@ -141,7 +141,7 @@ def test_a_conversion_of_another_source_is_not_resumed(tmp_path):
     source, target = saved(tmp_path, Row(), {}), tmp_path / "universal"
     converted(source, tmp_path / "other")
     os.rename(tmp_path / "other", tmp_path / "universal.partial")  # as a killed import leaves it
-    with pytest.raises(ConfigError, match="universal.partial is not an interrupted conversion"):
+    with pytest.raises(UserError, match="universal.partial is not an interrupted conversion"):
         converted(source, target)
     assert not target.exists()
 
@@ -164,13 +164,13 @@ def test_a_conversion_that_was_killed_before_latest_universal_is_finished(tmp_pa
     converted(source, target)
     monkeypatch.undo()
     other = saved(tmp_path / "other", Row(), {})
-    with pytest.raises(ConfigError, match="exists: delete it"):
+    with pytest.raises(UserError, match="exists: delete it"):
         converted(other, target)
     assert (tmp_path / "latest_universal").read_text() == "an older one"
     assert converted(source, target) == []
     assert (tmp_path / "latest_universal").read_text() == "universal"
     assert {path.name for path in target.iterdir() if path.suffix != ".pt"} == {"zero", "run.json"}
-    with pytest.raises(ConfigError, match="exists: delete it"):
+    with pytest.raises(UserError, match="exists: delete it"):
         converted(source, target)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron.checkpoint import manager
 from megatron.checkpoint.manager import CheckpointManager, SaveError, select_valid_checkpoint
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of
 from tests.support.pool import run_world
@@ -62,7 +62,7 @@ def meet_errors(folder):
             checkpoints.identity = checkpoint if rank_0 else None  # anything with a lineage
             try:
                 call()
-            except ConfigError as error:
+            except UserError as error:
                 found.append(str(error))
     finally:
         for name, function in kept.items():

@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
 from megatron.checkpoint.verify.files import add_checksum
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
 from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
@@ -31,7 +31,7 @@ def start(row, folder):
     try:
         manager = make_manager(engine, folder)
         manager.restore_or_init(find_latest(folder), printed.append)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return "\n".join(printed), make_integrity_record(engine, VOCAB)
 
@@ -124,7 +124,7 @@ def test_replicas_that_differ_are_recorded_and_need_a_flag_to_load(tmp_path):
     run_world(2, save_with_unequal_copies, Row(tp=2), tmp_path)
     assert integrity_record_in(tmp_path)["unequal_copies"] == ["fp32 of 8.weight"]
     with pytest.raises(
-        ConfigError, match=r"not equal \(fp32 of 8\.weight; 1 in all\).*--allow-replica-mismatch"
+        UserError, match=r"not equal \(fp32 of 8\.weight; 1 in all\).*--allow-replica-mismatch"
     ):
         find(tmp_path)
     assert find(tmp_path, checkpoint={"allow_replica_mismatch": True})[0] is not None
@@ -168,7 +168,7 @@ def load_lines(folder, fingerprint, changes):
 def test_override_data_accepts_other_data(tmp_path):
     run_world(1, save_two_steps, Row(), tmp_path)
     other = {**FINGERPRINT, "tokens": [6000]}
-    with pytest.raises(ConfigError, match="--override-data to continue"):
+    with pytest.raises(UserError, match="--override-data to continue"):
         find(tmp_path, other)
     (lines,) = run_world(1, load_lines, tmp_path, other, {"checkpoint": {"override_data": True}})
     assert lines["data"].startswith("different data, from sample 16 (--override-data): tokens: [5000]")
@@ -180,7 +180,7 @@ def test_another_schedule_is_refused_with_both_values_and_a_flag_selects_one(fla
 
     run_world(1, save_two_steps, Row(), tmp_path)
     old = find(tmp_path)[1].schedule.lr
-    with pytest.raises(ConfigError, match=rf"max_lr was {old}, is 0.5.*--override-lr-scheduler"):
+    with pytest.raises(UserError, match=rf"max_lr was {old}, is 0.5.*--override-lr-scheduler"):
         find(tmp_path, schedule={"lr": 0.5})
     changes = {"schedule": {"lr": 0.5, f"{flag}_lr_scheduler": True}}
     checkpoint, config = find(tmp_path, **changes)

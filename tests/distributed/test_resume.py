@@ -14,8 +14,8 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import SaveError, find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.verify.files import add_checksum
-from megatron.config import ConfigError
 from megatron.data.gpt_dataset import VOCABULARY_KEY
+from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
 from tests.support.layouts import (
     EOD,
@@ -214,7 +214,7 @@ def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(sav
     ],
 )
 def test_another_model_is_refused_by_name(saved, change, named):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         find(saved, model=change)
 
 
@@ -224,12 +224,12 @@ def test_padding_and_the_length_of_relative_positions_may_change(saved, tmp_path
     run_world(1, save_untrained, Row(positions="alibi"), alibi)
     shorter = {"seq_length": 16, "max_position_embeddings": 16}
     assert find(alibi, Row(positions="alibi"), model=shorter) is not None
-    with pytest.raises(ConfigError, match="max_position_embeddings was 32, is 16"):
+    with pytest.raises(UserError, match="max_position_embeddings was 32, is 16"):
         find(saved, model=shorter)
 
 
 def test_another_vocabulary_is_refused_by_name(saved):
-    with pytest.raises(ConfigError, match="had 101 tokens, has 102"):
+    with pytest.raises(UserError, match="had 101 tokens, has 102"):
         find(saved, vocab=102)
 
 
@@ -241,12 +241,12 @@ def test_another_vocabulary_of_the_same_size_is_refused_even_with_other_data(sav
     assert find(saved, fingerprint={**FINGERPRINT, VOCABULARY_KEY: "a" * 64}) is not None
     assert find(saved) is not None  # a run without a tokenizer
     options = {"checkpoint": {"load": str(saved), "override_data": True}}
-    with pytest.raises(ConfigError, match="aaaaaaaaaaaa.*bbbbbbbbbbbb"):
+    with pytest.raises(UserError, match="aaaaaaaaaaaa.*bbbbbbbbbbbb"):
         find(saved, fingerprint={**FINGERPRINT, VOCABULARY_KEY: "b" * 64}, **options)
 
 
 def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
-    with pytest.raises(ConfigError, match=r"tokens: \[5000\] in the checkpoint, \[6000\] now"):
+    with pytest.raises(UserError, match=r"tokens: \[5000\] in the checkpoint, \[6000\] now"):
         find(saved, fingerprint={**FINGERPRINT, "tokens": [6000]})
     assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
 
@@ -254,12 +254,12 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
 def test_another_number_of_epochs_is_not_called_other_data(saved):
     """A larger batch, or a longer run, reads the same data more often."""
     longer = {**FINGERPRINT, "epochs": [2], "last_epoch_apart": [True]}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         find(saved, fingerprint=longer, training={"train_iters": 1000})
     sentence = str(caught.value)
     assert "another number of epochs of the same data" in sentence and "other data" not in sentence
     assert re.search(r"run over [\d,]+ training samples, this run is over [\d,]+000:", sentence)
-    with pytest.raises(ConfigError, match="trained on other data"):
+    with pytest.raises(UserError, match="trained on other data"):
         find(saved, fingerprint={**longer, "tokens": [6000]})
 
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
     del run["sha256"]
     path.write_text(json.dumps(add_checksum({**run, "state": asdict(TrainingState()), "data": {}})))
     assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
-    with pytest.raises(ConfigError, match="num_layers was 4, is 3"):
+    with pytest.raises(UserError, match="num_layers was 4, is 3"):
         find(saved, model={"num_layers": 3})
 
 
@@ -281,13 +281,13 @@ def test_a_universal_checkpoint_is_not_loaded_as_a_native_one(saved):
     assert find(saved) is None
     (saved / "latest_universal").write_text("global_step9_universal")
     for folder in (saved, saved / "global_step9_universal"):
-        with pytest.raises(ConfigError, match="holds a universal checkpoint .*: add --universal_checkpoint"):
+        with pytest.raises(UserError, match="holds a universal checkpoint .*: add --universal_checkpoint"):
             find(folder)
 
 
 def test_a_latest_that_names_a_missing_folder_is_an_error_with_the_existing_ones(saved):
     (saved / "latest").write_text("global_step7")
-    with pytest.raises(ConfigError, match="names global_step7, which does not exist; .* holds global_step1:"):
+    with pytest.raises(UserError, match="names global_step7, which does not exist; .* holds global_step1:"):
         find(saved)
 
 
@@ -309,7 +309,7 @@ def select(row, folder):
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT) if dist.get_rank() == 0 else None
     try:
         selectd = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return selectd.state.iteration, selectd.skip_reason
 
@@ -447,7 +447,7 @@ def load_into_another_model(folder, changes):
     _, _, model = build_model(config_of(Row(), model=changes))
     try:
         open_reader(find_latest(folder)).load_weights(model)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return None
 
@@ -465,5 +465,5 @@ def test_weights_of_another_model_are_refused_by_name(saved, changes, named):
 
 
 def test_a_folder_without_layer_files_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=f"{tmp_path} holds no layer files"):
+    with pytest.raises(UserError, match=f"{tmp_path} holds no layer files"):
         LayerFiles(tmp_path)

@@ -10,7 +10,7 @@ from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, find_checkpoint
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.distributed.test_integrity_record import names_of
 from tests.support.checkpoints import FINGERPRINT, state_after
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
@@ -41,7 +41,7 @@ def share(folder, failures, local_rank=0):
 
     def open_late(path):
         if len(slept) < failures:
-            raise ConfigError("a stale cache")
+            raise UserError("a stale cache")
         return opened(path)
 
     start.open_checkpoint = open_late
@@ -49,7 +49,7 @@ def share(folder, failures, local_rank=0):
         found = find_latest(folder) if rank == 0 else None  # other ranks do not search
         shared = start.share_checkpoint(found, sleep=slept.append, leads_node=local_rank == 0)
         return None if shared is None else shared.folder.name, slept
-    except ConfigError as error:
+    except UserError as error:
         return str(error), slept
     finally:
         start.open_checkpoint = opened

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from megatron.config import ConfigError
 from megatron.data.loader import MicroBatch
+from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from tests.support.layouts import (
     EOD,
@@ -141,7 +141,7 @@ def test_all_ranks_partition_by_the_same_measured_times(schedule):
 
 def stages_by_memory(parallel, problem):
     """(calls of the planner on this rank, its stages or the error)."""
-    from megatron.cluster.exit_codes import SharedConfigError
+    from megatron.cluster.exit_codes import SharedUserError
     from megatron.planner.memory import layer_memory
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.setup import find_stages
@@ -154,13 +154,13 @@ def stages_by_memory(parallel, problem):
     def counted(*args):
         calls.append(args)
         if problem:
-            raise ConfigError(problem)
+            raise UserError(problem)
         return memory_costs(*args)
 
     layer_memory.memory_costs = counted
     try:
         end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
-    except SharedConfigError as error:
+    except SharedUserError as error:
         end = str(error)
     finally:
         layer_memory.memory_costs = memory_costs

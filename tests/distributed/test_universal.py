@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.universal import UniversalReader, UniversalWrit
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.verify.files import add_checksum, describe_file
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
@@ -110,7 +110,7 @@ def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     assert (tmp_path / "latest_universal").read_text() == target.name
     word_embedding = torch.load(target / "zero" / WORDS / "fp32.pt")
     assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
-    with pytest.raises(ConfigError, match="exists"):
+    with pytest.raises(UserError, match="exists"):
         converted(source, target)
     assert_resumes_everywhere(tmp_path, changes)
 
@@ -346,7 +346,7 @@ def select(folder):
     options = {**BLOOM, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
     try:
         select_valid_checkpoint(find(folder), config_of(Row(), **options), VOCAB, FINGERPRINT)
-    except ConfigError as error:
+    except UserError as error:
         return str(error)
     return None
 
@@ -381,7 +381,7 @@ def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     ],
 )
 def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes, words, blooms):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         find(blooms, model={**BLOOM["model"], **changes})
 
 
@@ -389,7 +389,7 @@ def test_another_programs_checkpoint_of_another_model_is_refused_by_name(changes
 @pytest.mark.parametrize("file", ["exp_avg_sq.pt", "fp32.pt"])
 def test_an_incomplete_copy_is_refused_by_name(file, blooms):
     (blooms / "global_step5_universal" / "zero" / "8.bias" / file).unlink()
-    with pytest.raises(ConfigError, match=f"8.bias has no {file}, which other parameters have"):
+    with pytest.raises(UserError, match=f"8.bias has no {file}, which other parameters have"):
         find(blooms)
 
 
@@ -398,7 +398,7 @@ def test_a_smaller_vocabulary_is_refused_even_if_the_rows_suffice(blooms, monkey
     words = blooms / "global_step5_universal" / "zero" / WORDS / "fp32.pt"
     content = torch.load(words)
     torch.save({**content, "param": torch.zeros(2000, 32)}, words)
-    with pytest.raises(ConfigError, match="the vocabulary had 2000 rows with padding, and has 101 tokens"):
+    with pytest.raises(UserError, match="the vocabulary had 2000 rows with padding, and has 101 tokens"):
         find(blooms)
 
 
@@ -428,9 +428,9 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     parameters = UniversalReader(find(blooms))
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
-    with pytest.raises(ConfigError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
+    with pytest.raises(UserError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
         parameters.read_parameter(name, model_specs(changed, VOCAB, EOD)[name], TPGroup())
-    with pytest.raises(ConfigError, match=r"shape \(128, 32\), expected \(129, 32\)"):
+    with pytest.raises(UserError, match=r"shape \(128, 32\), expected \(129, 32\)"):
         parameters.read_parameter(WORDS, model_specs(changed, 129, EOD)[WORDS], TPGroup())
 
 
@@ -458,7 +458,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
     else:
         path = next((blooms / "native" / "global_step5").glob("zero_pp_rank_0*"))
     torch.save({**torch.load(path, weights_only=False), "more": Harm()}, path)
-    with pytest.raises(ConfigError, match=rf"{path} cannot be read: it names \w+.system"):
+    with pytest.raises(UserError, match=rf"{path} cannot be read: it names \w+.system"):
         if damage == "native":
             run = json.loads((path.parent / "run.json").read_text())
             reseal(path.parent, run, path)
@@ -471,8 +471,8 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
 
 
 def test_a_folder_without_a_universal_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
+    with pytest.raises(UserError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
         find(tmp_path)
     (tmp_path / "latest_universal").write_text("global_step7_universal")
-    with pytest.raises(ConfigError, match=r"global_step7_universal is not a universal checkpoint"):
+    with pytest.raises(UserError, match=r"global_step7_universal is not a universal checkpoint"):
         find(tmp_path)

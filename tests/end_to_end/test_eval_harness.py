@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
-from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.training.harness.model import HarnessModel, _load
 from megatron.training.loaded_model import config_of_layout, load_distributed_model
 from tests.end_to_end.command import ROOT, environment, pretrain
@@ -139,7 +139,7 @@ def test_log_likelihoods_are_those_of_the_exported_model(folders):
     settings = {"until": ["zz"], "max_gen_toks": 5, "do_sample": False, "temperature": 1.0}
     generated = [Instance("generate_until", {}, (text, settings), 0) for text in ("import", "x = 1\n" * 9)]
     assert model.generate_until(generated) == reference.generate_until(generated, disable_tqdm=True)
-    with pytest.raises(ConfigError, match="generates up to 12 tokens, expected fewer than .* 12"):
+    with pytest.raises(UserError, match="generates up to 12 tokens, expected fewer than .* 12"):
         model.generate_until([Instance("generate_until", {}, ("import", {"max_gen_toks": 12}), 0)])
 
 
@@ -166,7 +166,7 @@ def test_a_task_whose_answers_are_too_long_is_refused_before_the_weights_are_rea
     command = ["--load", str(folders[0]), "--tasks-path", str(local_tasks), "--tasks", "local", "answers"]
     with pytest.raises(SystemExit) as caught:
         evaluate.main([*command, "--seq-length", "256"])
-    assert caught.value.code == CONFIG_ERROR_EXIT_CODE
+    assert caught.value.code == USER_ERROR_EXIT_CODE
     assert "a task generates up to 256 tokens, expected fewer than" in capsys.readouterr().err
 
 
@@ -191,7 +191,7 @@ def test_the_tool_runs_a_local_task(folders, local_tasks, capsys):
 def test_an_unknown_task_is_refused(folders, capsys):
     with pytest.raises(SystemExit) as caught:
         evaluate.main(["--load", str(folders[0]), "--tasks", "toy", "no_such_task"])
-    assert caught.value.code == CONFIG_ERROR_EXIT_CODE
+    assert caught.value.code == USER_ERROR_EXIT_CODE
     assert "unknown task no_such_task" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megatron.cluster.exit_codes import SharedConfigError
+from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_kernels
 from tests.support.pool import run_world
 
@@ -63,7 +63,7 @@ def outcome(failing_rank, required):
     ):
         try:
             found = check_kernels(required)
-        except SharedConfigError as error:
+        except SharedUserError as error:
             found = str(error)
         return found, os.environ.get("MEGATRON_KERNELS")
 

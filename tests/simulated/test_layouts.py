@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from megatron.config import ConfigError
 from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.errors import UserError
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.memory.fit import communicators
 from megatron.planner.timing.network import ALL_REDUCE
@@ -171,7 +171,7 @@ def test_a_curriculum_is_simulated_at_its_final_length():
 
 
 def test_apex_is_refused_by_name():
-    with pytest.raises(ConfigError, match="--use-apex cannot be simulated"):
+    with pytest.raises(UserError, match="--use-apex cannot be simulated"):
         simulate_stages(config_of("--use-apex"))
 
 

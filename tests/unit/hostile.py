@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 MUTATIONS = [40, pytest.param(2000, marks=pytest.mark.full)]
 """Of each reader: in the gate and in the full matrix."""
@@ -44,14 +44,14 @@ def bounds(memory_mib: int = 512, cpu_s: float = 60.0) -> Iterator[None]:
         signal.signal(signal.SIGPROF, handler)
 
 
-def refusal(read: Callable[[], Any], kind: type[ConfigError] = ConfigError) -> str:
+def refusal(read: Callable[[], Any], kind: type[UserError] = UserError) -> str:
     """The sentence with which reading a file is refused, within bounds."""
     with bounds(), pytest.raises(kind) as caught:
         read()
     return checked_sentence(caught.value)
 
 
-def checked_sentence(error: ConfigError) -> str:
+def checked_sentence(error: UserError) -> str:
     """An error's text, if it is one line that a terminal can show, and not of memory that ran out."""
     text = str(error)
     assert text.isprintable() and len(text) < 1500, text
@@ -121,7 +121,7 @@ def fuzz(
         change(data, changes)
         try:
             read()
-        except ConfigError as error:
+        except UserError as error:
             checked_sentence(error)
         assert snapshot(untouched) == before
 

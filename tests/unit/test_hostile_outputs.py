@@ -13,7 +13,7 @@ import pytest
 
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import FAILED_FILE, RankReport
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.files import open_own, write_atomically, write_json
 from megatron.page.figure import new_figure
 from megatron.page.write import write_page
@@ -70,7 +70,7 @@ def test_a_link_in_the_place_of_an_output_does_not_change_its_target(
     LINKS[link](victim, path)
     try:
         WRITERS[name](path)
-    except (OSError, ConfigError) as error:
+    except (OSError, UserError) as error:
         assert "link" in str(error)
     assert victim.read_text() == "mine" and victim.stat().st_mtime == 1
 
@@ -111,7 +111,7 @@ def test_a_pipe_is_written_directly_and_one_without_a_reader_does_not_block(tmp_
 def test_a_device_is_written_directly(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.symlink_to("/dev/full")  # a link: a defect must not replace the machine's own device
-    with pytest.raises(ConfigError, match=r"--html .*full cannot be written \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"--html .*full cannot be written \(No space left on device\)"):
         write_page(full, "plan", "", {})
     with pytest.raises(OSError) as caught:
         write_json(full, {})

@@ -23,7 +23,8 @@ FORBIDDEN = {
 PLANNING = ("page", "planner", "simulation", "sweep")
 # The packages and modules of `megatron`, from the lowest. Each imports those of lower levels only.
 LEVELS = (
-    ("text_table", "units", "config"),
+    ("errors", "text_table", "units"),
+    ("config",),
     ("files", "kernels"),
     ("mapped_file",),
     ("mpu", "tokenizer"),

@@ -54,7 +54,7 @@ from megatron.checkpoint.formats.universal_info import (
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
 from megatron.checkpoint.verify.files import add_checksum
 from megatron.checkpoint.verify.names import check_parameter, is_shape, shown
-from megatron.config.errors import ConfigError
+from megatron.errors import UserError
 from megatron.files import (
     expect_layout,
     open_regular,
@@ -128,14 +128,14 @@ def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False
     strict: refuse patterns that match no parameter, instead of warning. derive_patterns: derive the merge
     patterns from the parameters in `run.json` if the checkpoint has none, as in old ones of this repository.
 
-    Raises ConfigError for a checkpoint that is damaged, incomplete, or lacks information.
+    Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
     """
     source = (_own_source if (folder / RUN_FILE).is_file() else _external_source)(
         folder, strict, derive_patterns
     )
     missing = sorted(source.reader.specs.keys() - set(source.reader.stored_names))
     if missing:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
             "such parameters): use another one"
         )
@@ -151,7 +151,7 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
     info = run.get(INFO_KEY)
     if info is None:
         if not derive_patterns:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it comes from an older version: "
                 "--inject_missing_state derives it from the parameters"
             )
@@ -163,7 +163,7 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
         check_patterns(info, specs)
     except ValueError as error:
         if strict or any(len(matching(info, name)) != 1 for name in specs):
-            raise ConfigError(f"checkpoint {folder}: {error}") from error
+            raise UserError(f"checkpoint {folder}: {error}") from error
         warnings = (str(error),)
     for name, spec in specs.items():
         _check_spec(name, spec, tp_size, folder)
@@ -174,17 +174,17 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
     """A checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and patterns."""
     paths = model_files(folder)
     if sharded_weight_files(folder):
-        raise ConfigError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
+        raise UserError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
     if not paths:
-        raise ConfigError(
+        raise UserError(
             f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"
         )
     states = [read_file(path) for path in paths]
     if not all(isinstance(state, dict) for state in states):
-        raise ConfigError(f"checkpoint {folder}: an mp_rank file holds no dict: use another one")
+        raise UserError(f"checkpoint {folder}: an mp_rank file holds no dict: use another one")
     info = states[0].get(INFO_KEY)
     if not isinstance(info, dict):
-        raise ConfigError(
+        raise UserError(
             f"checkpoint file {paths[0]} has no {INFO_KEY}, so the merge rules of its shards are not "
             "known: convert it with the program that wrote it"
         )
@@ -203,16 +203,16 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
                     spec = external_spec(info, name, tuple(shape), tp_size)
                     _check_spec(name, spec, tp_size, folder)
                     if specs.setdefault(name, spec) != spec:
-                        raise ConfigError(
+                        raise UserError(
                             f"checkpoint {folder}: the ranks hold shards of {name} with unequal shapes"
                         )
     if not specs:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {folder}: the mp_rank files have no param_shapes: it was not saved with ZeRO-1"
         )
     unused = unused_patterns(info, specs)
     if unused and strict:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: use --no_strict to "
             "accept it"
         )
@@ -221,13 +221,13 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
 
 
 def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:
-    """Raises ConfigError for shapes and sharding that no parameter has."""
+    """Raises UserError for shapes and sharding that no parameter has."""
     shape, rows = spec.global_shape, spec.num_valid_rows
     if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
-        raise ConfigError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
+        raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
     parts = tp_size * spec.num_fused_parts
     if spec.shard_dim is not None and (spec.shard_dim >= len(shape) or shape[spec.shard_dim] % parts):
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {parts} parts "
             f"along dimension {spec.shard_dim}: it is damaged"
         )
@@ -251,11 +251,11 @@ def convert(
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
     checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ.
 
-    Raises ConfigError for a damaged source, too little disk space or memory, and replicas that differ.
+    Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
     if target.exists():
         if not _is_of(source, target):
-            raise ConfigError(f"--output_folder {target} exists: delete it, or give another")
+            raise UserError(f"--output_folder {target} exists: delete it, or give another")
         _announce(target)
         return
     partial = target.with_name(target.name + PARTIAL)
@@ -305,10 +305,10 @@ def _text_of(mark: Path) -> str:
 
 
 def check_space(folder: Path, needed: int, flag: str) -> None:
-    """Raises ConfigError, which names the flag, if the folder's disk has fewer bytes free than needed."""
+    """Raises UserError, which names the flag, if the folder's disk has fewer bytes free than needed."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConfigError(
+        raise UserError(
             f"{flag}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
             "free space, or pass another folder"
         )
@@ -322,7 +322,7 @@ def _convert_parameter(
     blocks = {kind: reader.read_blocks(name, kind, mismatch) for kind in reader.kinds(name)}
     writer.write_parameter(name, reader.specs[name], blocks, source.step(name))
     if mismatch.largest and not allow_replica_mismatch:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {source.folder}: the replicas of {name} on the TP ranks differ by up to "
             f"{mismatch.largest:.2e}: convert an older checkpoint, or use their mean with "
             "--allow-replica-mismatch"
@@ -344,15 +344,15 @@ def _begin(source: Source, partial: Path) -> None:
     """Creates the folder, or accepts that of an interrupted conversion of the same source."""
     partial.mkdir(parents=True, exist_ok=True)
     if links := [path for path in (partial, *partial.iterdir()) if path.is_symlink()]:
-        raise ConfigError(f"{links[0]} is a link, which no conversion creates: delete it")
+        raise UserError(f"{links[0]} is a link, which no conversion creates: delete it")
     mark = partial / SOURCE_FILE
     if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
-        raise ConfigError(
+        raise UserError(
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
             "delete it, or give another --output_folder"
         )
     if mark.is_file() and _text_of(mark) != source.identity:
-        raise ConfigError(
+        raise UserError(
             f"{partial} is an interrupted conversion of another checkpoint ({shown(_text_of(mark))}): finish "
             "that, or delete the folder"
         )
@@ -363,7 +363,7 @@ def _check_memory(workers: int) -> None:
     """A worker holds a block of a parameter and as much of its shards, however large the parameter is."""
     needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
     if available is not None and available < needed:
-        raise ConfigError(
+        raise UserError(
             f"{workers} workers need {needed / 1e6:,.0f} MB of memory and {available / 1e6:,.0f} MB are "
             "available: lower --num_extract_workers and --num_merge_workers"
         )

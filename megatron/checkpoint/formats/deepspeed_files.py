@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.verify.names import check_parameter
-from megatron.config.errors import ConfigError, one_line
+from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.mapped_file import release_pages
 
@@ -67,10 +67,10 @@ class _Fragment:
     def piece(self, key: str) -> Tensor:
         tensor = self.master if key == VALUES else self.kept[key]
         if not is_tensor(tensor) or not tensor.is_contiguous():
-            raise ConfigError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
+            raise UserError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
         start, length, total = self.start, self.length, tensor.numel()
         if not (type(start) is type(length) is int and 0 <= start <= start + length <= total):
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint file {self.path} names {one_line(length)} elements from {one_line(start)} on in "
                 f"a tensor of {total:,}: it is damaged"
             )
@@ -111,14 +111,14 @@ class OptimizerFiles:
     in all files (clipping, loss scale). `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages."""
 
     def __init__(self, folder: Path, tensor_size: int) -> None:
-        """tensor_size: tensor-parallel size of the run that saved. ConfigError names a file that is damaged
+        """tensor_size: tensor-parallel size of the run that saved. UserError names a file that is damaged
         or has an unknown layout."""
         self.folder = folder
         self.tensor_size = tensor_size
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
         files = optimizer_files(folder)
         if not files:
-            raise ConfigError(f"checkpoint {folder} holds no optimizer state: use another one")
+            raise UserError(f"checkpoint {folder} holds no optimizer state: use another one")
         self.stage = int(files[0][2] == "optimizer_state_dict")
         first_holder: dict[tuple[int, str], int] = {}
         for model_rank, path, key in files:
@@ -147,11 +147,11 @@ class OptimizerFiles:
         return {key: value for key, value in first.kept.items() if not first.is_moment(value)}
 
     def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
-        """A TP rank's shard. key: VALUES or a moment. ConfigError if this rank has none."""
+        """A TP rank's shard. key: VALUES or a moment. UserError if this rank has none."""
         try:
             return FlatShard([fragment.piece(key) for fragment in self._fragments[tp_rank][name]])
         except KeyError:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
                 "which others have: they are from different checkpoints"
             ) from None
@@ -204,7 +204,7 @@ def _optimizer_state(path: Path, key: str) -> dict:
     content = read_file(path)
     state = content.get(key) if isinstance(content, dict) else None
     if not isinstance(state, dict) or "param_slice_mappings" not in state:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint file {path} holds no optimizer state by parameter ({key}, param_slice_mappings): "
             "expected the position of each parameter, as DeepSpeed writes it with ZeRO 0 and 1"
         )

@@ -43,8 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config import ConfigError
-from megatron.config.errors import one_line
+from megatron.errors import UserError, one_line
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 
 _THEIR_FIRST_LAYER = 2
@@ -165,7 +164,7 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
 def tensor_here(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
     """A global parameter or moment with its rows in the order of the model here. Reordering copies it.
 
-    name: here. args: the result of `arguments_here`. ConfigError if they do not fit the tensor.
+    name: here. args: the result of `arguments_here`. UserError if they do not fit the tensor.
     """
     if args["glu_activation"] is not None and ".mlp.dense_h_to_4h." in name:
         return torch.cat(tensor.chunk(2)[::-1])
@@ -179,7 +178,7 @@ def _interleave_heads(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Ten
     heads, ranks = args.get("num_attention_heads"), args.get("tensor_model_parallel_size")
     are_counts = all(type(count) is int and count > 0 for count in (heads, ranks))
     if not are_counts or heads % ranks or len(tensor) % (3 * heads):
-        raise ConfigError(
+        raise UserError(
             f"{name} has {len(tensor)} rows, which do not fit the checkpoint's arguments num_attention_heads "
             f"{one_line(heads)} and tensor_model_parallel_size {one_line(ranks)}: it is damaged"
         )

@@ -31,8 +31,8 @@ from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.record import Checkpoint
 from megatron.checkpoint.verify.files import file_problems, unneeded_files
 from megatron.checkpoint.verify.names import check_parameter
-from megatron.config import ConfigError
 from megatron.config.vocab import padded_vocab_size
+from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
@@ -87,10 +87,10 @@ class NativeReader(StateReader):
 
     @cached_property
     def names(self) -> list[str]:
-        """The parameters of the model. ConfigError if the optimizer's files lack one."""
+        """The parameters of the model. UserError if the optimizer's files lack one."""
         missing = [name for name in self.specs if name not in self.stored_names]
         if missing:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {self.folder}: the optimizer files hold no state of {missing[0]} "
                 f"({len(missing)} such parameters): use another one"
             )
@@ -180,12 +180,12 @@ class NativeReader(StateReader):
         shard = self.files.shard(rank, name, kind)
         expected = prod(local_shape(saved, TPGroup(rank, self.tp_size)))
         if shard.numel != expected:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {self.folder}: TP rank {rank} holds {shard.numel:,} elements of {name}, "
                 f"expected {expected:,}: the files are from different checkpoints"
             )
         if shard.dtypes != {"float32"}:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {self.folder}: TP rank {rank} holds {name} in {', '.join(shard.dtypes)}, "
                 "expected float32"
             )
@@ -227,7 +227,7 @@ class NativeReader(StateReader):
         problems: list[str] = []
         try:
             files = self.layers
-        except ConfigError as error:
+        except UserError as error:
             return [], [str(error)]
         unreadable = False
         for layer in files.layers:
@@ -236,7 +236,7 @@ class NativeReader(StateReader):
                 shards = files.shards(layer)
             except HostileFileError:
                 raise
-            except ConfigError as error:
+            except UserError as error:
                 problems.append(str(error))
                 unreadable = True
                 continue
@@ -271,7 +271,7 @@ class LayerFiles:
             if match and len(match.group(1)) < 10:
                 self._paths.setdefault(int(match.group(1)), []).append(path)
         if not self._paths:
-            raise ConfigError(
+            raise UserError(
                 f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
             )
 
@@ -288,9 +288,9 @@ class LayerFiles:
             if not isinstance(state, dict) or not all(
                 isinstance(tensor, Tensor) for tensor in state.values()
             ):
-                raise ConfigError(f"{path} holds something other than a dict of tensors: it is damaged")
+                raise UserError(f"{path} holds something other than a dict of tensors: it is damaged")
             if state.keys() != states[0].keys():
-                raise ConfigError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
+                raise UserError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
         prefix = _parameter_prefix(layer)
         names = {name: check_parameter(prefix + str(name), paths[0]) for name in states[0]}
         return {full: [state[name] for state in states] for name, full in names.items()}
@@ -301,12 +301,12 @@ class LayerFiles:
         """The layer's parameters merged over TP ranks, with the dtype and padding of the files.
 
         meta: return tensors without values, on the meta device, which reads next to nothing from the files.
-        Raises ConfigError for a parameter that is not in `specs`, or that has another shape.
+        Raises UserError for a parameter that is not in `specs`, or that has another shape.
         """
         global_tensors = {}
         for name, shards in self.shards(layer).items():
             if name not in specs:
-                raise ConfigError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
+                raise UserError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
             shards = [shard.to("meta") for shard in shards] if meta else shards
             try:
                 global_tensors[name] = merge_shards(specs[name], shards)
@@ -318,7 +318,7 @@ class LayerFiles:
         return global_tensors
 
     def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """(name, global tensor) of every parameter, a layer at a time; ConfigError if any of `specs` is
+        """(name, global tensor) of every parameter, a layer at a time; UserError if any of `specs` is
         missing in the end."""
         missing = set(specs)
         for layer in self.layers:
@@ -326,9 +326,7 @@ class LayerFiles:
             missing -= global_tensors.keys()
             yield from global_tensors.items()
         if missing:
-            raise ConfigError(
-                f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}"
-            )
+            raise UserError(f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}")
 
 
 def _parameter_prefix(layer_index: int) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.verify.files import file_problem
-from megatron.config import Config, ConfigError
+from megatron.config import Config
+from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, spec_of
@@ -83,9 +84,9 @@ class StateReader(ABC):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """Opens a checkpoint of another program, which has no `run.json`. ConfigError if that is not
+        """Opens a checkpoint of another program, which has no `run.json`. UserError if that is not
         possible."""
-        raise ConfigError(f"checkpoint {folder}: {RUN_FILE}, which is written last, is missing")
+        raise UserError(f"checkpoint {folder}: {RUN_FILE}, which is written last, is missing")
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -106,7 +107,7 @@ class StateReader(ABC):
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
         """The global tensor of one state, fp32. A vocabulary may have any number of padded rows.
 
-        spec: the parameter in the model that reads it; ConfigError if the shape does not match.
+        spec: the parameter in the model that reads it; UserError if the shape does not match.
         """
 
     def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
@@ -141,7 +142,7 @@ class StateReader(ABC):
         return self.read(name, kind, spec)[: spec.num_valid_rows if spec else None]
 
     def check_external(self, config: Config, vocab_size: int) -> None:
-        """Raises ConfigError if another program's checkpoint is of another model, by the names of its
+        """Raises UserError if another program's checkpoint is of another model, by the names of its
         parameters and by `external_differences`. Shapes are compared when they are read."""
         from megatron.model.single_process import model_specs
 
@@ -152,13 +153,13 @@ class StateReader(ABC):
             if names:
                 differences.append(f"{what} {len(names)} parameters, among them {min(names)}")
         if differences:
-            raise ConfigError(f"checkpoint {self.folder} holds another model: {'; '.join(differences)}")
+            raise UserError(f"checkpoint {self.folder} holds another model: {'; '.join(differences)}")
 
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """How the model of another program's checkpoint differs from the config's, beyond the names of its
-        parameters. ConfigError if it is a model that no config describes.
+        parameters. UserError if it is a model that no config describes.
 
         specs: the parameters of the config's model. vocab_size: without padding.
         """
@@ -194,9 +195,9 @@ class StateReader(ABC):
 
     def read_parameter(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
         """This tensor-parallel rank's shard of all states of a parameter, as the optimizer loads them. The
-        moments are read when they are accessed. ConfigError if the parameter is missing."""
+        moments are read when they are accessed. UserError if the parameter is missing."""
         if name not in self.stored_names:
-            raise ConfigError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
+            raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         moments = {
             kind: partial(self.read_shard, name, kind, spec, tp_group)
             for kind in self.kinds(name)
@@ -210,7 +211,7 @@ class StateReader(ABC):
     def master_weights(self, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(name, global fp32 tensor without padding) of every parameter of the model.
 
-        verify: compare each with its digest, if the checkpoint has one; ConfigError if it differs.
+        verify: compare each with its digest, if the checkpoint has one; UserError if it differs.
         """
         digests = self.tensor_digests.get(VALUES, {}) if verify else {}
         for name, spec in self.specs.items():
@@ -220,7 +221,7 @@ class StateReader(ABC):
     def _verified_values(self, name: str, spec: ParameterSpec, digest: str | None) -> Tensor:
         full = self.read_unpadded(name, VALUES)
         if digest is not None and not matches_digest(full, spec, digest):
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {self.folder}: {name} is damaged: its digest differs from that in "
                 f"{RUN_FILE}; use an older checkpoint"
             )
@@ -233,7 +234,7 @@ class StateReader(ABC):
         else in fp32. A vocabulary may have padded rows.
 
         specs: the model's parameters, if they are not those of `run.json`. verify: as `master_weights`.
-        Raises ConfigError that names what is missing or has another shape.
+        Raises UserError that names what is missing or has another shape.
         """
         if specs is None:
             yield from self.master_weights(verify)
@@ -243,7 +244,7 @@ class StateReader(ABC):
 
     @torch.no_grad()
     def load_weights(self, module: nn.Module) -> None:
-        """Fills the parameters of a single-process model. Its padded rows become zeros. ConfigError names
+        """Fills the parameters of a single-process model. Its padded rows become zeros. UserError names
         what is missing."""
         parameters = dict(module.named_parameters())
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
@@ -288,16 +289,16 @@ class StateReader(ABC):
                     problems.append(
                         f"{kind} of {name} is damaged: its digest differs from that in {RUN_FILE}"
                     )
-            except ConfigError as error:
+            except UserError as error:
                 problems.append(str(error))
         return len(compared), problems
 
     def verify_weights(self) -> int:
         """Reads the weights and compares them with their digests. Returns how many digests were compared, 0
-        if the checkpoint has none. ConfigError names what is damaged."""
+        if the checkpoint has none. UserError names what is damaged."""
         count, problems = self.verify(weights_only=True)
         if problems:
-            raise ConfigError(f"checkpoint {self.folder}: {'; '.join(problems[:3])}; use an older checkpoint")
+            raise UserError(f"checkpoint {self.folder}: {'; '.join(problems[:3])}; use an older checkpoint")
         return count
 
     def has_digests(self) -> bool:
@@ -321,7 +322,7 @@ class StateReader(ABC):
                 shapes = {kind: tuple(self.read_unpadded(name, kind).shape) for kind in self.kinds(name)}
             except HostileFileError:
                 raise
-            except ConfigError as error:
+            except UserError as error:
                 problems.append(str(error))
                 continue
             records.append(ParameterRecord(name, shapes[VALUES], "float32"))
@@ -340,7 +341,7 @@ class StateReader(ABC):
 def check_shape(
     shape: tuple[int, ...], spec: ParameterSpec, source: str, cause: str = "it belongs to another model"
 ) -> None:
-    """ConfigError unless a global tensor has the spec's shape; a vocabulary may have any padding, or none.
+    """UserError unless a global tensor has the spec's shape; a vocabulary may have any padding, or none.
     source: where the tensor is stored, in words. cause: what probably happened."""
     expected = spec.valid_shape
     if spec.num_valid_rows is None:
@@ -348,7 +349,7 @@ def check_shape(
     else:
         matches = shape[1:] == expected[1:] and shape[0] >= expected[0]
     if not matches:
-        raise ConfigError(f"{source} a tensor of shape {shape}, expected {expected}: {cause}")
+        raise UserError(f"{source} a tensor of shape {shape}, expected {expected}: {cause}")
 
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
@@ -377,7 +378,7 @@ class StateWriter(ABC):
         """Writes all states of a global parameter, without padding.
 
         states: VALUES and moments by the optimizer's names -> fp32 tensors on the CPU, which are consecutive
-        parts of the global tensor. step: the optimizer's. Raises ConfigError for a state that the format does
+        parts of the global tensor. step: the optimizer's. Raises UserError for a state that the format does
         not have.
         """
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.verify.files import read_with_retries
 from megatron.checkpoint.verify.names import is_plain, shown
-from megatron.config.errors import ConfigError, is_access_error, one_line
+from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, open_regular
 from megatron.mapped_file import map_file
 
@@ -47,7 +47,7 @@ def read_file(path: Path) -> Any:
     """Reads what was saved. Its tensors are memory-mapped; writing to them does not change the file. Objects
     of other programs' classes become a `Stub`, torch's dtypes and devices their names.
 
-    Raises ConfigError, which names the file, if it is damaged, OSError if it cannot be read now, and
+    Raises UserError, which names the file, if it is damaged, OSError if it cannot be read now, and
     HostileFileError if it names a class or function that checkpoints do not use.
     """
     try:
@@ -57,14 +57,14 @@ def read_file(path: Path) -> Any:
     except Exception as error:  # a damaged file can fail anywhere
         if is_access_error(error):
             raise
-        raise ConfigError(
+        raise UserError(
             f"checkpoint file {path} cannot be read ({one_line(error)}): use an older checkpoint"
         ) from error
 
 
 def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
     """Whether the file holds a tensor of this shape, alone or under 'param', and matches its checksums. Reads
-    the whole file. ConfigError if torch.save did not write it."""
+    the whole file. UserError if torch.save did not write it."""
     content = read_file(path)
     tensor = content.get("param") if isinstance(content, dict) else content
     return getattr(tensor, "shape", None) == shape and bool(matches_checksums(path))
@@ -72,7 +72,7 @@ def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
 
 def matches_checksums(path: Path) -> bool | None:
     """Reads the whole file and compares each member of the archive with its CRC-32; None if the archive has
-    no checksums. ConfigError if torch.save did not write it."""
+    no checksums. UserError if torch.save did not write it."""
     read_file(path)
     try:
         return read_with_retries(path, lambda: _compared(path))

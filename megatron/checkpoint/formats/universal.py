@@ -41,9 +41,10 @@ from megatron.checkpoint.formats.torch_archive import (
 from megatron.checkpoint.formats.universal_info import INFO_KEY, VOCAB_SIZE_KEY, check_info
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
 from megatron.checkpoint.verify.names import check_parameter, shown
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
+from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree
 from megatron.mpu.parameters import ParameterSpec
 
@@ -73,14 +74,14 @@ def _open_external(folder: Path) -> Checkpoint:
     """Reads the first mp_rank file; the others differ from it only in rank and random state."""
     paths = model_files(folder)
     if not paths:
-        raise ConfigError(
+        raise UserError(
             f"universal checkpoint {folder} has neither {RUN_FILE} nor mp_rank files, so its iteration "
             "is not known"
         )
     content = read_file(paths[0])
     names = parameter_folders(folder)
     if not isinstance(content, Mapping):
-        raise ConfigError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
+        raise UserError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
     _check_attention_order(content.get("checkpoint_version"), paths[0])
     args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
     args = {key: _json_value(value) for key, value in args.items()}
@@ -95,7 +96,7 @@ def _open_external(folder: Path) -> Checkpoint:
     sequence = _first_int(args.get("seq_length"))
     tokens = _first_int(args.get("consumed_train_tokens"), content.get("tokens"), samples * sequence)
     if iteration < 0 or samples < 0:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint file {paths[0]} has no iteration (it has {shown(content.get('iteration'))}) or no "
             "number of consumed samples, so the position in the data is not known"
         )
@@ -112,9 +113,9 @@ def _open_external(folder: Path) -> Checkpoint:
 
 
 def _check_attention_order(version: Any, path: Path) -> None:
-    """Raises ConfigError for a file of an old Megatron, where query_key_value was not laid out per head."""
+    """Raises UserError for a file of an old Megatron, where query_key_value was not laid out per head."""
     if isinstance(version, (int, float)) and version < 2:
-        raise ConfigError(
+        raise UserError(
             f"checkpoint file {path} has checkpoint_version {version}, expected 2 or later: rows of its "
             "query_key_value are in another order; load and save it with the program that wrote it"
         )
@@ -128,12 +129,12 @@ def parameter_folders(folder: Path) -> list[str]:
 
 
 def _check_variants(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a model of Microsoft's Megatron-DeepSpeed that no flags of this program make."""
+    """Raises UserError for a model of Microsoft's Megatron-DeepSpeed that no flags of this program make."""
     names = parameter_folders(checkpoint.folder)
     if not megatron_deepspeed.has_their_names(names):
         return
     if variants := megatron_deepspeed.unsupported(checkpoint.run["args"], names):
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder} is of Microsoft's Megatron-DeepSpeed, with parts that are not "
             f"read from that program: {'; '.join(variants)}"
         )
@@ -159,7 +160,7 @@ def _vocabulary_differences(
 
 
 def _check_files(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError if a parameter lacks a file that others have, as in a folder that was copied
+    """Raises UserError if a parameter lacks a file that others have, as in a folder that was copied
     incompletely."""
     known = {VALUES_FILE, STEP_FILE, *MOMENT_FILES.values()}
     folders = [path for path in (checkpoint.folder / PARAMETER_FOLDER).iterdir() if path.is_dir()]
@@ -167,7 +168,7 @@ def _check_files(checkpoint: Checkpoint) -> None:
     all_names = frozenset().union(*files.values())
     for name, own in sorted(files.items()):
         if lacking := sorted(all_names - own):
-            raise ConfigError(
+            raise UserError(
                 f"universal checkpoint {checkpoint.folder} is incomplete: {name} has no {lacking[0]}, which "
                 "other parameters have: copy it again"
             )
@@ -246,7 +247,7 @@ class UniversalReader(StateReader):
         possible now."""
         try:
             matches = matches_checksums(self.folder / name)
-        except ConfigError as error:
+        except UserError as error:
             return f"{name} cannot be read ({error})"
         if matches is None:
             if not self.files_without_checksums:
@@ -302,12 +303,12 @@ class UniversalReader(StateReader):
 
 
 def read_global_tensor(path: Path, spec: ParameterSpec | None = None) -> Tensor:
-    """The tensor in the file of a parameter or moment, memory-mapped. ConfigError unless it has the shape of
+    """The tensor in the file of a parameter or moment, memory-mapped. UserError unless it has the shape of
     the spec, if there is one."""
     entry = read_file(path)
     tensor = entry.get("param") if isinstance(entry, Mapping) else None
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
-        raise ConfigError(
+        raise UserError(
             f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
         )
     if spec is not None:
@@ -335,7 +336,7 @@ class UniversalWriter(StateWriter):
         unfinished.mkdir(parents=True)
         for kind, blocks in states.items():
             if kind not in _STATE_FILES:
-                raise ConfigError(
+                raise UserError(
                     f"the optimizer's {kind} of {name} cannot be stored in a universal checkpoint, only "
                     f"{', '.join(_STATE_FILES)}"
                 )
@@ -364,7 +365,7 @@ class UniversalWriter(StateWriter):
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
                 is_intact(folder / file, shape) for file, shape in shapes.items()
             )
-        except (OSError, ConfigError):
+        except (OSError, UserError):
             complete = False
         if not complete:
             shutil.rmtree(folder)

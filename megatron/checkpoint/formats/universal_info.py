@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron.checkpoint.verify.names import shown
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
+from megatron.errors import UserError
 from megatron.mpu.parameters import ParameterSpec
 
 INFO_KEY = "universal_checkpoint_info"
@@ -122,21 +122,21 @@ def matching(info: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
 
 def check_info(info: Any, source: Path) -> dict[str, Any]:
     """Returns `universal_checkpoint_info` read from the file `source` if it consists of patterns and numbers.
-    Raises ConfigError otherwise."""
+    Raises UserError otherwise."""
     lists = [info.get(key, []) for key in SHARDING] if isinstance(info, dict) else [None]
     if not all(isinstance(entry, (list, tuple)) for entry in lists):
-        raise ConfigError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
+        raise UserError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
     for pattern in (pattern for patterns in lists for pattern in patterns):
         try:
             re.compile(pattern if isinstance(pattern, str) else "(")
         except (re.error, OverflowError, RecursionError):
-            raise ConfigError(
+            raise UserError(
                 f"{source} has the pattern {shown(pattern)}, expected a regular expression for names of "
                 "parameters"
             ) from None
     size = info.get(VOCAB_SIZE_KEY, 1)
     if not (type(size) is int and 0 < size < 1 << 62):
-        raise ConfigError(f"{source}: the {VOCAB_SIZE_KEY} in its {INFO_KEY} is not a positive number")
+        raise UserError(f"{source}: the {VOCAB_SIZE_KEY} in its {INFO_KEY} is not a positive number")
     return info
 
 
@@ -166,18 +166,18 @@ def external_spec(
     """The spec of a parameter of another program, of which each of tp_size ranks has a shard of this shape.
 
     Chosen as by DeepSpeed's converter: a parameter that no pattern matches is concatenated along dimension 0,
-    and a vocabulary pattern may match together with a column pattern. Raises ConfigError for lists that are
+    and a vocabulary pattern may match together with a column pattern. Raises UserError for lists that are
     not supported, and for contradicting patterns.
     """
     for key in _UNKNOWN_KEYS:
         if info.get(key):
-            raise ConfigError(
+            raise UserError(
                 f"the checkpoint's {INFO_KEY} has {key}: only deepspeed's own converter merges those"
             )
     found = {key for key, _ in matching(info, name)} or {COLUMN_PARALLEL}
     found = found - {COLUMN_PARALLEL} if VOCABULARY in found else found
     if len(found) > 1:
-        raise ConfigError(
+        raise UserError(
             f"the checkpoint's {INFO_KEY} gives {name} more than one rule: {', '.join(sorted(found))}"
         )
     key = found.pop()

@@ -8,14 +8,15 @@ from pathlib import Path
 from megatron.checkpoint.discovery import current_path, find_universal, native_names, open_checkpoint
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
-from megatron.config import CheckpointConfig, ConfigError
+from megatron.config import CheckpointConfig
 from megatron.config.registries import LR_DECAY_STYLES, ConstantPhaseStyle
+from megatron.errors import UserError
 from megatron.optimizer.schedule import Progress, schedule_of
 from megatron.text_table import first_few
 
 
 def find_branch_point(options: CheckpointConfig, with_files: bool = True) -> Checkpoint:
-    """The checkpoint of iteration --branch-at in --load, or --load itself if it is a checkpoint. ConfigError
+    """The checkpoint of iteration --branch-at in --load, or --load itself if it is a checkpoint. UserError
     if there is none of this iteration, or if the run is not in a stable phase there.
 
     with_files: as `open_checkpoint`.
@@ -27,7 +28,7 @@ def find_branch_point(options: CheckpointConfig, with_files: bool = True) -> Che
     else:
         checkpoint = open_checkpoint(_native_folder(load, iteration), with_files)
     if checkpoint.state.iteration != iteration:
-        raise ConfigError(
+        raise UserError(
             f"--branch-at {iteration}: checkpoint {checkpoint.folder} is of iteration "
             f"{checkpoint.state.iteration}"
         )
@@ -44,35 +45,35 @@ def _native_folder(load: Path, iteration: int) -> Path:
     held = f"it holds {first_few(list(names))}" if names else "it holds no native checkpoint"
     if not names and (load / LATEST_UNIVERSAL_FILE).is_file():
         held += "; for a universal one add --universal_checkpoint"
-    raise ConfigError(f"--branch-at {iteration}: --load {load} holds no {name}: {held}")
+    raise UserError(f"--branch-at {iteration}: --load {load} holds no {name}: {held}")
 
 
 def check_stable_phase(checkpoint: Checkpoint) -> None:
-    """Raises ConfigError unless the learning rate of the run that wrote the checkpoint is in its stable phase
+    """Raises UserError unless the learning rate of the run that wrote the checkpoint is in its stable phase
     there: after the warm-up and not after the start of a decay."""
     state = checkpoint.state
     start = f"--branch-at {state.iteration}: checkpoint {checkpoint.folder}"
     if checkpoint.is_external:
-        raise ConfigError(
+        raise UserError(
             f"{start} was written by another program, and its schedule is not known: resume it with --load "
             "and the flags of its schedule"
         )
     schedule = schedule_of(checkpoint.config)
     if not isinstance(LR_DECAY_STYLES[schedule.style], ConstantPhaseStyle):
         stable = [name for name, style in LR_DECAY_STYLES.items() if isinstance(style, ConstantPhaseStyle)]
-        raise ConfigError(
+        raise UserError(
             f"{start} is of a run with --lr-decay-style {schedule.style}, which decays from the end of its "
             f"warm-up on: a branch needs a run with {' or '.join(stable)}"
         )
     progress = Progress(state.iteration, state.consumed_samples, state.consumed_tokens)
     if (position := progress.count(schedule.warmup_unit)) < schedule.warmup:
-        raise ConfigError(
+        raise UserError(
             f"{start} is in the warm-up of its run, at {position:,} of {schedule.warmup:,.0f} "
             f"{schedule.warmup_unit}: branch from a later one"
         )
     position = progress.count(schedule.decay_unit)
     if schedule.wsd_style is not None and position > schedule.decay_start:
-        raise ConfigError(
+        raise UserError(
             f"{start} is at {position:,} {schedule.decay_unit}, and the decay of its run began at "
             f"{schedule.decay_start:,.0f}: branch from an earlier one"
         )

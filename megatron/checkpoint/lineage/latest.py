@@ -25,7 +25,7 @@ from megatron.checkpoint.lineage.identity import (
 )
 from megatron.checkpoint.verify.files import add_checksum, has_valid_checksum, read_with_retries
 from megatron.checkpoint.verify.names import read_name
-from megatron.config.errors import is_access_error
+from megatron.errors import is_access_error
 from megatron.files import HostileFileError, read_json, write_atomically, write_json
 
 LATEST_FILE = "latest"

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import ConfigError
+from megatron.errors import UserError
 from megatron.files import open_regular
 
 # Earlier versions wrote names without a token.
@@ -213,7 +213,7 @@ def acquire(
 ) -> FolderOwner:
     """Makes this process the owner of `folder`. Waits until it is known whether the current owner is active.
 
-    print_fn: receives a line when it waits, and when it takes over. Raises ConfigError, which names the
+    print_fn: receives a line when it waits, and when it takes over. Raises UserError, which names the
     owner, if that one is active.
     """
     attempt = _Attempt(folder, me, print_fn, timing or Timing())
@@ -224,7 +224,7 @@ def acquire(
     except BaseException as error:
         attempt.withdraw()
         if isinstance(error, OSError):
-            raise ConfigError(f"--save {folder} cannot be read ({error.strerror})") from error
+            raise UserError(f"--save {folder} cannot be read ({error.strerror})") from error
         raise
 
 
@@ -259,7 +259,7 @@ class _Attempt:
             highest = max(others, default=None)
             number = 1 + (0 if highest is None else highest.number)
             if highest is not None and number > _LAST_NUMBER:
-                raise ConfigError(
+                raise UserError(
                     f"--save {self.folder}: {highest.path.name} has the last possible number, which no job "
                     "has reached by counting: remove the file if no job uses the folder"
                 )
@@ -283,7 +283,7 @@ class _Attempt:
         return _stale_reason(claim.owner, self.me, self.timing.now() - since, self.timing)
 
     def _wait_for(self, other_claim: _Claim, before: tuple[bytes, float] | None) -> None:
-        """Raises ConfigError if the owner of the other claim is active. before: content and time of the claim
+        """Raises UserError if the owner of the other claim is active. before: content and time of the claim
         in the last listing."""
         timing, other = self.timing, other_claim.owner
         has_heartbeat = before is not None and before[0] != other_claim.content
@@ -293,7 +293,7 @@ class _Attempt:
         else:
             is_active = has_heartbeat or (other is not None and other.is_on_same_machine(self.me))
         if other is not None and is_active:
-            raise ConfigError(
+            raise UserError(
                 f"--save {self.folder} is in use by {other.description}, whose last heartbeat was at "
                 f"{other.seen}: give another --save, or end that job first"
             )
@@ -313,7 +313,7 @@ class _Attempt:
         except OSError as error:
             if _is_missing(error):
                 return None
-            raise ConfigError(
+            raise UserError(
                 f"--save {self.folder}: {own.path.name} cannot be written ({error.strerror})"
             ) from error
         for claim in stale_claims:
@@ -355,7 +355,7 @@ def _claim(folder: Path, number: int, me: Owner) -> _Claim:
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError as error:
-        raise ConfigError(f"--save {folder}: {path.name} cannot be made ({error.strerror})") from error
+        raise UserError(f"--save {folder}: {path.name} cannot be made ({error.strerror})") from error
     return _Claim.of(path)
 
 

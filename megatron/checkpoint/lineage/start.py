@@ -27,14 +27,14 @@ from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.checkpoint.verify.files import MAY_BE_INTACT, RETRY_DELAYS_S
-from megatron.config import CheckpointConfig, Config, ConfigError
-from megatron.config.errors import stop_at_access_error
+from megatron.config import CheckpointConfig, Config
+from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
 from megatron.text_table import first_few
 
 
 def check_save_place(config: Config) -> None:
-    """Raises ConfigError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
+    """Raises UserError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
     delete the run as well. For each rank, before it creates --save: a folder in a checkpoint prevents its
     deletion."""
     if config.checkpoint.save is None or config.training.no_train:
@@ -42,7 +42,7 @@ def check_save_place(config: Config) -> None:
     save = Path(os.path.realpath(config.checkpoint.save))
     for folder in (save, *save.parents):
         if _is_checkpoint(folder):
-            raise ConfigError(
+            raise UserError(
                 f"--save {config.checkpoint.save} is {'inside ' if folder != save else ''}the checkpoint "
                 f"{folder}: give a folder outside it ({folder.parent} to continue the run of this checkpoint)"
             )
@@ -63,14 +63,14 @@ def _is_checkpoint(folder: Path) -> bool:
 
 @stop_at_access_error(MAY_BE_INTACT)
 def check_load_folder(config: Config) -> None:
-    """Raises ConfigError if --load does not exist, unless it equals --save, which a new run creates."""
+    """Raises UserError if --load does not exist, unless it equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or Path(load).is_dir():
         return
     if config.training.no_train:
-        raise ConfigError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
+        raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
     if save is None or not (_is_same(load, save) or _continuation(config.checkpoint, None)):
-        raise ConfigError(
+        raise UserError(
             f"--load {load} does not exist: pass an existing folder, or omit --load; to start "
             "from scratch and resume later, pass the same folder as --load and --save"
         )
@@ -88,8 +88,8 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     try:
         given = _find_given(config, damaged)
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
-            raise ConfigError(f"checkpoint {given.folder}: {problem}; give another one to --load")
-    except ConfigError as error:
+            raise UserError(f"checkpoint {given.folder}: {problem}; give another one to --load")
+    except UserError as error:
         # The run may have saved its own checkpoints since, and not need --load any more.
         continued = _continuation(config, damaged)
         if continued is None:
@@ -111,7 +111,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         own = find_latest(config.save, damaged)
     except MissingCheckpointError:
         raise
-    except ConfigError as error:  # no checkpoint in --save is complete
+    except UserError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
     if own is None or not started_from(own.run.get("origin"), given, config):
         return given
@@ -133,7 +133,7 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
     except MissingCheckpointError:
         raise
-    except ConfigError:
+    except UserError:
         return None
     origin = None if own is None else own.run.get("origin")
     path = origin.get("path") if isinstance(origin, dict) else None
@@ -154,7 +154,7 @@ def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | 
     universal = format_of(load) == UNIVERSAL
     checkpoint = None if universal else find_latest(load, damaged)
     if checkpoint is None and (universal or (load / LATEST_UNIVERSAL_FILE).is_file()):
-        raise ConfigError(
+        raise UserError(
             f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
         )
     return checkpoint
@@ -277,7 +277,7 @@ def _run_of(path: Path) -> Mapping[str, Any] | None:
     """The `run.json` of a checkpoint that need not be the one to resume from; None if it cannot be read."""
     try:
         return open_checkpoint(path, with_files=False, retry_delays_s=()).run
-    except (ConfigError, OSError):
+    except (UserError, OSError):
         return None
 
 
@@ -289,7 +289,7 @@ def _lacks_run_file(path: Path) -> bool:
 
 
 def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
-    """Raises ConfigError, unless --overwrite-checkpoints is given, if a new run would start in a --save
+    """Raises UserError, unless --overwrite-checkpoints is given, if a new run would start in a --save
     folder with checkpoints of another run, or if a resumed run would reach iterations for which another run
     has checkpoints."""
     options = config.checkpoint
@@ -302,7 +302,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         "its name is complete"
     )
     if checkpoint is None and options.load is not None and not _is_same(options.load, options.save):
-        raise ConfigError(
+        raise UserError(
             f"--load {options.load} holds no checkpoint, and --save is {save}: pass a folder with "
             "one, or omit --load to start from scratch"
         )
@@ -313,7 +313,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         if checkpoint is not None and checkpoint.is_branch_point:
             start += f" with --branch-at {options.branch_at}"
         if found:
-            raise ConfigError(
+            raise UserError(
                 f"--save {save} holds checkpoints of another run ({first_few(found)}), and this is {start}: "
                 f"resume that run with --load {save}, {remedy}"
             )
@@ -323,7 +323,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         name = checkpoint.folder.name
         is_named = _is_same(checkpoint.folder, options.load)
         first = f"to resume that run write {name} into {save / 'latest'}" if is_named else "move them away"
-        raise ConfigError(
+        raise UserError(
             f"--save {save} holds checkpoints of another run ({first_few(newer)}) ahead of {name}, "
             f"from which this one resumes: {first}, {remedy}"
         )
@@ -345,7 +345,7 @@ def share_checkpoint(
     Collective.
 
     The first rank of every node compares the sizes of its files, so that a checkpoint with thousands of files
-    does not load the metadata server with a request per file and rank. Raises ConfigError on every rank if
+    does not load the metadata server with a request per file and rank. Raises UserError on every rank if
     one node cannot open the checkpoint after some retries.
     """
     shared = [checkpoint]
@@ -355,11 +355,11 @@ def share_checkpoint(
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
-        except (ConfigError, OSError) as error:
+        except (UserError, OSError) as error:
             problem = str(error)
     if (found := first_problem_of_ranks(problem)) is not None:
         rank, text = found
-        raise ConfigError(
+        raise UserError(
             f"rank {rank} cannot open the checkpoint that rank 0 resumes from ({text}): --load must be a "
             "folder that all nodes share"
         )
@@ -376,15 +376,15 @@ def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
 def _open_with_retries(
     folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
 ) -> None:
-    """Raises ConfigError unless the folder holds the checkpoint with this digest."""
+    """Raises UserError unless the folder holds the checkpoint with this digest."""
     delays = iter(delays_s)
     while True:
         try:
             checkpoint = open_checkpoint(folder)
             if checkpoint.run.get("sha256") != sha256:
-                raise ConfigError(f"checkpoint {folder}: it differs from the one that rank 0 sees")
+                raise UserError(f"checkpoint {folder}: it differs from the one that rank 0 sees")
             return
-        except ConfigError:
+        except UserError:
             delay_s = next(delays, None)
             if delay_s is None:
                 raise

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.config.errors import is_access_error
+from megatron.errors import is_access_error
 from megatron.files import open_regular
 
 # Delays between attempts: a network file system may recover, or show a new file to other nodes, only after

@@ -18,10 +18,11 @@ import torch
 
 from megatron.checkpoint.record import Checkpoint
 from megatron.checkpoint.verify.digests import StateDigests, UnquantizedDigests, digest_state
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.data.loader import MicroBatch
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.errors import UserError
 from megatron.text_table import first_few
 
 # Relative tolerance of the canary loss. The weights are compared to the last bit, so this covers only the
@@ -57,7 +58,7 @@ def verify_loaded_state(
     Collective.
 
     with_moments: whether the checkpoint's moments were loaded. unquantized: digests of moments that were
-    quantized after reading. Raises ConfigError, on every rank, that names the first difference.
+    quantized after reading. Raises UserError, on every rank, that names the first difference.
     """
     record = checkpoint.run.get("certificate")
     if record is None:
@@ -81,7 +82,7 @@ def _check_digests(
         now = found.tensors.get(kind, {})
         wrong = [name for name in expected if now.get(name) != expected[name]]
         if wrong:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {checkpoint.folder}: after loading, {subject} of {first_few(wrong, 1)} differs "
                 "from what was saved: load an older checkpoint and report this"
             )
@@ -91,7 +92,7 @@ def _check_digests(
         yield Check(subject, result)
     if with_moments and record["updates"] is not None:
         if record["updates"] != found.step:
-            raise ConfigError(
+            raise UserError(
                 f"checkpoint {checkpoint.folder}: after loading, the optimizer counts {found.step} updates "
                 f"and had counted {record['updates']}: load an older checkpoint and report this"
             )
@@ -116,7 +117,7 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
     loss = canary_loss(engine, checkpoint.vocab_size)
     bound = max(CANARY_TOLERANCE[precision], CANARY_TOLERANCE[checkpoint.config.precision.name])
     if not math.isclose(loss, saved["loss"], rel_tol=bound):
-        raise ConfigError(
+        raise UserError(
             f"checkpoint {checkpoint.folder}: the canary loss was {saved['loss']:.6f} when it was "
             f"saved and is {loss:.6f} now, expected equality to {bound:.0e}: the weights are equal, so the "
             "computation differs; compare the versions in run.json with the installed ones"

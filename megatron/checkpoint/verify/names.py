@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.verify.files import read_with_retries
-from megatron.config.errors import is_access_error
+from megatron.errors import is_access_error
 from megatron.files import HostileFileError, read_small
 
 # A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.parsing.curriculum import SOURCE, LengthCurriculum
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.training import TrainingConfig
+from megatron.errors import ConfigError
 
 
 def check_batches(config: Config) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
 from megatron.config.parsing.split import SPLIT_NAMES, parse_split
 from megatron.config.parsing.weighted_paths import parse_data_path, parse_groups
 from megatron.config.registries import TOKENIZERS
 from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
+from megatron.errors import ConfigError
 
 # Bytes per sample of the arrays that `data.indices.build_sample_index` holds at once.
 _INDEX_BYTES_PER_SAMPLE = 32

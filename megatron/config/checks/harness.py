@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 
 def check_harness(config: Config) -> None:

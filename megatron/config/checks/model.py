@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.fields import option_name
 from megatron.config.sections.model import ModelConfig
 from megatron.config.vocab import check_vocab_divides, padded_vocab_size
+from megatron.errors import ConfigError
 
 
 def check_model(config: Config) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.config.sections.parallel import ParallelConfig
+from megatron.errors import ConfigError
 
 _MOST_STAGES = 200_000
 

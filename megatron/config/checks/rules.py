@@ -8,9 +8,9 @@ from typing import Any
 
 from megatron.config.checks.data import what_is_evaluated
 from megatron.config.config import SECTIONS, Config
-from megatron.config.errors import ConfigError
 from megatron.config.fields import Flag, flag_of, setting_option
 from megatron.config.registries import ROPE_SCALINGS
+from megatron.errors import ConfigError
 
 
 def check_rules(config: Config) -> None:

@@ -14,10 +14,10 @@ from megatron.config.checks.model import check_model
 from megatron.config.checks.parallel import check_layout, check_pipeline
 from megatron.config.checks.rules import check_rules
 from megatron.config.config import Config
-from megatron.config.errors import ConfigError
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.stability import StabilityConfig
+from megatron.errors import ConfigError
 
 
 def validate(config: Config) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 SOURCE = "the DeepSpeed config's curriculum_learning"
 _SCHEDULES = ("fixed_linear", "fixed_root", "fixed_discrete")

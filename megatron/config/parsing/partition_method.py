@@ -15,8 +15,8 @@ import warnings
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from megatron.config.errors import ConfigError
 from megatron.config.registries import PARTITION_METHODS
+from megatron.errors import ConfigError
 
 EXAMPLES = {
     "type": "type:embed:2|transformer:1",

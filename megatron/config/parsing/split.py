@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
 

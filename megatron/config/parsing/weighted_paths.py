@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 GROUP_FORM = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ...'"
 _MAX_FILE_BYTES = 1 << 23

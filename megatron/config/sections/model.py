@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
 from megatron.config.registries import (
     ACTIVATIONS,
@@ -17,6 +16,7 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
+from megatron.errors import ConfigError
 
 _WITH_MUP: dict[str, Any] = {
     "group": "initialization",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
+from megatron.errors import ConfigError
 
 SPIKE_POLICIES = ("warn", "skip", "rollback")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.errors import ConfigError
 from megatron.config.fields import Section, flag
 from megatron.config.registries import GPUS
+from megatron.errors import ConfigError
 
 # Signals that can be handled and that have no other use in a run.
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")

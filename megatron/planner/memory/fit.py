@@ -7,7 +7,8 @@ from contextlib import suppress
 from itertools import pairwise
 
 from megatron.cluster.gpus import device_memory_bytes
-from megatron.config import Config, ConfigError
+from megatron.config import Config
+from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import StageMemory, planned_bytes
 from megatron.training.memory_flags import memory_flags
@@ -100,7 +101,7 @@ def most_effective_flags(config: Config, vocab_size: int, planned: float) -> lis
     """
     found = []
     for flag, changed in memory_flags(config):
-        with suppress(ConfigError):
+        with suppress(UserError):
             size = max(planned_bytes(changed, vocab_size, plan_stages(changed, vocab_size)))
             if size < (1 - _MIN_SAVING) * planned:
                 found.append((flag, size))

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.config import LoggingConfig
-from megatron.config.errors import printable
+from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.model.flops import tflops_per_device
 from megatron.training.logging.log_lines import (

@@ -14,7 +14,8 @@ from megatron.checkpoint.lineage.start import choose_checkpoint
 from megatron.checkpoint.manager import find_checkpoint, layout_record
 from megatron.checkpoint.saved_config import read_saved_config
 from megatron.checkpoint.verify.files import describe_file
-from megatron.config import Config, ConfigError, parse_args, read_command_line
+from megatron.config import Config, parse_args, read_command_line
+from megatron.errors import UserError
 from megatron.optimizer.schedule import schedule_of
 from tests.unit.checkpoint import saved_runs
 
@@ -84,7 +85,7 @@ def test_a_branch_of_a_run_in_samples_with_a_warm_up_fraction(at: int, tmp_path:
 def test_other_data_are_read_from_their_first_sample(trunk: Path) -> None:
     config = branch(trunk, f"{DECAY} --override-data")
     assert (config.data.data_first_sample, config.data.data_order_samples) == (400, None)
-    with pytest.raises(ConfigError, match="--data-first-sample 400, and the run starts at sample 20"):
+    with pytest.raises(UserError, match="--data-first-sample 400, and the run starts at sample 20"):
         start = dataclasses.replace(config.checkpoint, branch_at=None, load=str(trunk / "global_step5"))
         find_checkpoint(dataclasses.replace(config, checkpoint=start), 64, {})
 
@@ -106,14 +107,14 @@ def test_the_same_command_resumes_the_branch_even_without_the_trunk(trunk: Path)
         assert again is not None and again.folder.name == "global_step110" and not again.is_branch_point
         assert schedule_of(branch(trunk)) == schedule_of(first)
         shutil.rmtree(trunk, ignore_errors=True)
-    with pytest.raises(ConfigError, match="--branch-at 90: .*holds no global_step90"):
+    with pytest.raises(UserError, match="--branch-at 90: .*holds no global_step90"):
         branch(trunk, at=90)
 
 
 def test_another_branch_or_run_does_not_take_over_the_folder(trunk: Path) -> None:
     Run(trunk.parent / "b", load=trunk, branch_at=100).save(110)
     for flags in ({"branch_at": 200}, {}):
-        with pytest.raises(ConfigError, match="another run .global_step110"):
+        with pytest.raises(UserError, match="another run .global_step110"):
             Run(trunk.parent / "b", load=trunk, **flags)
     both = [Run(trunk.parent / name, load=trunk, branch_at=100).identity.run_id for name in ("c", "d")]
     assert both[0] != both[1]
@@ -122,7 +123,7 @@ def test_another_branch_or_run_does_not_take_over_the_folder(trunk: Path) -> Non
 def test_a_damaged_branch_point_is_refused_and_no_other_taken(trunk: Path) -> None:
     config = branch(trunk)
     problem = {str(trunk / "global_step100"): "layer_01 is damaged"}
-    with pytest.raises(ConfigError, match="global_step100: layer_01 is damaged; give another"):
+    with pytest.raises(UserError, match="global_step100: layer_01 is damaged; give another"):
         choose_checkpoint(config.checkpoint, problem)
 
 
@@ -143,7 +144,7 @@ def test_a_damaged_branch_point_is_refused_and_no_other_taken(trunk: Path) -> No
     ],
 )
 def test_a_flag_that_contradicts_the_branch_is_one_sentence(trunk: Path, words: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         branch(trunk, words)
     assert sentence in str(caught.value) and str(caught.value).startswith("--branch-at 100")
     assert "\n" not in str(caught.value)
@@ -158,7 +159,7 @@ def test_a_flag_that_contradicts_the_branch_is_one_sentence(trunk: Path, words: 
     ],
 )
 def test_a_branch_point_that_cannot_be_is_one_sentence(trunk: Path, at: int, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         branch(trunk, at=at)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
@@ -178,20 +179,20 @@ def test_a_trunk_that_decays_has_no_branches(schedule: str, sentence: str | None
     if sentence is None:
         assert schedule_of(branch(tmp_path / "a")).decay_start == 100
         return
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         branch(tmp_path / "a")
 
 
 def test_folders_that_cannot_be(trunk: Path) -> None:
     for save in (str(trunk), "a"):
-        with pytest.raises(ConfigError, match="a branch is a run of its own; give another --save"):
+        with pytest.raises(UserError, match="a branch is a run of its own; give another --save"):
             branch(trunk, save=save)
-    with pytest.raises(ConfigError, match="a branch is a run of its own"):
+    with pytest.raises(UserError, match="a branch is a run of its own"):
         branch(trunk / "global_step100", save="../a")
     for given, missing in (("--load", "--save"), ("--save", "--load")):
         flags = ["--branch-at", "100", given, str(trunk)]
-        with pytest.raises(ConfigError, match=f"--branch-at 100 without {missing}"):
+        with pytest.raises(UserError, match=f"--branch-at 100 without {missing}"):
             read_command_line([*MODEL, *DECAY.split(), *flags], {}, read_saved_config)
     universal = ["--branch-at", "100", "--load", str(trunk), "--save", "b", "--universal_checkpoint"]
-    with pytest.raises(ConfigError, match="has no file latest_universal"):
+    with pytest.raises(UserError, match="has no file latest_universal"):
         read_command_line([*MODEL, *DECAY.split(), *universal], {}, read_saved_config)

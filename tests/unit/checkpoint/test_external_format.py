@@ -14,8 +14,9 @@ from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import Config, ConfigError
+from megatron.config import Config
 from megatron.config.registry import Registry
+from megatron.errors import UserError
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.parameters import ParameterSpec
 from tests.support.checkpoints import FINGERPRINT
@@ -75,5 +76,5 @@ def test_a_run_finds_and_reads_a_checkpoint_of_a_new_external_format(tmp_path: P
 
 def test_a_new_external_format_of_another_model_is_refused(tmp_path: Path) -> None:
     torch.save(random_wholes(config_of(Row())), tmp_path / FILE)
-    with pytest.raises(ConfigError, match="holds another model: it lacks 14 parameters.*it also has 2"):
+    with pytest.raises(UserError, match="holds another model: it lacks 14 parameters.*it also has 2"):
         find(tmp_path, num_layers=config_of(Row()).model.num_layers + 1)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import Run, damage
 
 
@@ -55,7 +55,7 @@ def test_without_an_own_checkpoint_finetuning_starts_again(base, tmp_path):
 @pytest.mark.parametrize("at_first", [True, False])
 def test_a_command_with_another_flag_does_not_take_over_the_folder(base, at_first, flag, tmp_path):
     Run(tmp_path / "tuned", base.folder, **{flag: at_first}).save(6)
-    with pytest.raises(ConfigError, match="another run .global_step6.*resume that run with --load"):
+    with pytest.raises(UserError, match="another run .global_step6.*resume that run with --load"):
         Run(tmp_path / "tuned", base.folder, **{flag: not at_first})
 
 
@@ -65,7 +65,7 @@ def test_a_converted_checkpoint_may_be_finetuned_in_its_folder(base):
     shutil.copytree(base.folder / "global_step4", universal)
     (universal / "zero").mkdir()
     flags = {"load": universal, "universal_checkpoint": True, "finetune": True}
-    with pytest.raises(ConfigError, match="another run .global_step2, global_step4.* with --finetune"):
+    with pytest.raises(UserError, match="another run .global_step2, global_step4.* with --finetune"):
         Run(base.folder, **flags)
     for name in ("global_step2", "global_step4"):
         shutil.rmtree(base.folder / name)

@@ -18,7 +18,7 @@ from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.verify.files import add_checksum
 from megatron.checkpoint.verify.names import check_file, check_parameter, check_plain, read_name
-from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -145,7 +145,7 @@ def test_a_hostile_parameter_name_makes_a_conversion_touch_nothing(
     with pytest.raises(SystemExit) as ended:
         ds_to_universal.main(flags)
     printed = capsys.readouterr().err
-    assert ended.value.code == CONFIG_ERROR_EXIT_CODE and printed.count("\n") == 1
+    assert ended.value.code == USER_ERROR_EXIT_CODE and printed.count("\n") == 1
     assert f"names a parameter {name!r}" in printed
     assert snapshot(tmp_path) == before and snapshot(victim)
 
@@ -168,7 +168,7 @@ def test_a_hostile_file_of_a_checkpoint_that_is_a_device_is_not_read(
 def inspected(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     with bounds(), pytest.raises(SystemExit) as ended:
         inspect_checkpoint.main([str(folder)])
-    assert ended.value.code == CONFIG_ERROR_EXIT_CODE
+    assert ended.value.code == USER_ERROR_EXIT_CODE
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("error: ")
     return printed.err
@@ -260,7 +260,7 @@ def test_a_hostile_or_damaged_latest_names_nothing(content: bytes, tmp_path: Pat
     (tmp_path / "latest").write_bytes(content)
     assert read_name(tmp_path / "latest") is None
     (tmp_path / "latest_universal").write_bytes(content)
-    with pytest.raises(ConfigError, match="latest_universal does not hold the name of a folder"):
+    with pytest.raises(UserError, match="latest_universal does not hold the name of a folder"):
         find_universal(tmp_path)
 
 
@@ -315,7 +315,7 @@ def test_a_hostile_offset_of_a_parameter_is_refused(
     addresses["5.weight"] = Namespace(**{**vars(addresses["5.weight"]), **change})
     torch.save(content, path)
     rewrite(folder, lambda run: run["files"].update({path.name: {"bytes": path.stat().st_size}}))
-    with bounds(), pytest.raises(ConfigError, match="it is damaged"):
+    with bounds(), pytest.raises(UserError, match="it is damaged"):
         list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
 
 
@@ -365,7 +365,7 @@ def test_generation_does_not_run_a_model_with_a_flipped_bit(
     monkeypatch.setattr(generate, "write_text", lambda model, *_: texts.append(type(model).__name__) or 0)
     with pytest.raises(SystemExit) as ended:
         generate.main(["--load", str(folder), "--prompt", "a"])
-    assert ended.value.code == CONFIG_ERROR_EXIT_CODE and f"{path.name} is damaged" in capsys.readouterr().err
+    assert ended.value.code == USER_ERROR_EXIT_CODE and f"{path.name} is damaged" in capsys.readouterr().err
     generate.main(["--load", str(folder), "--prompt", "a", "--no-verify-digests"])
     assert texts == ["GPTModel"]
     list(convert(open_source(folder, derive_patterns=True), folder.parent / "global_step5_universal"))

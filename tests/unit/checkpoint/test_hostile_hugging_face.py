@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError
+from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer
 from tests.support.layouts import VOCAB
@@ -52,7 +52,7 @@ def test_code_in_a_hostile_folder_is_not_run_without_asking(
     for read in (read_hugging_face, lambda folder: HuggingFaceTokenizer(str(folder))):
         try:
             read(hf_folder)
-        except ConfigError as error:
+        except UserError as error:
             assert str(hf_folder) in str(error)
     assert not (tmp_path / "harm").exists()
 
@@ -159,6 +159,6 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(
     ]
     with pytest.raises(SystemExit) as ended:
         convert_huggingface.main(flags)
-    assert ended.value.code == CONFIG_ERROR_EXIT_CODE
+    assert ended.value.code == USER_ERROR_EXIT_CODE
     assert "holds 1 numbers of 3.mlp.dense_h_to_4h.bias that are NaN or infinite" in capsys.readouterr().err
     assert snapshot(tmp_path) == before

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.files import HostileFileError
 from tests.unit.hostile import refusal
 
@@ -54,7 +54,7 @@ DAMAGED = {
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_pickle_is_refused_in_one_sentence(kind: str, tmp_path: Path) -> None:
     path = file_of(tmp_path / "f.pt", DAMAGED[kind])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         read_file(path)
     assert str(caught.value).startswith(f"checkpoint file {path} cannot be read (")
     assert str(caught.value).isprintable()
@@ -138,5 +138,5 @@ def test_a_link_to_a_regular_file_is_not_hostile(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "elsewhere.pt")
     (tmp_path / "f.pt").symlink_to("elsewhere.pt")
     assert read_file(tmp_path / "f.pt") == [1]
-    with pytest.raises(ConfigError):
+    with pytest.raises(UserError):
         read_file(tmp_path / "missing.pt")

@@ -29,9 +29,10 @@ from megatron.checkpoint.convert.huggingface.output import DIGEST_FILE
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.verify.files import add_checksum, describe_file
-from megatron.config import ConfigError, ModelConfig
+from megatron.config import ModelConfig
 from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.errors import UserError
 from megatron.model.single_process import GPTModel
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
@@ -139,7 +140,7 @@ def test_a_value_that_fp16_cannot_hold_is_refused(tmp_path):
     wholes = random_wholes(config)
     wholes["4.mlp.dense_h_to_4h.bias"][3] = 1e6
     checkpoint = open_checkpoint(write_native(tmp_path, config, wholes))
-    with pytest.raises(ConfigError, match=r"--dtype fp16 cannot hold the values of 4\.mlp"):
+    with pytest.raises(UserError, match=r"--dtype fp16 cannot hold the values of 4\.mlp"):
         write_hugging_face(checkpoint, tmp_path / "hf", "fp16")
 
 
@@ -175,7 +176,7 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
     ],
 )
 def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, named):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         family_of(config_of(row, model=model).model)
 
 
@@ -204,12 +205,12 @@ class LaterModelConfig(ModelConfig):
 def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title):
     settings = vars(config_of(row, model=model).model)
     assert family_of(LaterModelConfig(**settings))[1].title == title
-    with pytest.raises(ConfigError, match=f"with --new-variant cannot .*: {title} needs no --new-variant"):
+    with pytest.raises(UserError, match=f"with --new-variant cannot .*: {title} needs no --new-variant"):
         family_of(LaterModelConfig(**settings, new_variant=True))
 
 
 def test_a_model_between_two_families_is_told_what_each_of_them_needs():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         family_of(config_of(BLOOM).model)
     assert "BLOOM needs --embed-layernorm; GPT-2 needs --position-embedding-type absolute" in str(
         caught.value
@@ -228,7 +229,7 @@ def test_a_damaged_checkpoint_leaves_no_output(tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     damaged = checkpoint.folder / "layer_05-model_00-model_states.pt"
     damaged.write_bytes(damaged.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match=f"{damaged.name} is damaged: its digest"):
+    with pytest.raises(UserError, match=f"{damaged.name} is damaged: its digest"):
         write_hugging_face(checkpoint, tmp_path / "hf")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step5", "latest"]
 
@@ -243,16 +244,16 @@ def test_a_damaged_checkpoint_leaves_no_output(tmp_path):
 def test_a_missing_layer_is_named(layer, named, tmp_path):
     checkpoint = write(tmp_path, GPT2, {})
     (checkpoint.folder / f"layer_{layer}-model_00-model_states.pt").unlink()
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         megatron_logits(checkpoint)
-    with pytest.raises(ConfigError, match=f"layer_{layer}-model_00-model_states.pt cannot be read"):
+    with pytest.raises(UserError, match=f"layer_{layer}-model_00-model_states.pt cannot be read"):
         write_hugging_face(checkpoint, tmp_path / "hf")
 
 
 def test_a_missing_tensor_rank_is_named(tmp_path):
     checkpoint = write(tmp_path, Row(tp=2), {})
     (checkpoint.folder / "layer_05-model_01-model_states.pt").unlink()
-    with pytest.raises(ConfigError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
+    with pytest.raises(UserError, match="the 1 files of layer 5 make 5.self_attention.query_key_value"):
         megatron_logits(checkpoint)
 
 
@@ -265,7 +266,7 @@ def test_a_flipped_byte_is_found_during_an_export(precision, tp, dp, tmp_path):
     write_hugging_face(checkpoint, tmp_path / "whole", precision)
     pattern = "layer_05*" if precision is None else "zero_pp_rank_0_mp_rank_00_*"
     flip_a_byte(next(checkpoint.folder.glob(pattern)))
-    with pytest.raises(ConfigError, match="is damaged: its digest differs from that in run.json"):
+    with pytest.raises(UserError, match="is damaged: its digest differs from that in run.json"):
         write_hugging_face(checkpoint, tmp_path / "hf", precision)
     assert not (tmp_path / "hf").exists()
     write_hugging_face(checkpoint, tmp_path / "not verified", precision, verify=False)

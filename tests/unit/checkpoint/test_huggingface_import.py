@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2To
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.config import CONFIG_ERROR_EXIT_CODE, ConfigError, read_command_line
+from megatron.config import read_command_line
+from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.model.single_process import GPTModel
 from megatron.tokenizer.hugging_face import save_as_hugging_face
 from tests.support.layouts import SEQ, VOCAB, Row, config_of
@@ -39,7 +40,7 @@ def convert(*flags):
 def mistake(capsys, *flags):
     with pytest.raises(SystemExit) as caught:
         convert(*flags)
-    assert caught.value.code == CONFIG_ERROR_EXIT_CODE
+    assert caught.value.code == USER_ERROR_EXIT_CODE
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1
     return printed
@@ -114,7 +115,7 @@ def test_a_native_checkpoint_survives_a_round_trip(positions, tmp_path):
 
 
 def test_a_tokenizer_with_far_fewer_tokens_is_refused():
-    with pytest.raises(ConfigError, match="1 tokens and the model 1,024 word embeddings, 1,023 of which"):
+    with pytest.raises(UserError, match="1 tokens and the model 1,024 word embeddings, 1,023 of which"):
         check_tokenizer_fits(1024, 1, None)
     check_tokenizer_fits(1024, 1, 1)
     check_tokenizer_fits(250_880, 250_680, None)  # BLOOM
@@ -234,19 +235,19 @@ def test_the_bloom_of_the_hub_has_older_settings(tmp_path):
 )
 def test_an_unsupported_model_is_refused(kind, changes, named, tmp_path):
     save_hf(tmp_path, kind, **changes)
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         read_hugging_face(tmp_path)
 
 
 def test_another_family_and_folders_without_weights_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="not the folder of a Hugging Face model"):
+    with pytest.raises(UserError, match="not the folder of a Hugging Face model"):
         read_hugging_face(tmp_path)
     OPTConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="of type opt: expected one of bloom, "):
+    with pytest.raises(UserError, match="of type opt: expected one of bloom, "):
         read_hugging_face(tmp_path)
     save_hf(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="holds no weights: expected model.safetensors or pytorch_model"):
+    with pytest.raises(UserError, match="holds no weights: expected model.safetensors or pytorch_model"):
         read_hugging_face(tmp_path)
 
 
@@ -255,13 +256,13 @@ def test_damaged_files_are_named(tmp_path):
     weights = next(tmp_path.glob("*.safetensors"))
     content = weights.read_bytes()
     weights.write_bytes(content[:-100])
-    with pytest.raises(ConfigError, match=f"weights in .*{weights.name} cannot be read"):
+    with pytest.raises(UserError, match=f"weights in .*{weights.name} cannot be read"):
         read_hugging_face(tmp_path)
     weights.unlink()
-    with pytest.raises(ConfigError, match=f"weights in .*{weights.name} cannot be read"):
+    with pytest.raises(UserError, match=f"weights in .*{weights.name} cannot be read"):
         read_hugging_face(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConfigError, match="index.json is not an index"):
+    with pytest.raises(UserError, match="index.json is not an index"):
         read_hugging_face(tmp_path)
 
 
@@ -269,7 +270,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
     save_hf(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").unlink()
     torch.save({"wte.weight": print}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="pytorch_model.bin cannot be read"):
+    with pytest.raises(UserError, match="pytorch_model.bin cannot be read"):
         read_hugging_face(tmp_path)
 
 
@@ -296,7 +297,7 @@ CHANGED_WEIGHTS = {
 def test_weights_of_another_model_are_named(named, tmp_path):
     save_hf(tmp_path, "gpt2")
     change_weights(tmp_path, CHANGED_WEIGHTS[named])
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         read_hugging_face(tmp_path)
 
 
@@ -447,9 +448,9 @@ def test_a_universal_checkpoint_of_another_model_is_named(tmp_path):
     path = checkpoint.folder / "zero" / "3.mlp.dense_h_to_4h.bias" / "fp32.pt"
     torch.save({"param": torch.zeros(127)}, path)
     with pytest.raises(
-        ConfigError, match=r"dense_h_to_4h.bias/fp32.pt holds a tensor of shape \(127,\), expected \(128,\)"
+        UserError, match=r"dense_h_to_4h.bias/fp32.pt holds a tensor of shape \(127,\), expected \(128,\)"
     ):
         megatron_logits(checkpoint)
     path.unlink()
-    with pytest.raises(ConfigError, match=r"fp32\.pt cannot be read"):
+    with pytest.raises(UserError, match=r"fp32\.pt cannot be read"):
         megatron_logits(checkpoint)

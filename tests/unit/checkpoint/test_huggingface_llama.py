@@ -17,7 +17,8 @@ from megatron.checkpoint.convert.huggingface.family import FAMILIES
 from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.config import ConfigError, read_command_line
+from megatron.config import read_command_line
+from megatron.errors import UserError
 from tests.distributed.test_model_variants import FALCON, NEOX, OLMO2
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
@@ -221,7 +222,7 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
 def test_what_the_model_here_lacks_is_refused_by_name(name, changes, named, tmp_path):
     save_hf(tmp_path, name)
     change_config(tmp_path, **changes)
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         read_hugging_face(tmp_path)
 
 

@@ -12,8 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron.checkpoint.convert.huggingface.family import FAMILIES
 from megatron.checkpoint.convert.huggingface.importer import read_settings
-from megatron.config import ConfigError, ModelConfig
+from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
+from megatron.errors import UserError
 from megatron.model.position import RotaryEmbedding
 
 SIZES = {
@@ -84,7 +85,7 @@ def test_a_value_that_is_missing_null_or_0_is_never_this_programs_default(kind, 
     write_config(tmp_path, "llama", rope_parameters={k: v for k, v in rope.items() if v is not MISSING})
     try:
         assert_equal_frequencies(tmp_path)
-    except ConfigError as error:
+    except UserError as error:
         # Without its type, another key has no meaning; a 0 is out of range, and named by its flag.
         assert value == 0 or key in str(error) or (key, value) == ("rope_type", MISSING)
 
@@ -108,7 +109,7 @@ NEEDED = [
 @pytest.mark.parametrize("kind, key", NEEDED)
 def test_a_null_that_transformers_cannot_compute_with_is_refused_by_its_name(kind, key, tmp_path):
     write_config(tmp_path, "llama", rope_parameters={**ROPES[kind], key: None})
-    with pytest.raises(ConfigError, match=f"{key} = None|{key} None|with {key}"):
+    with pytest.raises(UserError, match=f"{key} = None|{key} None|with {key}"):
         read_settings(tmp_path)
 
 
@@ -134,7 +135,7 @@ BESIDE = [
 @pytest.mark.parametrize("settings, named", BESIDE)
 def test_a_rotary_setting_that_transformers_ignores_is_refused_by_name(kind, settings, named, tmp_path):
     write_config(tmp_path, kind, **settings)
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         read_settings(tmp_path)
 
 
@@ -151,5 +152,5 @@ def test_a_rotary_setting_that_repeats_the_one_in_use_is_read(kind, tmp_path):
 def test_a_gpt_neox_with_the_setting_of_llama_is_refused(tmp_path):
     """transformers reads rotary_emb_base only, and would use 10,000."""
     write_config(tmp_path, "gpt_neox", rope_theta=500.0)
-    with pytest.raises(ConfigError, match="'rope_theta' = 500.0, but transformers uses rope_theta = 10000"):
+    with pytest.raises(UserError, match="'rope_theta' = 500.0, but transformers uses rope_theta = 10000"):
         read_settings(tmp_path)

@@ -20,7 +20,7 @@ from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
 from megatron.checkpoint.verify import files as checkpoint_files
 from megatron.checkpoint.verify.files import add_checksum
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tools import inspect_checkpoint as tool
@@ -367,7 +367,7 @@ def test_another_programs_universal_checkpoint_is_described_and_compared(tmp_pat
     assert code == 0 and "of another program" in printed and "tensors and files compared" in printed
     _, printed = output(capsys, native, universal, "--json")
     assert all(item["largest"]["fp32"] == 0 for item in json.loads(printed)["parameters"])
-    with pytest.raises(ConfigError, match="was made by another program"):
+    with pytest.raises(UserError, match="was made by another program"):
         read_checkpoint(universal)
 
 

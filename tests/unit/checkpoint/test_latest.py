@@ -15,7 +15,8 @@ from megatron.checkpoint.lineage.latest import read_record
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.config import CheckpointConfig, ConfigError
+from megatron.config import CheckpointConfig
+from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import (
     FILE,
     Killed,
@@ -100,7 +101,7 @@ def test_with_a_damaged_latest_the_newest_of_this_run_is_resumed_not_the_highest
     damage(tmp_path, 6)
     assert find_latest(tmp_path).folder.name == "global_step4"
     damage(tmp_path, 4, "run.json")
-    with pytest.raises(ConfigError, match="global_step4: run.json cannot be read"):
+    with pytest.raises(UserError, match="global_step4: run.json cannot be read"):
         find_latest(tmp_path)
 
 
@@ -111,7 +112,7 @@ def test_without_latest_and_its_record_one_lineage_is_resumed_and_two_are_refuse
     assert find_latest(tmp_path).folder.name == "global_step4"
     Run(tmp_path / "other", tmp_path / "other").save(20)
     (tmp_path / "other" / "global_step20").rename(tmp_path / "global_step20")
-    with pytest.raises(ConfigError, match=r"global_step4 \(run .*global_step20 \(run .*write the name"):
+    with pytest.raises(UserError, match=r"global_step4 \(run .*global_step20 \(run .*write the name"):
         find_latest(tmp_path)
     (tmp_path / "latest").write_text("global_step4")
     assert find_latest(tmp_path).folder.name == "global_step4"
@@ -132,13 +133,13 @@ def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_existing_ones(tm
     Run(tmp_path, tmp_path).save(2, 4, 6)
     (tmp_path / "latest").write_text("global_step3")
     words = r"names global_step3, which does not exist; the folder holds global_step6, global_step4, global_s"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         Run(tmp_path, tmp_path)
     # Nor does a run that was started from another folder begin there again.
     Run(tmp_path / "B", tmp_path / "global_step4").save(5)
     (tmp_path / "B" / "latest").write_text("global_step3")
     for load in (tmp_path / "global_step4", tmp_path):
-        with pytest.raises(ConfigError, match="names global_step3, which does not exist"):
+        with pytest.raises(UserError, match="names global_step3, which does not exist"):
             Run(tmp_path / "B", load)
 
 
@@ -151,7 +152,7 @@ def test_a_latest_that_the_program_wrote_may_name_a_removed_checkpoint(tmp_path)
     assert run.started_from == "global_step2" and Run(tmp_path, tmp_path).started_from == "global_step3"
     for path in tmp_path.glob("global_step*"):
         shutil.rmtree(path)
-    with pytest.raises(ConfigError, match="the folder holds none: remove it to start from scratch"):
+    with pytest.raises(UserError, match="the folder holds none: remove it to start from scratch"):
         Run(tmp_path, tmp_path)
     (tmp_path / "latest").unlink()
     assert Run(tmp_path, tmp_path).start is None
@@ -183,7 +184,7 @@ def test_only_an_unreadable_checkpoint_to_resume_from_stops_the_start(tmp_path, 
     (tmp_path / "latest").write_text("global_step4\n")  # without `latest.json`, by its own lineage
     (tmp_path / "latest.json").unlink()
     assert Run(tmp_path, tmp_path).started_from == "global_step4"
-    with pytest.raises(ConfigError, match=r"holds checkpoints of another run \(global_step1, "):
+    with pytest.raises(UserError, match=r"holds checkpoints of another run \(global_step1, "):
         Run(tmp_path)
     (tmp_path / "latest").write_text("global_step1")
     with pytest.raises(OSError, match="Input/output error"):
@@ -218,7 +219,7 @@ def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, fi
     for load in (tmp_path / "A", tmp_path / "B"):
         failures = 1000
         options = CheckpointConfig(load=str(load), save=str(run.folder))
-        with pytest.raises(ConfigError, match=f"{path} cannot be accessed now .{os.strerror(code)}"):
+        with pytest.raises(UserError, match=f"{path} cannot be accessed now .{os.strerror(code)}"):
             find_checkpoint(replace(run.config, checkpoint=options), 100, {})
 
 

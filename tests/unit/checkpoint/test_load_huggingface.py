@@ -13,7 +13,8 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.formats.state import reshard
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import ConfigError, read_command_line
+from megatron.config import read_command_line
+from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
@@ -64,7 +65,7 @@ def test_the_flags_come_from_the_folder(tmp_path):
     assert (config.model.vocab_size, config.data.tokenizer_name_or_path) == (None, str(tmp_path))
     checkpoint = open_checkpoint(tmp_path)
     open_reader(checkpoint).check_external(config, tokens)
-    with pytest.raises(ConfigError, match=f"embeddings of {tokens + 3} tokens, and the vocabulary has"):
+    with pytest.raises(UserError, match=f"embeddings of {tokens + 3} tokens, and the vocabulary has"):
         open_reader(checkpoint).check_external(config, tokens + 4)
 
 
@@ -78,16 +79,16 @@ def test_the_flags_come_from_the_folder(tmp_path):
 )
 def test_flags_that_contradict_it_are_refused(flags, named, tmp_path):
     save_hf(tmp_path, "llama-3")
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         load_flags(tmp_path, *flags)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no config.json"):
+    with pytest.raises(UserError, match="has no config.json"):
         load_flags(tmp_path)
     save_hf(tmp_path, "llama-3")
     change_config(tmp_path, hidden_act="gelu")
-    with pytest.raises(ConfigError, match="hidden_act = gelu"):
+    with pytest.raises(UserError, match="hidden_act = gelu"):
         load_flags(tmp_path)
 
 
@@ -99,5 +100,5 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     reader = open_reader(open_checkpoint(tmp_path))
-    with pytest.raises(ConfigError, match=r"6.weight that are NaN or infinite"):
+    with pytest.raises(UserError, match=r"6.weight that are NaN or infinite"):
         reader.read("6.weight", VALUES)

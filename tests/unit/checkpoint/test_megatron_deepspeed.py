@@ -17,7 +17,7 @@ from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.layout import TPGroup
@@ -146,7 +146,7 @@ def test_a_vocabulary_of_another_size_is_refused_without_a_pipeline_too(tmp_path
     for pipeline in (True, False):
         folder = tmp_path / str(pipeline)
         write(folder, pipeline=pipeline, client_state={"universal_checkpoint_info": {}})
-        with pytest.raises(ConfigError, match=f"the vocabulary had {VOCAB} rows with padding, and has 4096"):
+        with pytest.raises(UserError, match=f"the vocabulary had {VOCAB} rows with padding, and has 4096"):
             find_checkpoint(config_for(folder), 4096, FINGERPRINT)
 
 
@@ -155,7 +155,7 @@ def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -
     write(tmp_path, pipeline=False)
     zero = tmp_path / f"global_step{STEP}_universal" / "zero"
     (zero / "language_model.encoder.layers.0.input_layernorm.bias").rename(zero / "3.input_layernorm.bias")
-    with pytest.raises(ConfigError, match="it lacks .* parameters"):
+    with pytest.raises(UserError, match="it lacks .* parameters"):
         find(tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -
 )
 def test_a_variant_that_the_model_lacks_is_refused_by_name(argument: str, value: Any, tmp_path: Path) -> None:
     write(tmp_path, **{argument: value})
-    with pytest.raises(ConfigError, match=f"of Microsoft's Megatron-DeepSpeed.*{argument} is"):
+    with pytest.raises(UserError, match=f"of Microsoft's Megatron-DeepSpeed.*{argument} is"):
         find(tmp_path)
 
 
@@ -188,13 +188,13 @@ def test_exact_gelu_of_theirs_needs_the_flag_and_the_sentence_names_it(
     write(tmp_path, **arguments)
     (other,) = {"gelu", "gelu_exact"} - {activation}
     assert find(tmp_path, activation=activation) is not None
-    with pytest.raises(ConfigError, match=f"--activation was {activation}, is {other}$"):
+    with pytest.raises(UserError, match=f"--activation was {activation}, is {other}$"):
         find(tmp_path, activation=other)
 
 
 def test_grouped_queries_of_a_version_that_does_not_train_them_are_refused(tmp_path: Path) -> None:
     write(tmp_path, GROUPED, ds_sequence_parallel_fpdt=False, tensor_model_parallel_size=1)
-    with pytest.raises(ConfigError, match="num_key_value_heads is 2, expected 4: since commit 676a482c"):
+    with pytest.raises(UserError, match="num_key_value_heads is 2, expected 4: since commit 676a482c"):
         find(tmp_path, **GROUPED)
 
 
@@ -205,7 +205,7 @@ def test_other_rotary_angles_are_refused_if_there_are_any(argument: str, value: 
         write(folder, {"position_embedding_type": positions}, **{argument: value})
         if is_refused:
             flag = argument.replace("rope_theta", "rotary_base").replace("_", "-")
-            with pytest.raises(ConfigError, match=f"{flag} was {value}, is"):
+            with pytest.raises(UserError, match=f"{flag} was {value}, is"):
                 find(folder, position_embedding_type=positions)
         else:
             assert find(folder, position_embedding_type=positions) is not None
@@ -229,7 +229,7 @@ def test_a_llama_with_a_flag_left_out_is_refused_by_its_name(
     left = {name: value for name, value in GROUPED.items() if name != without}
     if without == "group_query_attention":
         del left["num_query_groups"]
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         find(tmp_path, **left)
 
 
@@ -243,7 +243,7 @@ def test_a_native_folder_given_to_load_names_the_converter(
     if not has_latest:
         (folder / "latest").unlink()
     config = config_of(Row(), checkpoint={"load": str(folder / load)})
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(UserError) as refused:
         find_checkpoint(config, VOCAB, FINGERPRINT)
     command = shlex.split(re.search("'(python tools/.*)',", str(refused.value))[1])
     ds_to_universal.main(command[2:])
@@ -255,7 +255,7 @@ def test_a_native_folder_of_this_program_without_its_record_is_not_taken_for_the
     folder = tmp_path / "global_step3"
     folder.mkdir()
     torch.save({"iteration": 3, "args": None}, folder / "mp_rank_00_model_states.pt")
-    with pytest.raises(ConfigError, match="no checkpoint in .* is complete"):
+    with pytest.raises(UserError, match="no checkpoint in .* is complete"):
         find_checkpoint(config_of(Row(), checkpoint={"load": str(tmp_path)}), VOCAB, FINGERPRINT)
 
 
@@ -266,7 +266,7 @@ def test_zero_3_is_refused_by_name(tool: str, tmp_path: Path) -> None:
     folder.mkdir()
     for kind in ("model", "optim"):
         torch.save({}, folder / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
-    with pytest.raises(ConfigError, match="saved it with ZeRO-3"):
+    with pytest.raises(UserError, match="saved it with ZeRO-3"):
         if tool == "load":
             find_checkpoint(config_of(Row(), checkpoint={"load": str(tmp_path)}), VOCAB, FINGERPRINT)
         else:
@@ -283,7 +283,7 @@ def test_zero_3_is_refused_by_name(tool: str, tmp_path: Path) -> None:
 )
 def test_another_model_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         reader = UniversalReader(find(tmp_path, **change))
         for name, spec in model_specs(config_for(tmp_path, **change), VOCAB, EOD).items():
             reader.read_parameter(name, spec, TPGroup())
@@ -292,7 +292,7 @@ def test_another_model_is_refused(change: dict[str, Any], words: str, tmp_path: 
 @pytest.mark.parametrize("version", [0, 1.0])
 def test_another_order_of_queries_keys_and_values_is_refused(version: float, tmp_path: Path) -> None:
     write(tmp_path, client_state={"checkpoint_version": version})
-    with pytest.raises(ConfigError, match=f"checkpoint_version {version}.*query_key_value"):
+    with pytest.raises(UserError, match=f"checkpoint_version {version}.*query_key_value"):
         find(tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_a_hostile_number_of_ranks_is_refused(ranks: Any, tmp_path: Path) -> Non
     content = torch.load(path, weights_only=False)
     content["args"].tensor_model_parallel_size = ranks
     torch.save(content, path)
-    with pytest.raises(ConfigError, match="3.self_attention.query_key_value.bias has 96 rows"):
+    with pytest.raises(UserError, match="3.self_attention.query_key_value.bias has 96 rows"):
         UniversalReader(find(tmp_path)).read("3.self_attention.query_key_value.bias", "fp32")
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.record import TrainingState, describe_start
 from megatron.checkpoint.verify.files import add_checksum
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 FILE = "layer_01-model_00-model_states.pt"
 
@@ -54,7 +54,7 @@ def test_instead_of_an_incomplete_checkpoint_the_newest_complete_one_is_selected
 def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
     write(tmp_path, 10, complete=False)
     (tmp_path / "latest").write_text("global_step10")
-    with pytest.raises(ConfigError, match="global_step10"):
+    with pytest.raises(UserError, match="global_step10"):
         find_latest(tmp_path)
 
 

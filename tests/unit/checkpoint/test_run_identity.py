@@ -18,7 +18,8 @@ from megatron.checkpoint.lineage.start import (
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.checkpoint.verify.files import add_checksum
-from megatron.config import CheckpointConfig, ConfigError, TrainingConfig
+from megatron.config import CheckpointConfig, TrainingConfig
+from megatron.errors import UserError
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.saved_runs import Killed, Run, damage, digest, old_folder, steps_in
 
@@ -26,7 +27,7 @@ from tests.unit.checkpoint.saved_runs import Killed, Run, damage, digest, old_fo
 def test_a_start_without_load_does_not_replace_another_runs_checkpoints(tmp_path):
     Run(tmp_path, tmp_path).save(2, 4, 6, 8)
     before = digest(tmp_path, 2)
-    with pytest.raises(ConfigError, match="another run .global_step2, global_step4, global_step6 and 1 more"):
+    with pytest.raises(UserError, match="another run .global_step2, global_step4, global_step6 and 1 more"):
         Run(tmp_path)
     assert digest(tmp_path, 2) == before
 
@@ -40,7 +41,7 @@ def test_overwrite_checkpoints_replaces_those_of_the_same_name_and_deletes_no_ot
     # What the first run left has a higher number, and is not taken for the second's.
     found = find_latest(tmp_path)
     assert found.folder.name == "global_step4" and "global_step8 is of another run" in found.skip_reason
-    with pytest.raises(ConfigError, match="another run .global_step6, global_step8. ahead of global_step4"):
+    with pytest.raises(UserError, match="another run .global_step6, global_step8. ahead of global_step4"):
         Run(tmp_path, tmp_path)
     again = Run(tmp_path, tmp_path, overwrite_checkpoints=True)
     assert again.identity.run_id == second.identity.run_id
@@ -55,7 +56,7 @@ def test_older_checkpoints_of_another_run_do_not_prevent_a_resume_and_are_kept(t
 
 def test_a_checkpoint_that_cannot_be_read_is_not_overwritten(tmp_path):
     (tmp_path / "global_step3").mkdir()
-    with pytest.raises(ConfigError, match="another run .global_step3."):
+    with pytest.raises(UserError, match="another run .global_step3."):
         Run(tmp_path)
 
 
@@ -83,7 +84,7 @@ def test_a_checkpoint_with_another_digest_is_not_of_the_lineage(tmp_path):
     (tmp_path / "global_step2").rename(tmp_path / "mine")
     (other.folder / "global_step2").rename(tmp_path / "global_step2")
     damage(tmp_path, 4)
-    with pytest.raises(ConfigError, match="global_step2: it is not the one that this run saved"):
+    with pytest.raises(UserError, match="global_step2: it is not the one that this run saved"):
         find_latest(tmp_path)
     run.options = dataclasses.replace(run.options, keep_last=1)
     run.save(6)
@@ -113,7 +114,7 @@ def test_a_start_from_another_checkpoint_is_another_run(tmp_path):
     other = tmp_path / "C"
     Run(other, other).save(4)
     for given in (other, load / "global_step2"):
-        with pytest.raises(ConfigError, match=f"another run .global_step6.*a start from {given}"):
+        with pytest.raises(UserError, match=f"another run .global_step6.*a start from {given}"):
             Run(save, given)
 
 
@@ -135,7 +136,7 @@ def test_a_save_folder_inside_a_checkpoint_is_refused(file, place, tmp_path):
     if file != "run.json":  # another program's checkpoint
         (checkpoint / "run.json").rename(checkpoint / file)
     save = tmp_path / "link" if place == "link" else checkpoint / place
-    with pytest.raises(ConfigError, match=rf"--save {save} is (inside )?the checkpoint {checkpoint}: give"):
+    with pytest.raises(UserError, match=rf"--save {save} is (inside )?the checkpoint {checkpoint}: give"):
         Run(save, checkpoint)
     assert not (checkpoint / "deeper").exists()
 
@@ -152,7 +153,7 @@ def test_no_folder_above_a_mount_point_is_searched_for_a_checkpoint(tmp_path, mo
 def test_an_older_checkpoint_of_the_same_folder_is_a_new_run_and_the_newest_is_not(tmp_path):
     run = Run(tmp_path, tmp_path).save(2, 4)
     assert Run(tmp_path, tmp_path / "global_step4").identity.run_id == run.identity.run_id
-    with pytest.raises(ConfigError, match=r"\(global_step4\) ahead of .* write global_s"):
+    with pytest.raises(UserError, match=r"\(global_step4\) ahead of .* write global_s"):
         Run(tmp_path, tmp_path / "global_step2")
     branch = Run(tmp_path, tmp_path / "global_step2", overwrite_checkpoints=True).save(3)
     again = Run(tmp_path, tmp_path / "global_step2", overwrite_checkpoints=True)
@@ -176,15 +177,15 @@ def test_a_universal_checkpoint_in_the_same_folder_continues_the_run_it_was_made
 
 def test_a_load_that_does_not_exist_is_a_mistake_unless_it_is_the_save_folder(tmp_path):
     missing = tmp_path / "chekpoints"
-    with pytest.raises(ConfigError, match="chekpoints does not exist"):
+    with pytest.raises(UserError, match="chekpoints does not exist"):
         Run(tmp_path / "save", missing)
     training = TrainingConfig(no_train=True, train_iters=1)
     options = CheckpointConfig(load=str(missing), save=str(missing))
     config = dataclasses.replace(config_of(Row()), training=training, checkpoint=options)
-    with pytest.raises(ConfigError, match="--eval-only needs a checkpoint"):
+    with pytest.raises(UserError, match="--eval-only needs a checkpoint"):
         check_load_folder(config)
     assert Run(missing, missing).start is None
-    with pytest.raises(ConfigError, match="holds no checkpoint, and --save is"):
+    with pytest.raises(UserError, match="holds no checkpoint, and --save is"):
         Run(tmp_path / "save", missing)
 
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.verify.files import (
     missing_files,
     unneeded_files,
 )
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import Run
 
 
@@ -35,7 +35,7 @@ def test_a_malformed_lineage_is_named(change, words, tmp_path):
     path = tmp_path / "global_step2" / "run.json"
     run = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
     path.write_text(json.dumps(add_checksum({**run, **change})))
-    with pytest.raises(ConfigError, match=f"run.json.*{words}"):
+    with pytest.raises(UserError, match=f"run.json.*{words}"):
         open_checkpoint(path.parent)
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(tmp_path):
     (path.parent / "mp_rank_00_model_states.pt").touch()
     run["files"]["mp_rank_00_model_states.pt"] = describe_file(path.parent / "mp_rank_00_model_states.pt")
     path.write_text(json.dumps(add_checksum({**run, **layout(1, 1, 1, 0, ("1.a", "3.a"))})))
-    with pytest.raises(ConfigError, match="layer_03-model_00-model_states.pt was never written"):
+    with pytest.raises(UserError, match="layer_03-model_00-model_states.pt was never written"):
         open_checkpoint(path.parent)
 
 

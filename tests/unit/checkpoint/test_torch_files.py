@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain, write_tensor
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 
 class Harm:
@@ -90,7 +90,7 @@ def test_no_code_of_a_file_is_run(where, tmp_path):
     }[where]
     torch.save(content, path)
     with pytest.raises(
-        ConfigError, match=rf"{path} cannot be read: it names \w+\.system, .* No code of it was run"
+        UserError, match=rf"{path} cannot be read: it names \w+\.system, .* No code of it was run"
     ):
         read_file(path)
     assert not mark.exists()
@@ -102,7 +102,7 @@ def test_no_code_of_a_file_is_run(where, tmp_path):
 def test_what_no_checkpoint_needs_is_refused_by_name(value, tmp_path):
     torch.save({"x": value}, tmp_path / "f")
     name = getattr(value, "__name__", "External")
-    with pytest.raises(ConfigError, match=rf"it names [\w.]+\.{name}"):
+    with pytest.raises(UserError, match=rf"it names [\w.]+\.{name}"):
         read_file(tmp_path / "f")
 
 
@@ -115,7 +115,7 @@ def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
         with zipfile.ZipFile(tmp_path / "f", "w") as archive:
             archive.writestr("a/data.pkl", pickled)
             archive.writestr("a/version", "3\n")
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with pytest.raises(UserError, match="cannot be read"):
             read_file(tmp_path / "f")
 
 
@@ -149,7 +149,7 @@ def test_a_pickle_cannot_move_a_tensor_to_other_bytes(build, on, tmp_path):
     pickled_tensor(tmp_path / "f", build, on)
     try:
         assert torch.equal(read_file(tmp_path / "f"), torch.ones(4))
-    except ConfigError as error:
+    except UserError as error:
         assert "f cannot be read" in str(error)
 
 
@@ -160,7 +160,7 @@ def test_a_fake_storage_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "f", "w") as archive:
         archive.writestr("a/data.pkl", pickle.dumps(rebuild, protocol=2))
         archive.writestr("a/version", "3\n")
-    with pytest.raises(ConfigError, match="f cannot be read"):
+    with pytest.raises(UserError, match="f cannot be read"):
         read_file(tmp_path / "f")
 
 
@@ -177,11 +177,11 @@ class ReducedTo:
 def test_a_compressed_or_huge_pickle_is_not_unpacked(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "f", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"\x80\x02N." + bytes(1 << 20))
-    with pytest.raises(ConfigError, match="data.pkl is compressed"):
+    with pytest.raises(UserError, match="data.pkl is compressed"):
         read_file(tmp_path / "f")
     write_plain(tmp_path / "f", list(range(1000)))
     monkeypatch.setattr("megatron.checkpoint.formats.torch_archive._MAX_PICKLE_BYTES", 1000)
-    with pytest.raises(ConfigError, match="its data.pkl has .* bytes, expected 1,000 at most"):
+    with pytest.raises(UserError, match="its data.pkl has .* bytes, expected 1,000 at most"):
         read_file(tmp_path / "f")
 
 
@@ -190,7 +190,7 @@ def test_a_truncated_file_is_named(keep, tmp_path):
     path = tmp_path / "f.pt"
     torch.save({"param": torch.ones(1000)}, path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-    with pytest.raises(ConfigError, match=rf"{path} cannot be read \(.*use an older checkpoint"):
+    with pytest.raises(UserError, match=rf"{path} cannot be read \(.*use an older checkpoint"):
         read_file(path)
 
 
@@ -200,7 +200,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
         for name in honest.namelist():
             # Offset 0 and shape (4,): the shape becomes (9,).
             archive.writestr(name, honest.read(name).replace(b"K\x00K\x04\x85", b"K\x00K\x09\x85"))
-    with pytest.raises(ConfigError, match="does not fit its storage"):
+    with pytest.raises(UserError, match="does not fit its storage"):
         read_file(tmp_path / "f")
 
 

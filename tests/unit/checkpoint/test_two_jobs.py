@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoint.lineage import owner
 from megatron.checkpoint.lineage.owner import Owner, Timing, acquire, hold_folder
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 
 class World:
@@ -72,7 +72,7 @@ def before_claim(monkeypatch, *events):
 def test_a_second_job_on_the_same_machine_is_refused_at_once_with_the_name_of_the_first(tmp_path):
     world = World()
     world.acquire(tmp_path, job("n1", "71"))
-    with pytest.raises(ConfigError, match=r"in use by Slurm job 71 on n1 \(process \d+, since \d{4}-"):
+    with pytest.raises(UserError, match=r"in use by Slurm job 71 on n1 \(process \d+, since \d{4}-"):
         world.acquire(tmp_path, job("n1", "72"))
     assert world.now == 0.0 and owner_numbers(tmp_path) == [1]
 
@@ -81,7 +81,7 @@ def test_an_active_owner_elsewhere_is_known_by_its_next_heartbeat_whatever_its_c
     world = World()
     first = world.acquire(tmp_path, replace(job("n1", "71", machine="A"), seen="1999-01-01 00:00:00"))
     world.events[10.0] = first.write_heartbeat
-    with pytest.raises(ConfigError, match="Slurm job 71 on n1"):
+    with pytest.raises(UserError, match="Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
     assert 10.0 <= world.now <= 12.0
     assert "waiting up to 60 s" in world.said[0] and len(world.said) == 1
@@ -136,7 +136,7 @@ def test_a_restart_in_the_same_job_gives_up_on_an_old_process_that_never_ends(tm
     world = World()
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
     world.events |= {10.0 * n: first.write_heartbeat for n in range(1, 20)}
-    with pytest.raises(ConfigError, match="in use by Slurm job 71"):
+    with pytest.raises(UserError, match="in use by Slurm job 71"):
         world.acquire(tmp_path, job("n2", "71", machine="B"))
     assert 60.0 <= world.now <= 72.0
 
@@ -166,7 +166,7 @@ def test_of_two_jobs_that_find_the_claim_stale_at_once_one_gets_the_folder(tmp_p
     clock = iter(range(0, 10_000, 30))
     patient = Timing(sleep=lambda _: None, now=lambda: next(clock))
     world.events[70.0] = lambda: taken[0].write_heartbeat()
-    with pytest.raises(ConfigError, match="Slurm job 71 on n1"):
+    with pytest.raises(UserError, match="Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
     assert taken[0].problem() is None
 
@@ -178,7 +178,7 @@ def test_of_many_jobs_that_start_at_once_exactly_one_owns_the_folder(tmp_path):
         barrier.wait()
         try:
             owned.append(acquire(tmp_path, job("n1"), print, Timing(poll_s=0.01)))
-        except ConfigError as error:
+        except UserError as error:
             refused.append(str(error))
 
     threads = [threading.Thread(target=start) for _ in range(8)]
@@ -249,7 +249,7 @@ def test_a_job_that_was_suspended_before_its_claim_does_not_take_the_folder_of_a
         world.events[5.0] = active[0].write_heartbeat
 
     before_claim(monkeypatch, succeed_twice)
-    with pytest.raises(ConfigError, match="in use by Slurm job 72 on n2"):
+    with pytest.raises(UserError, match="in use by Slurm job 72 on n2"):
         world.acquire(tmp_path, job("n3", "73", machine="C"))
     assert active[0].problem() is None and active[0].lost_reason is None and owner_numbers(tmp_path) == [1]
 
@@ -260,7 +260,7 @@ def test_a_job_that_sees_an_old_list_of_the_folder_withdraws_from_its_claim(tmp_
     world.events[5.0] = first.write_heartbeat
     old = iter([[]])
     monkeypatch.setattr(owner, "_listed", lambda folder: next(old, None) or listed(folder))
-    with pytest.raises(ConfigError, match="in use by Slurm job 71 on n1"):
+    with pytest.raises(UserError, match="in use by Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
     assert first.problem() is None and owner_numbers(tmp_path) == [1]
 
@@ -319,14 +319,14 @@ def test_an_owner_file_of_an_earlier_version_counts(tmp_path):
     world = World()
     world.acquire(tmp_path, job("n1", "71"))
     owner_file(tmp_path).rename(tmp_path / "owner-000001.json")
-    with pytest.raises(ConfigError, match="in use by Slurm job 71 on n1"):
+    with pytest.raises(UserError, match="in use by Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n1", "72"))
 
 
 def test_a_hostile_owner_file_with_the_last_number_is_named(tmp_path):
     world = World()
     (tmp_path / "owner-999999999999.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"owner-999999999999\.json has the last possible number.*remove"):
+    with pytest.raises(UserError, match=r"owner-999999999999\.json has the last possible number.*remove"):
         world.acquire(tmp_path, job("n1"))
     assert os.listdir(tmp_path) == ["owner-999999999999.json"]
 

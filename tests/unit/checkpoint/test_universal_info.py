@@ -21,7 +21,7 @@ from megatron.checkpoint.formats.universal_info import (
     recorded_spec,
     spec_record,
 )
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
 from tests.support.layouts import EOD, VOCAB, Row, config_of
@@ -112,13 +112,13 @@ def test_other_programs_list_no_columns_and_no_anchors():
     assert external_spec(info, "3.mlp.dense_4h_to_h.weight", (8, 4), 2) == ParameterSpec((8, 8), 1)
     assert external_spec(info, "3.input_layernorm.weight", (8,), 2) == ParameterSpec((8,))
     info["parameter_with_row_parallelism_patterns"].append(r"\d+.input_layernorm")
-    with pytest.raises(ConfigError, match="3.input_layernorm.weight more than one rule"):
+    with pytest.raises(UserError, match="3.input_layernorm.weight more than one rule"):
         external_spec(info, "3.input_layernorm.weight", (8,), 2)
-    with pytest.raises(ConfigError, match="has parameter_with_sub_params"):
+    with pytest.raises(UserError, match="has parameter_with_sub_params"):
         external_spec({"parameter_with_sub_params": [{}]}, "x", (8,), 2)
 
 
 @pytest.mark.parametrize("pattern", ["(a+", "\\", 5, "a{2,1}"])
 def test_a_pattern_that_is_no_regular_expression_is_named(pattern):
-    with pytest.raises(ConfigError, match="^f has the pattern .*, expected a regular expression"):
+    with pytest.raises(UserError, match="^f has the pattern .*, expected a regular expression"):
         check_info({VOCABULARY: [pattern]}, Path("f"))

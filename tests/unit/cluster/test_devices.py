@@ -19,7 +19,8 @@ from megatron.cluster.devices import (
     set_max_connections,
 )
 from megatron.cluster.processes import _check_backend
-from megatron.config import ConfigError, ParallelConfig
+from megatron.config import ParallelConfig
+from megatron.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_one_visible_device_is_the_one_that_deepspeed_selects_again() -> None:
 
 def test_fewer_devices_than_processes_are_one_sentence() -> None:
     env = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURMD_NODENAME": "n7"}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         device_index(2, 2, env)
     for part in ("LOCAL_RANK 2", "2 devices", "n7", "CUDA_VISIBLE_DEVICES=0,1", "--gpus-per-task=1"):
         assert part in str(caught.value)
@@ -109,7 +110,7 @@ def test_a_file_system_without_programs_holds_no_kernel_cache(tmp_path, monkeypa
 )
 def test_a_backend_that_cannot_work_is_rejected(backend, stages, on_cpu, words) -> None:
     parallel = ParallelConfig(distributed_backend=backend, pipeline_model_parallel_size=stages)
-    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+    with nullcontext() if words is None else pytest.raises(UserError, match=words):
         _check_backend(parallel, on_cpu=on_cpu)
 
 

@@ -153,7 +153,7 @@ def test_hang_names_a_stopped_rank() -> None:
     assert last_line(*all_but(report(1), **hung)).endswith("stopped by a signal (SIGSTOP)")
 
 
-@pytest.mark.parametrize("end", [ExitStatus.CONFIG_ERROR, ExitStatus.STOPPED])
+@pytest.mark.parametrize("end", [ExitStatus.USER_ERROR, ExitStatus.STOPPED])
 def test_error_that_would_repeat_has_exit_code_2(end: ExitStatus) -> None:
     first = report(2, end, text="error: --x is 3")
     who = "error: rank 2 on n2, stage 1 (pid 102), after iteration 7"
@@ -215,7 +215,7 @@ def test_lost_node_is_named() -> None:
 
 
 def test_command_prints_to_stderr_and_sets_the_exit_code(tmp_path: Path) -> None:
-    RankReport(str(tmp_path), "0", "n1").end(ExitStatus.CONFIG_ERROR, "error: --lr is 0")
+    RankReport(str(tmp_path), "0", "n1").end(ExitStatus.USER_ERROR, "error: --lr is 0")
     command = [sys.executable, "-m", "megatron.cluster.diagnosis", str(tmp_path), "--processes", "1"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "error: --lr is 0\n")

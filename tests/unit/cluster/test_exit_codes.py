@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.cluster.exit_codes import OutOfMemory, RunStopped, SharedConfigError, exit_code, exit_on_error
+from megatron.cluster.exit_codes import OutOfMemory, RunStopped, SharedUserError, exit_code, exit_on_error
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_reports
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 
 def end(error: BaseException, report: RankReport | None = None, **options) -> int:
@@ -19,7 +19,7 @@ def end(error: BaseException, report: RankReport | None = None, **options) -> in
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (ConfigError("--lr is 0"), 2, "error: --lr is 0\n"),
+        (UserError("--lr is 0"), 2, "error: --lr is 0\n"),
         (RunStopped("iteration 3: no"), 1, "error: iteration 3: no\n"),
         (OutOfMemory("out of memory"), 2, "error: out of memory\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
@@ -53,7 +53,7 @@ def test_block_without_error_returns() -> None:
 
 def test_with_reports_errors_are_written_there_and_not_printed(capsys, tmp_path):
     for rank in ("0", "1"):
-        assert end(ConfigError(f"file {rank}"), RankReport(str(tmp_path), rank)) == 2
+        assert end(UserError(f"file {rank}"), RankReport(str(tmp_path), rank)) == 2
     assert capsys.readouterr().err == ""
     ends = [(report["rank"], report["end"], report["text"]) for report in read_reports(tmp_path)]
     assert ends == [(0, "config error", "error: file 0"), (1, "config error", "error: file 1")]
@@ -62,9 +62,9 @@ def test_with_reports_errors_are_written_there_and_not_printed(capsys, tmp_path)
 @pytest.mark.parametrize(
     ("error", "options", "expected"),
     [
-        (ConfigError("x"), {"same_on_all_ranks": True}, True),
-        (ConfigError("x"), {}, False),
-        (SharedConfigError("x"), {}, True),
+        (UserError("x"), {"same_on_all_ranks": True}, True),
+        (UserError("x"), {}, False),
+        (SharedUserError("x"), {}, True),
         (RunStopped("x"), {}, True),
         (RunStopped("x", on_all_ranks=False), {}, False),
         (OutOfMemory("x"), {}, False),
@@ -85,7 +85,7 @@ def test_report_records_whether_all_ranks_have_the_error(error, options, expecte
         (ExitStatus.REQUEUE, {"TORCHELASTIC_RUN_ID": "none"}, 0),
         (ExitStatus.INTERRUPTED, {}, 130),
         # A dry run whose plan does not fit the device.
-        (ExitStatus.CONFIG_ERROR, {}, 2),
+        (ExitStatus.USER_ERROR, {}, 2),
         (ExitStatus.INTERRUPTED, {"TORCHELASTIC_RUN_ID": "none"}, 130),
     ],
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.cluster.gpus import H100_80GB, device_memory_bytes, find_gpu
-from megatron.config import ConfigError
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
+from megatron.errors import UserError
 from megatron.units import GIB
 from tests.unit.config.command_lines import SMALL
 
@@ -46,7 +46,7 @@ def test_memory_can_be_given_in_gib():
     ],
 )
 def test_wrong_values_are_refused_with_the_value(flags, parts):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         config_of(*flags.split())
     assert all(part in str(caught.value) for part in parts)
 

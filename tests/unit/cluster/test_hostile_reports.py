@@ -14,7 +14,7 @@ import pytest
 from megatron.cluster.diagnosis import diagnose
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_report, read_reports
-from megatron.config.errors import printable
+from megatron.errors import printable
 from tests.end_to_end.command import ROOT
 from tests.unit.hostile import HOSTILE_VALUES, bounds
 

@@ -14,7 +14,7 @@ from megatron.cluster.launch import (
     world_size_of,
 )
 from megatron.cluster.rank_reports import RankReport
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 # The environment of the last of 4 tasks of srun on 2 nodes, in job 31234.
@@ -140,7 +140,7 @@ def test_single_or_launched_process_needs_no_variables(env: dict[str, str]) -> N
     ],
 )
 def test_start_that_cannot_work_is_one_sentence(env: dict[str, str], parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         variables(env)
     sentence = str(caught.value)
     assert "\n" not in sentence

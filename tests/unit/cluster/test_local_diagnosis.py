@@ -26,7 +26,7 @@ from megatron.cluster.exit_codes import RunStopped, exit_code, exit_on_error
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import ConfigError
+from megatron.errors import UserError
 
 report = RankReport.from_environment()
 watchdog = Watchdog(report)
@@ -37,7 +37,7 @@ with exit_on_error(report):
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "mistake":
-        raise ConfigError("--lr is 0")
+        raise UserError("--lr is 0")
     if what == "broken":
         raise ValueError("broken")
     if what == "lost":
@@ -219,7 +219,7 @@ def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch
 def test_error_of_all_ranks_is_printed_without_a_report_of_rank_0(processes, tmp_path: Path, capsys) -> None:
     """A launcher may end rank 0 before it has opened its report."""
     report = RankReport(str(tmp_path / "r"), "1", "n1")
-    report.end(ExitStatus.CONFIG_ERROR, "error: --lr is 0", on_all_ranks=True)
+    report.end(ExitStatus.USER_ERROR, "error: --lr is 0", on_all_ranks=True)
     print_diagnosis(tmp_path / "r", processes)
     assert capsys.readouterr().err == "error: --lr is 0\n"
 

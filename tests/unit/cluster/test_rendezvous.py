@@ -15,18 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron.cluster import rendezvous
-from megatron.cluster.exit_codes import RunStopped, SharedConfigError
+from megatron.cluster.exit_codes import RunStopped, SharedUserError
 from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import Address, connect_processes
-from megatron.config import (
-    BatchConfig,
-    Config,
-    ConfigError,
-    ModelConfig,
-    ParallelConfig,
-    ScheduleConfig,
-    TrainingConfig,
-)
+from megatron.config import BatchConfig, Config, ModelConfig, ParallelConfig, ScheduleConfig, TrainingConfig
+from megatron.errors import UserError
 
 
 def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:
@@ -87,7 +80,7 @@ def test_ranks_with_the_same_flags_get_one_store(port: int) -> None:
 
 def test_two_ranks_with_one_device_are_an_error_on_every_rank(port: int) -> None:
     found = outcomes(port, [config()] * 3, 3, devices=["n1 a", "n1 b", "n1 a"])
-    assert all(isinstance(error, SharedConfigError) for error in found)
+    assert all(isinstance(error, SharedUserError) for error in found)
     assert {str(error) for error in found} == {str(found[0])} and "ranks 0 and 2 use the same" in str(
         found[0]
     )
@@ -106,7 +99,7 @@ def test_local_rank_may_differ(port: int) -> None:
 def test_different_flags_are_named_on_every_rank(port: int) -> None:
     found = outcomes(port, [config(), config(), config(lr=5e-3, seed=7)], 3)
     (sentence,) = {str(error) for error in found}
-    assert all(isinstance(error, SharedConfigError) for error in found)
+    assert all(isinstance(error, SharedUserError) for error in found)
     assert "--lr is 0.001 on rank 0 and 0.005" in sentence and "--seed is 1234 on rank 0 and 7" in sentence
     assert "on rank 2" in sentence
 
@@ -123,7 +116,7 @@ def test_missing_ranks_are_named_on_every_connected_rank(port: int) -> None:
     assert "(rank 2, 3)" in str(found[0]) and "of 4 processes" in str(found[0])
 
 
-@pytest.mark.parametrize("kind", [ConfigError, RunStopped, PermissionError])
+@pytest.mark.parametrize("kind", [UserError, RunStopped, PermissionError])
 def test_error_of_rank_0_before_it_connects_ends_the_waiting_ranks(port: int, kind: type) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
@@ -135,17 +128,17 @@ def test_error_of_rank_0_before_it_connects_ends_the_waiting_ranks(port: int, ki
         first = thread.submit(rank_0)
         found = outcomes(port, [config()] * 2, 3, ranks=(1, 2))
         assert isinstance(first.exception(), kind)
-    expected = SharedConfigError if kind is ConfigError else RunStopped
+    expected = SharedUserError if kind is UserError else RunStopped
     assert [type(error) for error in found] == [expected] * 2
     assert {str(error) for error in found} == {"--load x does not exist"}
 
 
 def test_error_of_another_rank_before_it_connects_ends_all_ranks(port: int) -> None:
     env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.raises(ConfigError), rendezvous.announce_errors(env):
-        raise ConfigError("a.idx: damaged")
+    with pytest.raises(UserError), rendezvous.announce_errors(env):
+        raise UserError("a.idx: damaged")
     found = outcomes(port, [config()] * 2, 3, ranks=(0, 1))
-    assert [type(error) for error in found] == [SharedConfigError] * 2
+    assert [type(error) for error in found] == [SharedUserError] * 2
     assert {str(error) for error in found} == {"a.idx: damaged"}
 
 
@@ -156,23 +149,23 @@ def test_error_of_rank_0_is_raised_although_its_port_is_in_use(monkeypatch) -> N
         taken.listen()
         port = str(taken.getsockname()[1])
         env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with pytest.raises(ConfigError, match="a typo"), rendezvous.announce_errors(env):
-            raise ConfigError("a typo")
+        with pytest.raises(UserError, match="a typo"), rendezvous.announce_errors(env):
+            raise UserError("a typo")
 
 
 def test_two_processes_with_one_rank_are_an_error_on_every_rank(port: int) -> None:
     found = outcomes(port, [config()] * 4, 4, ranks=(0, 1, 2, 2))
-    assert all(isinstance(error, ConfigError) for error in found)
+    assert all(isinstance(error, UserError) for error in found)
     (sentence,) = {str(error) for error in found}
     assert "two processes have RANK 2, one on " in sentence and " and one on " in sentence
     # The second process raises its own error, in case rank 0 reads it too late.
-    assert sum(isinstance(error, SharedConfigError) for error in found) == 3
+    assert sum(isinstance(error, SharedUserError) for error in found) == 3
 
 
 def test_late_second_process_of_a_rank_is_refused(port: int) -> None:
     assert outcomes(port, [config()] * 2, 2) == ["hello"] * 2
     (late,) = outcomes(port, [config()], 2, ranks=(1,))
-    assert isinstance(late, ConfigError) and "two processes have RANK 1" in str(late)
+    assert isinstance(late, UserError) and "two processes have RANK 1" in str(late)
 
 
 def test_missing_ranks_are_printed_while_waiting(port: int, monkeypatch) -> None:
@@ -206,7 +199,7 @@ def test_port_in_use_is_named() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"MASTER_PORT {port} cannot be used"):
+        with pytest.raises(UserError, match=f"MASTER_PORT {port} cannot be used"):
             connect_processes(Address(0, 2, "127.0.0.1", port, True, True), config())
 
 
@@ -225,7 +218,7 @@ def test_another_program_at_the_port_is_named_by_each_rank(answer: bytes, monkey
 
         thread.submit(serve)
         address = Address(3, 4, "127.0.0.1", program.getsockname()[1], False, True)
-        with pytest.raises(ConfigError, match=f"rank 3: {address} is open, but it is not the store"):
+        with pytest.raises(UserError, match=f"rank 3: {address} is open, but it is not the store"):
             connect_processes(address, config())
         program.shutdown(socket.SHUT_RDWR)
         for connection in connections:
@@ -260,7 +253,7 @@ def test_preparing_ranks_are_among_the_missing_ones(port: int, monkeypatch) -> N
 
 
 def test_a_hostile_host_of_300_characters_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR is a{60}\.\.\., a name that .* cannot resolve"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR is a{60}\.\.\., a name that .* cannot resolve"):
         rendezvous._resolve(Address(0, 2, "a" * 300, 29500, True, True))
 
 
@@ -271,7 +264,7 @@ def test_unresolvable_host_is_named(monkeypatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="MASTER_ADDR is no-such-node, a name that .* cannot resolve"):
+    with pytest.raises(UserError, match="MASTER_ADDR is no-such-node, a name that .* cannot resolve"):
         connect_processes(Address(0, 2, "no-such-node", 29500, True, True), config())
 
 

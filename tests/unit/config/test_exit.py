@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from megatron.config import ConfigError, exit_on_config_error, limits
+from megatron.config import ConfigError, limits
+from megatron.errors import exit_on_user_error
 
 
 @pytest.mark.parametrize(("env", "printed"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])
@@ -19,8 +20,8 @@ def test_a_config_error_ends_with_code_2_and_one_line(
 ) -> None:
     """The other ranks let rank 0 end first: a launcher ends it with them."""
     waited: list[float] = []
-    monkeypatch.setattr("megatron.config.errors.time.sleep", waited.append)
-    with pytest.raises(SystemExit) as caught, exit_on_config_error(env):
+    monkeypatch.setattr("megatron.errors.time.sleep", waited.append)
+    with pytest.raises(SystemExit) as caught, exit_on_user_error(env):
         raise ConfigError("--lr is 0: expected more")
     assert caught.value.code == 2 and bool(waited) is not printed
     output = capsys.readouterr()
@@ -40,7 +41,7 @@ def test_a_config_error_ends_with_code_2_and_one_line(
 def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_each_rank(
     env: dict[str, str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught, exit_on_config_error(env):
+    with pytest.raises(SystemExit) as caught, exit_on_user_error(env):
         raise OSError(code, os.strerror(code), "some/file")
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: some/file cannot be accessed{words}\n"
@@ -81,11 +82,11 @@ def test_too_little_virtual_memory_is_a_hostile_start(monkeypatch: pytest.Monkey
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(KeyError), exit_on_config_error({}):
+    with pytest.raises(KeyError), exit_on_user_error({}):
         raise KeyError("x")
 
 
 def test_a_hostile_text_in_an_error_is_printed_with_escapes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), exit_on_config_error({}):
+    with pytest.raises(SystemExit), exit_on_user_error({}):
         raise ConfigError("host \x1b[2J\udcff: expected a name")
     assert capsys.readouterr().err == "error: host \\x1b[2J\\udcff: expected a name\n"

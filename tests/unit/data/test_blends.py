@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError, DataConfig
+from megatron.config import DataConfig
 from megatron.data.blended_dataset import BlendedDataset, SampleDataset
 from megatron.data.gpt_dataset import (
     GPTDataset,
@@ -20,6 +20,7 @@ from megatron.data.gpt_dataset import (
     missing_index_files,
     prepare_index_files,
 )
+from megatron.errors import UserError
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SEQ, SEED = 4, 7
@@ -101,7 +102,7 @@ def test_a_component_without_documents_in_a_split_is_named(a: str, tmp_path: Pat
     tiny = write_documents(tmp_path / "tiny", [[1, 2, 3, 4, 5, 6, 7]])
     data = data_config("1", a, "1", tiny, split="80,20,0")
     assert len(build(data, (8, 0, 0)).train) == 8
-    with pytest.raises(ConfigError, match=rf"--split 80,20,0 .* 1 documents of --data-path {tiny} .*valid"):
+    with pytest.raises(UserError, match=rf"--split 80,20,0 .* 1 documents of --data-path {tiny} .*valid"):
         prepare_index_files(data, SEQ, SEED, (8, 4, 0))
 
 
@@ -130,17 +131,17 @@ def test_index_files_of_two_ranges_do_not_collide_and_equal_ones_are_shared(a: s
 
 
 def test_an_empty_range_is_refused(a: str) -> None:
-    with pytest.raises(ConfigError, match=r"0.5:0.51 of .* in the group 'V' .* 10 documents"):
+    with pytest.raises(UserError, match=r"0.5:0.51 of .* in the group 'V' .* 10 documents"):
         prepare_index_files(groups(f"T: 1 0:1 {a}", f"V: 1 0.5:0.51 {a}"), SEQ, SEED, (4, 4, 0))
 
 
 def test_a_damaged_component_is_named_with_the_flag_that_gave_it(a: str, b: str) -> None:
     os.truncate(f"{b}.bin", 10)
     for data in (data_config("1", a, "1", b), groups(f"T: 1 0:1 {a}, 1 0:1 {b}")):
-        with pytest.raises(ConfigError, match=re.escape(f"{b}.bin: truncated")):
+        with pytest.raises(UserError, match=re.escape(f"{b}.bin: truncated")):
             data_fingerprint(data, SEQ, SEED, 5)
     os.remove(f"{b}.idx")
-    with pytest.raises(ConfigError, match=f"--train-weighted-split-paths {b}: the file .* does not exist"):
+    with pytest.raises(UserError, match=f"--train-weighted-split-paths {b}: the file .* does not exist"):
         data_fingerprint(groups(f"T: 1 0:1 {a}, 1 0:1 {b}"), SEQ, SEED, 5)
 
 

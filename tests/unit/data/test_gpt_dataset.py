@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -19,6 +18,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import split_documents
+from megatron.errors import UserError
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SIZES = [5, 0, 7, 3, 9, 11, 2, 6, 1, 1, 1, 30, 0, 8, 4, 4, 4, 10, 12, 13]
@@ -95,13 +95,13 @@ def test_splits_without_weight_documents_or_samples_are_none(prefix: str) -> Non
 
 
 def test_missing_index_files_are_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match="_train_indexmap_5ns_3sl_7s_doc_idx.npy does not exist"):
+    with pytest.raises(UserError, match="_train_indexmap_5ns_3sl_7s_doc_idx.npy does not exist"):
         build_gpt_datasets(data_config(prefix), 3, 7, (5, 0, 0))
 
 
 def test_a_prefix_or_pairs_are_expected(prefix: str) -> None:
     for prefixes in ((), ("0.5", prefix, "0.5")):
-        with pytest.raises(ConfigError, match=f"--data-path has {len(prefixes)} values"):
+        with pytest.raises(UserError, match=f"--data-path has {len(prefixes)} values"):
             prepare_index_files(data_config(*prefixes), 3, 7, (5, 0, 0))
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError
 from megatron.data import index_cache
 from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.errors import UserError
 from tests.unit.data.token_files import numbered_documents, write_documents
 
 SIZES = [5, 0, 7, 3, 9, 11, 2, 6]
@@ -90,7 +90,7 @@ def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(re
             lambda: load_sample_index(request_),
         ):
             take_all_descriptors(taken)
-            with pytest.raises(ConfigError) as caught:
+            with pytest.raises(UserError) as caught:
                 read()
             sentence = str(caught.value)
             assert "(Too many open files: raise the limit with ulimit -n)" in sentence
@@ -141,7 +141,7 @@ def test_the_builder_replaces_a_damaged_file(request_: IndexRequest, kind: str, 
 def test_a_reader_names_a_damaged_file(request_: IndexRequest, kind: str, damage: Any) -> None:
     prepare_sample_index(request_)
     damage(index_file(request_, kind))
-    with pytest.raises(ConfigError, match=re.escape(index_file(request_, kind))):
+    with pytest.raises(UserError, match=re.escape(index_file(request_, kind))):
         load_sample_index(request_)
 
 
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_named(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(index_cache.np, "save", refuse)
-    with pytest.raises(ConfigError, match=rf"cannot write index files into {tmp_path} \(Permission denied\)"):
+    with pytest.raises(UserError, match=rf"cannot write index files into {tmp_path} \(Permission denied\)"):
         prepare_sample_index(request_)
     assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
 
@@ -205,11 +205,11 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_its_flag(
 ) -> None:
     (tmp_path / "file").touch()
     cached = replace(request_, cache_folder=str(tmp_path / "file" / "cache"))
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/file/cache \(Not a directory\).*--data-cache-path"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/file/cache \(Not a directory\).*--data-cache-path"):
         prepare_sample_index(cached)
 
 
 def test_too_few_tokens_are_refused_with_numbers(request_: IndexRequest) -> None:
     short = IndexRequest(request_.dataset, "valid", range(0, 2), 1, 5, 1234)
-    with pytest.raises(ConfigError, match=r"valid split has 5 tokens in 2 documents.* 6 .*--seq-length"):
+    with pytest.raises(UserError, match=r"valid split has 5 tokens in 2 documents.* 6 .*--seq-length"):
         prepare_sample_index(short)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, smallest_dtype
+from megatron.errors import UserError
 from tests.unit.data.token_files import write_documents
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
@@ -137,13 +137,13 @@ def test_many_documents_at_once_are_the_same_as_one_by_one(tmp_path: Path) -> No
     ],
 )
 def test_a_bad_file_is_named_when_opened(tmp_path: Path, index: bytes, data: bytes, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         IndexedDataset(write_raw(tmp_path, index, data))
 
 
 def test_a_huge_length_in_the_header_allocates_nothing(tmp_path: Path) -> None:
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2**63, 2**62)
-    with pytest.raises(ConfigError, match="truncated"):
+    with pytest.raises(UserError, match="truncated"):
         IndexedDataset(write_raw(tmp_path, header))
 
 
@@ -151,13 +151,13 @@ def test_a_huge_length_in_the_header_allocates_nothing(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     prefix = write_raw(tmp_path, index_bytes())
     os.remove(tmp_path / missing)
-    with pytest.raises(ConfigError, match=rf"--data-path .*{missing} does not exist"):
+    with pytest.raises(UserError, match=rf"--data-path .*{missing} does not exist"):
         IndexedDataset(prefix)
 
 
 def test_a_prefix_with_an_extension_gets_a_hint(tmp_path: Path) -> None:
     prefix = write_raw(tmp_path, index_bytes())
-    with pytest.raises(ConfigError, match=rf"give the prefix {prefix} without the extension"):
+    with pytest.raises(UserError, match=rf"give the prefix {prefix} without the extension"):
         IndexedDataset(prefix + ".bin")
 
 

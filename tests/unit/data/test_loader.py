@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config import ConfigError
 from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets, prepare_index_files
 from megatron.data.loader import GPTBatchLoader, MicroBatch
+from megatron.errors import UserError
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SEQ_LENGTH = 8
@@ -105,7 +105,7 @@ def test_prefetching_does_not_change_the_batches(dataset: GPTDataset, workers: i
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_few_samples_are_an_error_before_the_step(dataset: GPTDataset, workers: int) -> None:
     loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers)
-    with pytest.raises(ConfigError, match=f"has {len(dataset)} samples.*--train-samples"):
+    with pytest.raises(UserError, match=f"has {len(dataset)} samples.*--train-samples"):
         loader.micro_batches(len(dataset) - 2, 4)
     loader.close()
 
@@ -113,7 +113,7 @@ def test_too_few_samples_are_an_error_before_the_step(dataset: GPTDataset, worke
 def test_an_indivisible_global_batch_is_refused(dataset: GPTDataset) -> None:
     loader = GPTBatchLoader(dataset, micro_batch_size=2, dp_rank=0, dp_size=2)
     with pytest.raises(
-        ConfigError, match="global batch size 6 .*--micro-batch-size 2 times data-parallel size 2"
+        UserError, match="global batch size 6 .*--micro-batch-size 2 times data-parallel size 2"
     ):
         loader.micro_batches(0, 6)
 
@@ -123,11 +123,11 @@ def test_tokens_beyond_the_vocabulary_are_refused(dataset: GPTDataset, workers: 
     loader = GPTBatchLoader(
         dataset, micro_batch_size=8, dp_rank=0, dp_size=1, vocab_size=100, num_workers=workers
     )
-    with pytest.raises(ConfigError, match="expected 0 to 99: .*tokenizer"):
+    with pytest.raises(UserError, match="expected 0 to 99: .*tokenizer"):
         run(loader, [(0, 16)])
     loader.close()
 
 
 def test_masking_without_a_tokenizer_is_refused(dataset: GPTDataset) -> None:
-    with pytest.raises(ConfigError, match="--eod-mask-loss"):
+    with pytest.raises(UserError, match="--eod-mask-loss"):
         GPTBatchLoader(dataset, micro_batch_size=1, dp_rank=0, dp_size=1, eod_mask_loss=True)

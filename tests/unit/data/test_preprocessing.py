@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError
 from megatron.data import indexed_dataset, preprocessing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
+from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 from tools import preprocess_data
@@ -123,7 +123,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=rf"{path}, line 3: .*{reason}.*--skip-bad-lines"):
+    with pytest.raises(UserError, match=rf"{path}, line 3: .*{reason}.*--skip-bad-lines"):
         preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
@@ -141,7 +141,7 @@ def test_a_truncated_gz_file_is_named(tmp_path: Path, flags: Any) -> None:
     path = tmp_path / "in.jsonl.gz"
     compressed = gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode())
     path.write_bytes(compressed[: len(compressed) // 2])
-    with pytest.raises(ConfigError, match=rf"--input {path}: cannot read line \d+"):
+    with pytest.raises(UserError, match=rf"--input {path}: cannot read line \d+"):
         preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
 
 
@@ -163,7 +163,7 @@ def test_an_input_of_another_format_is_named(
     tmp_path: Path, flags: Any, name: str, content: bytes, reason: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"--input {tmp_path / name}: .*{reason}"):
+    with pytest.raises(UserError, match=rf"--input {tmp_path / name}: .*{reason}"):
         preprocess([str(tmp_path / name)], str(tmp_path / "out"), ["text"], flags)
     assert os.listdir(tmp_path) == [name]
 
@@ -177,9 +177,9 @@ def test_utf_8_with_a_byte_order_mark_is_read(tmp_path: Path, flags: Any) -> Non
 def test_a_missing_key_is_named_with_those_there_are(tmp_path: Path, flags: Any) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"content": "a", "id": 3}\n')
-    with pytest.raises(ConfigError, match="'text', its keys are 'content', 'id' .*--json-keys"):
+    with pytest.raises(UserError, match="'text', its keys are 'content', 'id' .*--json-keys"):
         preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
-    with pytest.raises(ConfigError, match="1 lines skipped: .*line 1: has no key 'text'.*--json-keys"):
+    with pytest.raises(UserError, match="1 lines skipped: .*line 1: has no key 'text'.*--json-keys"):
         preprocess([str(path)], str(tmp_path / "out"), ["text"], flags, skip_bad_lines=True)
 
 
@@ -207,7 +207,7 @@ def test_a_full_disk_is_one_sentence_that_names_the_file(
 
     monkeypatch.setattr(indexed_dataset, "open", open_on_full_disk, raising=False)
     expected = rf"cannot write {tmp_path}/out_text_document.{full}: No space left on device: free"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         preprocess([jsonl], str(tmp_path / "out"), ["text"], flags)
     assert os.listdir(tmp_path) == [Path(jsonl).name]
 
@@ -219,13 +219,13 @@ def test_a_disk_that_is_full_for_the_vocabulary_record_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(preprocessing, "write_record", fail)
-    with pytest.raises(ConfigError, match=r"out_text_document.tokenizer.json: No space left on device"):
+    with pytest.raises(UserError, match=r"out_text_document.tokenizer.json: No space left on device"):
         preprocess([jsonl], str(tmp_path / "out"), ["text"], flags)
 
 
 def test_input_without_text_is_refused(tmp_path: Path, flags: Any) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ConfigError, match="no line has text under the JSON key 'text'"):
+    with pytest.raises(UserError, match="no line has text under the JSON key 'text'"):
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags)
     assert os.listdir(tmp_path) == ["in.jsonl"]
 

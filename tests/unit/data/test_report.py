@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError, DataConfig
+from megatron.config import DataConfig
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -17,6 +17,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.data.splits import verify_token_files
+from megatron.errors import UserError
 from megatron.training.data import dataset_usage, splits_without_documents, usage_table
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
@@ -77,7 +78,7 @@ def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None
 
 
 def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:
-    with pytest.raises(ConfigError, match="valid split has 6 tokens"):
+    with pytest.raises(UserError, match="valid split has 6 tokens"):
         dataset_usage(data_config(a, split="90,10,0"), 8, 1234, (1, 1, 0))
 
 
@@ -110,14 +111,14 @@ def test_a_wrong_offset_is_found_by_verification_only(b: str) -> None:
     content[at : at + 8] = np.int64(702).tobytes()
     Path(f"{b}.idx").write_bytes(content)
     assert IndexedDataset(b, verify=False).num_tokens == 1000
-    with pytest.raises(ConfigError, match=rf"{b}.idx: damaged, document 7 begins at byte 702 "):
+    with pytest.raises(UserError, match=rf"{b}.idx: damaged, document 7 begins at byte 702 "):
         verify_token_files(data_config(b))
 
 
 def test_hostile_evaluations_that_repeat_their_data_without_end_are_refused(a: str) -> None:
     data = data_config(a, split="80,20,0")
-    with pytest.raises(ConfigError, match="valid read 400,000,000 samples, .* reduce --eval-iters"):
+    with pytest.raises(UserError, match="valid read 400,000,000 samples, .* reduce --eval-iters"):
         dataset_usage(data, 4, 1234, (30, 400_000_000, 2))
-    with pytest.raises(ConfigError, match="the run reads 1,000,000,.* samples of the valid data, expected"):
+    with pytest.raises(UserError, match="the run reads 1,000,000,.* samples of the valid data, expected"):
         dataset_usage(data, 4, 1234, (30, 10**30, 2))
     dataset_usage(data, 4, 1234, (400_000_000, 10_000_000, 2))  # a published length with a little data

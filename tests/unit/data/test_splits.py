@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import ConfigError, parse_split
+from megatron.config import parse_split
 from megatron.data.splits import split_documents
+from megatron.errors import UserError
 
 
 def megatron_bounds(weights: list[float], size: int) -> list[int]:
@@ -31,7 +32,7 @@ def test_omitted_weights_are_zero(split: str, expected: tuple[float, ...]) -> No
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan,1", "inf", "1;2"])
 def test_a_bad_split_is_refused_with_its_flag(split: str) -> None:
-    with pytest.raises(ConfigError, match="--split"):
+    with pytest.raises(UserError, match="--split"):
         parse_split(split)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.model.generation import Sampling, generate
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
@@ -69,7 +69,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_the_probability():
     + [({"top_p": 1.5}, "--top-p"), ({"temperature": float("nan")}, "--temperature")],
 )
 def test_settings_that_make_no_sense_are_refused(settings, flag):
-    with pytest.raises(ConfigError, match=flag):
+    with pytest.raises(UserError, match=flag):
         Sampling(**settings)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.page.write import page_text, write_page
 
 
@@ -43,5 +43,5 @@ def test_numbers_that_json_has_not_become_texts() -> None:
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     write_page(tmp_path / "new" / "page.html", "plan", "", {})
-    with pytest.raises(ConfigError, match="--html .* cannot be written .*: give another file"):
+    with pytest.raises(UserError, match="--html .* cannot be written .*: give another file"):
         write_page(tmp_path / "new" / "page.html" / "below.html", "plan", "", {})

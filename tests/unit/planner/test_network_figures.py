@@ -13,9 +13,9 @@ from megatron.cluster.network_figures import (
     read_network_figures,
     write_network_figures,
 )
-from megatron.config import ConfigError
 from megatron.config.checks.rules import unused_setting_notes
 from megatron.config.cli import parse_args
+from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.planned_report import planned_run_report
@@ -120,14 +120,14 @@ def test_the_plan_says_what_was_measured(tmp_path: Path) -> None:
 def test_a_damaged_or_foreign_file_is_one_sentence(tmp_path: Path, content: str, reason: str) -> None:
     path = tmp_path / "network.json"
     path.write_text(content)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         find_network(config_of(f"--network-figures {path}"))
     assert reason in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "none.json", "does not exist: a run"), (tmp_path, "cannot be read")):
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(UserError, match=reason):
             find_network(config_of(f"--network-figures {path}"))
 
 

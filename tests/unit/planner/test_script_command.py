@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.node_processes import is_running
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.planner import script_command
 from megatron.planner.script_command import read_script, script_environment
 from tests.end_to_end.command import ROOT
@@ -40,7 +40,7 @@ def refusal(folder: Path, text: str | bytes) -> str:
     """The sentence for a script with this text."""
     script = folder / "job.slurm"
     script.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         read_script("--script", str(script), [], script_environment())
     return str(caught.value)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, parse_args, read_command_line
+from megatron.config import parse_args, read_command_line
+from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import replaced, run_flags, script_flags, with_defaults
 from megatron.planner.memory.stage_memory import plan_memory
@@ -67,7 +68,7 @@ def test_no_combination_is_faster_than_the_one_found() -> None:
     for change in combinations(config, 8):
         try:
             one = evaluate(config, change, VOCAB)
-        except ConfigError:
+        except UserError:
             continue
         assert not one.fits or one.tokens_per_second <= 1.02 * best, change
 
@@ -87,13 +88,13 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
 def test_a_model_that_fits_nowhere_is_a_sentence() -> None:
     large = MODEL.replace("--num-layers 40", "--num-layers 400").replace("a100-80gb", "v100-16gb")
     flags = with_defaults(run_flags(large.split(), None, 8))[0]
-    with pytest.raises(ConfigError, match=r"no layout of 8 devices of kind v100-16gb fits"):
+    with pytest.raises(UserError, match=r"no layout of 8 devices of kind v100-16gb fits"):
         search_report(parse_args(flags, {}), flags, 3)
 
 
 def test_without_a_gpu_the_search_says_what_is_missing() -> None:
     flags = with_defaults(run_flags(MODEL.replace("--gpu a100-80gb", "").split(), None, 8))[0]
-    with pytest.raises(ConfigError, match="--gpu"):
+    with pytest.raises(UserError, match="--gpu"):
         search(parse_args(flags, {}), VOCAB)
 
 
@@ -159,9 +160,9 @@ def test_given_flags_override_those_of_a_script() -> None:
 def test_a_script_without_a_command_is_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "other.sh"
     script.write_text("echo nothing to run\n")
-    with pytest.raises(ConfigError, match=r"prints no command with pretrain_gpt\.py"):
+    with pytest.raises(UserError, match=r"prints no command with pretrain_gpt\.py"):
         script_flags(str(script))
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         script_flags(str(tmp_path / "absent.slurm"))
 
 

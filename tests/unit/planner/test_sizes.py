@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, read_command_line
+from megatron.config import Config, read_command_line
 from megatron.config.checks.data import check_index_memory
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
+from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import plan_memory
 from megatron.planner.planned_report import planned_run_report
@@ -59,7 +60,7 @@ LARGEST = (
     ],
 )
 def test_a_size_that_cannot_be_planned_is_refused(words: str, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         plan(words)
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
 
@@ -103,7 +104,7 @@ def config_of(words: str) -> Config:
     ],
 )
 def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         check_index_memory(config_of(words), memory_bytes=10 * 10**9)
     assert all(part in str(caught.value) for part in (*parts, "10 GB"))
 
@@ -113,7 +114,7 @@ def test_a_run_with_too_many_samples_is_refused_by_its_command_line(tmp_path: Pa
         (tmp_path / f"a{suffix}").touch()
     words = [word for word in SMALL if word != "--dry-run"]
     words += ["--data-path", str(tmp_path / "a"), "--vocab-size", "1000", "--train-samples", str(10**15)]
-    with pytest.raises(ConfigError, match="building their index takes 32,000,000 GB"):
+    with pytest.raises(UserError, match="building their index takes 32,000,000 GB"):
         read_command_line(words, {})
 
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.simulation.processes import Worker
 from megatron.simulation.record import SimulationError
 
 
 def refuse(text: str) -> None:
-    raise ConfigError(text)
+    raise UserError(text)
 
 
 def die(number: int) -> None:
@@ -28,22 +28,22 @@ def leave() -> None:
 
 def test_a_worker_works_on_after_a_refusal() -> None:
     worker = Worker({})
-    with pytest.raises(ConfigError, match="^too large$"):
+    with pytest.raises(UserError, match="^too large$"):
         worker.run(refuse, "too large")
     assert worker.is_alive() and worker.run(max, 1, 2) == 2
 
 
 def test_a_size_beyond_integers_is_a_tensor_larger_than_any_device() -> None:
-    with pytest.raises(ConfigError, match="larger than any device can hold .*: reduce the sizes"):
+    with pytest.raises(UserError, match="larger than any device can hold .*: reduce the sizes"):
         Worker({}).run(bytes, 2**70)
 
 
 def test_a_worker_that_is_killed_is_one_sentence_also_while_it_is_idle() -> None:
     worker = Worker({})
-    with pytest.raises(ConfigError, match="was killed, probably since the machine's memory is full"):
+    with pytest.raises(UserError, match="was killed, probably since the machine's memory is full"):
         worker.run(die, signal.SIGKILL)
     assert not worker.is_alive()
-    with pytest.raises(ConfigError, match="was killed"):
+    with pytest.raises(UserError, match="was killed"):
         worker.run(max, 1, 2)
 
 

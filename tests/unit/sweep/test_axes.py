@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.sweep.axes import Axis, label_of, make_rows, run_words, split_command
 
 BASE = ["--num-layers", "4", "--micro-batch-size", "1", "--bf16"]
@@ -83,12 +83,12 @@ def test_switches_omitted_flags_and_flags_with_several_values() -> None:
     ],
 )
 def test_what_an_axis_or_a_base_command_cannot_be(axes: list[Axis], base: list[str], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         make_rows(axes, base)
 
 
 def test_vary_needs_a_flag() -> None:
-    with pytest.raises(ConfigError, match="--vary without a flag"):
+    with pytest.raises(UserError, match="--vary without a flag"):
         split_command(["run", "--vary", "memory", "--", "--lr", "1"])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.sweep import folder as module
 from megatron.sweep.folder import SweepFolder
 from tests.unit.sweep.made import make_record, make_result, make_row
@@ -67,7 +67,7 @@ def test_another_sweep_in_the_folder_is_refused(changes: dict, expected: str, tm
     folder = SweepFolder(tmp_path)
     folder.begin(make_record(A))
     before = (tmp_path / "sweep.json").read_text()
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         folder.begin(make_record(A, **changes))
     assert (tmp_path / "sweep.json").read_text() == before
 
@@ -86,7 +86,7 @@ def test_a_folder_without_a_readable_record_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / "sweep.json").write_text(content)
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         SweepFolder(tmp_path).read()
 
 
@@ -94,7 +94,7 @@ def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path)
     folder.begin(make_record(A))
     folder.result_file(0, 1).write_text(json.dumps({"row": 0}))
-    with pytest.raises(ConfigError, match="000-1.json"):
+    with pytest.raises(UserError, match="000-1.json"):
         folder.results()
 
 
@@ -102,7 +102,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_MAX_WAIT_FOR_LOCK_S", 0.0)
     other = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="another sweep"), SweepFolder(tmp_path).lock():
+    with pytest.raises(UserError, match="another sweep"), SweepFolder(tmp_path).lock():
         pass
     os.close(other)
     with SweepFolder(tmp_path).lock():

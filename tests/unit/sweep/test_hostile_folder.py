@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.sweep.axes import Axis, make_rows
 from megatron.sweep.folder import SweepFolder
 from megatron.sweep.local import run_command
@@ -70,12 +70,12 @@ def test_injected_processes_are_not_started(folder: SweepFolder) -> None:
     ],
 )
 def test_injected_settings_are_refused_as_if_typed(settings: dict[str, str], folder: SweepFolder) -> None:
-    with pytest.raises(ConfigError, match="--vary"):
+    with pytest.raises(UserError, match="--vary"):
         make_rows([Axis(flag, (value,)) for flag, value in settings.items()], [])
     change(folder.path / "sweep.json", lambda record: record["rows"][1].update(settings=settings))
-    with pytest.raises(ConfigError, match="--vary"):
+    with pytest.raises(UserError, match="--vary"):
         folder.begin(make_record(A, repeat=1))
-    with pytest.raises(ConfigError, match="--vary"):
+    with pytest.raises(UserError, match="--vary"):
         run_command([], make_row(1, "time", settings=settings), 4)
 
 
@@ -90,7 +90,7 @@ def test_an_injected_number_of_a_run_writes_nothing_outside(
     array.write_text(json.dumps({"folder": str(tmp_path / "victim"), "job": None, "tasks": [task]}))
     log.write_text("")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match="0.json"):
+    with pytest.raises(UserError, match="0.json"):
         record_task(array, 0, 1, log)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -122,7 +122,7 @@ def test_hostile_values_are_reported_or_refused_by_a_sentence(
             file.write_text(json.dumps({**honest, field: value}))
             try:
                 sweep.write_report(folder)
-            except ConfigError as error:
+            except UserError as error:
                 assert str(folder.path) in str(error)
     fuzz(300, lambda: sweep.write_report(folder), write, folder.path / "runs" / "nothing")
     for content in ("", "[]", "[" * 100_000, "nan", "\x00"):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, read_command_line
+from megatron.config import read_command_line
 from megatron.config.config import SECTIONS
+from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import planned_bytes
 from megatron.planner.timing.step_time import find_cluster, predict_step
@@ -128,7 +129,7 @@ def test_the_settings_without_effect_on_losses_exist() -> None:
 
 
 def test_a_ramp_up_is_refused() -> None:
-    with pytest.raises(ConfigError, match="all 1 combination.* --rampup-batch-size"):
+    with pytest.raises(UserError, match="all 1 combination.* --rampup-batch-size"):
         resolve(base=[*BASE, "--rampup-batch-size", "8", "8", "100"])
 
 
@@ -139,7 +140,7 @@ def test_a_curriculum_is_refused(tmp_path: Path) -> None:
         "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
     }
     (tmp_path / "ds.json").write_text(json.dumps({"curriculum_learning": curriculum}))
-    with pytest.raises(ConfigError, match="curriculum_learning"):
+    with pytest.raises(UserError, match="curriculum_learning"):
         resolve(base=[*BASE, "--deepspeed_config", str(tmp_path / "ds.json")])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.sweep.folder import SweepFolder
 from megatron.sweep.slurm import submit, task_flags
 from tests.unit.sweep.made import make_record, make_row
@@ -40,7 +40,7 @@ def test_the_job_is_the_last_line_of_sbatch(
 def test_tasks_of_a_job_without_a_known_number_run(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="as its last line, expected a job's number") as caught:
+    with pytest.raises(UserError, match="as its last line, expected a job's number") as caught:
         submit_with(output, tmp_path, monkeypatch)
     assert str(caught.value).isprintable()
     array = tmp_path / "sweep" / "arrays" / "0.json"

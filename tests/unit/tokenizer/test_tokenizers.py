@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.config import ConfigError
+from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
@@ -197,9 +197,9 @@ def test_the_default_type_is_the_one_that_fits_the_files(
     vocab, merges = gpt2_files
     assert build_tokenizer(flags(vocab_file=vocab, merge_file=merges)).name == "GPT2BPETokenizer"
     assert build_tokenizer(flags(tokenizer_model=sentence_piece_file)).name == "SentencePieceTokenizer"
-    with pytest.raises(ConfigError, match="GPT2BPETokenizer and SentencePieceTokenizer.*--tokenizer-type"):
+    with pytest.raises(UserError, match="GPT2BPETokenizer and SentencePieceTokenizer.*--tokenizer-type"):
         build_tokenizer(flags(vocab_file=vocab, merge_file=merges, tokenizer_model=sentence_piece_file))
-    with pytest.raises(ConfigError, match="--tokenizer-model"):
+    with pytest.raises(UserError, match="--tokenizer-model"):
         build_tokenizer(flags())
 
 
@@ -219,12 +219,12 @@ def test_the_default_type_is_the_one_that_fits_the_files(
     ],
 )
 def test_a_missing_file_is_named_with_its_flag(given: dict[str, str], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         build_tokenizer(flags(**given))
 
 
 def test_missing_merges_are_named(gpt2_files: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match="--merge-file .*/none.txt: the file does not exist"):
+    with pytest.raises(UserError, match="--merge-file .*/none.txt: the file does not exist"):
         build_tokenizer(flags(vocab_file=gpt2_files[0], merge_file="/nowhere/none.txt"))
 
 
@@ -237,7 +237,7 @@ def test_an_incomplete_gpt2_vocabulary_is_refused(
     vocabulary = json.loads(Path(gpt2_files[0]).read_text())
     del vocabulary[removed]
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         build_tokenizer(flags(vocab_file=str(tmp_path / "vocab.json"), merge_file=gpt2_files[1]))
     assert expected in str(caught.value)
 
@@ -245,9 +245,9 @@ def test_an_incomplete_gpt2_vocabulary_is_refused(
 def test_damaged_files_are_named(gpt2_files: tuple[str, str], tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text('{"a": ')
-    with pytest.raises(ConfigError, match=f"--vocab-file {bad} with --merge-file"):
+    with pytest.raises(UserError, match=f"--vocab-file {bad} with --merge-file"):
         build_tokenizer(flags(vocab_file=str(bad), merge_file=gpt2_files[1]))
-    with pytest.raises(ConfigError, match=f"--tokenizer-model {bad}: not a SentencePiece model"):
+    with pytest.raises(UserError, match=f"--tokenizer-model {bad}: not a SentencePiece model"):
         build_tokenizer(flags(tokenizer_model=str(bad)))
 
 
@@ -257,10 +257,10 @@ def test_tokenizers_without_an_end_of_document_are_refused(hugging_face_folder: 
     tokenizer = AutoTokenizer.from_pretrained(hugging_face_folder)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "hf")
-    with pytest.raises(ConfigError, match="has no eos token"):
+    with pytest.raises(UserError, match="has no eos token"):
         build_tokenizer(flags(tokenizer_name_or_path=str(tmp_path / "hf")))
     model = train_sentence_piece(tmp_path / "sp.model", eos_id=-1)
-    with pytest.raises(ConfigError, match="has no end-of-sentence piece"):
+    with pytest.raises(UserError, match="has no end-of-sentence piece"):
         build_tokenizer(flags(tokenizer_model=model))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError
 from megatron.data.preprocessing import preprocess
+from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary_record import (
     check_record,
@@ -58,7 +58,7 @@ def test_token_files_record_their_vocabulary(original: Namespace, prefix: str) -
 def test_another_vocabulary_of_the_same_size_is_refused(other: Namespace, prefix: str) -> None:
     digest = vocabulary_digest(build_tokenizer(other))
     with pytest.raises(
-        ConfigError, match=f"--data-path {prefix} was tokenized with another vocabulary"
+        UserError, match=f"--data-path {prefix} was tokenized with another vocabulary"
     ) as refused:
         check_record(prefix, "--data-path", digest)
     assert digest[:12] in str(refused.value)
@@ -80,7 +80,7 @@ def test_new_token_files_replace_the_record(other: Namespace, prefix: str, tmp_p
 def test_a_hostile_record_is_named(content: bytes, original: Namespace, prefix: str) -> None:
     path = Path(record_path(prefix))
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{path} cannot be read"):
+    with pytest.raises(UserError, match=f"{path} cannot be read"):
         check_record(prefix, "--data-path", vocabulary_digest(build_tokenizer(original)))
 
 
@@ -105,5 +105,5 @@ def test_without_a_tokenizer_the_records_are_compared_with_each_other(
     assert common_digest([unrecorded, ("--data-path", prefix), ("--data-path", prefix)]) == digest
     preprocess([str(tmp_path / "text.jsonl")], str(tmp_path / "other"), ["text"], other)
     second = str(tmp_path / "other_text_document")
-    with pytest.raises(ConfigError, match=f"--data-path {second} and {prefix} .* different vocabularies"):
+    with pytest.raises(UserError, match=f"--data-path {second} and {prefix} .* different vocabularies"):
         common_digest([("--data-path", prefix), ("--data-path", second)])

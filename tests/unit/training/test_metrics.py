@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.config import ConfigError, LoggingConfig
+from megatron.config import LoggingConfig
+from megatron.errors import UserError
 from megatron.training.logging.metrics import (
     MetricsLogger,
     StepRecord,
@@ -249,7 +250,7 @@ def test_tensorboard_has_optional_tags_only_with_their_flags(tmp_path):
 
 def test_unusable_tensorboard_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--tensorboard-dir"):
+    with pytest.raises(UserError, match="--tensorboard-dir"):
         TensorBoardWriter(str(tmp_path / "file" / "events"), queue_size=10)
 
 

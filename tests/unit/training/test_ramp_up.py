@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import manager
-from megatron.config import Config, ConfigError, read_command_line
+from megatron.config import Config, read_command_line
+from megatron.errors import UserError
 from megatron.planner.dry_run import ramp_up_notes
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -51,7 +52,7 @@ def test_a_dry_run_lists_the_sizes_that_remain(samples: int, micro: int, sizes: 
 
 def test_a_dry_run_refuses_a_size_that_remains_and_does_not_fit(folder: Path) -> None:
     samples = CONSUMED + 10
-    with pytest.raises(ConfigError, match=f"a batch of 6 is not divisible by .* at least {samples} consumed"):
+    with pytest.raises(UserError, match=f"a batch of 6 is not divisible by .* at least {samples} consumed"):
         ramp_up_notes(config_of(*ramp(samples), "--load", folder))
 
 
@@ -79,21 +80,21 @@ def test_a_run_checks_the_sizes_after_its_checkpoint(samples: int, accepted: boo
         found = manager.find_checkpoint(config, VOCAB, {"paths": ["other"]})
         assert found is not None and found.state.consumed_samples == CONSUMED
         return
-    with pytest.raises(ConfigError, match="a batch of [26] is not divisible"):
+    with pytest.raises(UserError, match="a batch of [26] is not divisible"):
         manager.find_checkpoint(config, VOCAB, {"paths": ["other"]})
 
 
 def test_fine_tuning_begins_the_ramp_up_again(folder: Path) -> None:
     config = config_of(*ramp(CONSUMED), "--load", folder, "--finetune", "--vocab-size", VOCAB)
     for check in (ramp_up_notes, lambda config: manager.find_checkpoint(config, VOCAB, {})):
-        with pytest.raises(ConfigError, match="a batch of 2 is not divisible"):
+        with pytest.raises(UserError, match="a batch of 2 is not divisible"):
             check(config)
 
 
 def test_a_start_from_initial_weights_checks_all_sizes(tmp_path: Path) -> None:
     config = config_of(*ramp(30), "--load", tmp_path, "--save", tmp_path)
-    with pytest.raises(ConfigError, match="a batch of 2 is not divisible .* at least 30 consumed samples"):
+    with pytest.raises(UserError, match="a batch of 2 is not divisible .* at least 30 consumed samples"):
         manager.find_checkpoint(config, VOCAB, {})
     evaluation = replace(config.training, no_train=True)
-    with pytest.raises(ConfigError, match="--eval-only needs one"):
+    with pytest.raises(UserError, match="--eval-only needs one"):
         manager.find_checkpoint(replace(config, training=evaluation), VOCAB, {})

@@ -9,8 +9,9 @@ import pytest
 
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import BatchSchedule, Config, ConfigError, parse_args, read_command_line
+from megatron.config import BatchSchedule, Config, parse_args, read_command_line
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.errors import UserError
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.training.start_notes import planned_start, start_notes
 from megatron.training.trainer import run_length
@@ -138,7 +139,7 @@ def test_dry_run_names_the_checkpoint_that_a_run_starts_from(places: tuple[Path,
     [((), "trained on other data"), (("--override-data", "--lr", "1"), "trained with another schedule")],
 )
 def test_dry_run_refuses_what_a_run_refuses(flags, named: str, places: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         start_of(*places, *flags)
 
 

@@ -17,7 +17,8 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader, StateWriter
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import Config, ConfigError, ModelConfig
+from megatron.config import Config, ModelConfig
+from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
 from megatron.mpu.parameters import ParameterSpec
@@ -56,7 +57,7 @@ def write_hugging_face(
 
     precision: 'fp32', 'fp16' or 'bf16'; None: that of the run. verify: compare the weights with their digests
     if the checkpoint has any. One file of weights at a time is in memory. The folder appears complete and
-    synced, or not at all. Raises ConfigError for a model that no family can express, for damaged
+    synced, or not at all. Raises UserError for a model that no family can express, for damaged
     files, for an `output` that exists or cannot be written, and for too little disk space.
     """
     config = checkpoint.config
@@ -141,7 +142,7 @@ class HuggingFaceWriter(StateWriter):
         states: Mapping[str, Iterable[Tensor]],
         step: float | None = None,
     ) -> None:
-        """See `StateWriter`. ConfigError if the precision cannot hold the values."""
+        """See `StateWriter`. UserError if the precision cannot hold the values."""
         parameter = self._parameters[name]
         parts = self._converted(list(states[VALUES]), parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
@@ -157,7 +158,7 @@ class HuggingFaceWriter(StateWriter):
         converted = values.to(PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
         if rounded and count_non_finite(converted) and not count_non_finite(values):
-            raise ConfigError(
+            raise UserError(
                 f"--dtype {self._precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
             )
         parts = parameter.transform.to_hf(converted, self._model)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron.config import ConfigError, ModelConfig
-from megatron.config.errors import one_line
+from megatron.config import ModelConfig
 from megatron.config.fields import changes_model, option_name
 from megatron.config.registry import Choice, Registry
+from megatron.errors import UserError, one_line
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ class Conversion:
     """A group of settings without a one-to-one mapping: names on both sides, and functions that convert in
     each direction.
 
-    megatron: fields of ModelConfig. hf: settings of config.json. `to_megatron` raises ConfigError for values
+    megatron: fields of ModelConfig. hf: settings of config.json. `to_megatron` raises UserError for values
     without an equivalent. megatron_values: the values of a field that can be converted, if not all can.
-    check_file: raises ConfigError if a setting of config.json differs from the value that transformers uses.
+    check_file: raises UserError if a setting of config.json differs from the value that transformers uses.
     """
 
     megatron: tuple[str, ...]
@@ -237,7 +237,7 @@ FAMILIES = Registry(
 def family_of(model: ModelConfig) -> tuple[str, Family]:
     """The model type and family that a model is exported as.
 
-    ConfigError for a model that no family can express. It names the settings in which the model differs from
+    UserError for a model that no family can express. It names the settings in which the model differs from
     the most similar families, and what these need.
     """
     families: dict[str, Family] = {name: FAMILIES.load(name) for name in FAMILIES}
@@ -250,7 +250,7 @@ def family_of(model: ModelConfig) -> tuple[str, Family]:
     fields = dict.fromkeys(field for needed in nearest.values() for field in needed)
     found = _joined({field: getattr(model, field) for field in fields})
     needs = "; ".join(f"{families[name].title} needs {_joined(needed)}" for name, needed in nearest.items())
-    raise ConfigError(f"a model with {found} cannot be written for Hugging Face: {needs}")
+    raise UserError(f"a model with {found} cannot be written for Hugging Face: {needs}")
 
 
 def _joined(settings: Mapping[str, Any]) -> str:
@@ -270,7 +270,7 @@ def exact_or_tanh(setting: str) -> Conversion:
             if found in names:
                 return {"activation": activation}
         expected = " or ".join(name for names in _NAMES.values() for name in names)
-        raise ConfigError(f"the model has {setting} = {one_line(found)}: expected {expected}")
+        raise UserError(f"the model has {setting} = {one_line(found)}: expected {expected}")
 
     return Conversion(
         megatron=("activation",),

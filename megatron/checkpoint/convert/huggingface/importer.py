@@ -39,17 +39,9 @@ from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import RUN_FILE, TrainingState
 from megatron.checkpoint.verify.files import add_checksum
 from megatron.checkpoint.verify.names import check_plain, is_plain, shown
-from megatron.config import (
-    BatchConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-)
-from megatron.config.errors import one_line
+from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
+from megatron.errors import UserError, one_line
 from megatron.files import (
     HostileFileError,
     expect_layout,
@@ -152,7 +144,7 @@ def read_flags(folder: Path) -> Config:
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     """The model in `folder`, of a family in `registry.FAMILIES`.
 
-    Raises ConfigError for a folder that cannot be read, for a model that cannot be converted, and for weights
+    Raises UserError for a folder that cannot be read, for a model that cannot be converted, and for weights
     that are missing, unknown or differ in shape from config.json.
     """
     folder = Path(folder)
@@ -163,7 +155,7 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in precisions:
-            raise ConfigError(
+            raise UserError(
                 f"{folder} holds {name} as {tensor.dtype}: expected weights in fp32, fp16 or bf16"
             )
     dtypes = {tensor.dtype for tensor in stored.values()}
@@ -175,39 +167,37 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
 
 def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     """The family of the model that `folder`/config.json describes, and values for ModelConfig, in which
-    vocab_size is the number of word embeddings. ConfigError for a model that cannot be converted."""
+    vocab_size is the number of word embeddings. UserError for a model that cannot be converted."""
     from transformers import AutoConfig
 
     settings = _check_settings(folder)
     try:
         check_numbers(settings)
-    except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
     try:
         # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the type depends on what is wrong
         # The first line names the check, the next ones what it found.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"transformers refuses {folder / 'config.json'} ({one_line(reason)})") from error
+        raise UserError(f"transformers refuses {folder / 'config.json'} ({one_line(reason)})") from error
     family, fields = _family_and_fields(hf_config, settings, folder)
     _check_names(folder, settings, family, type(hf_config))
     return family, fields
 
 
 def _check_settings(folder: Path) -> dict[str, Any]:
-    """The content of config.json; ConfigError if transformers cannot read it in bounded time."""
+    """The content of config.json; UserError if transformers cannot read it in bounded time."""
     path = folder / "config.json"
     try:
         settings = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model ({one_line(error)})"
-        ) from error
+        raise UserError(f"{folder} is not the folder of a Hugging Face model ({one_line(error)})") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} holds a {type(settings).__name__}, expected an object with settings")
+        raise UserError(f"{path} holds a {type(settings).__name__}, expected an object with settings")
     if not isinstance(settings.get("model_type"), str) or settings["model_type"] not in FAMILIES:
-        raise ConfigError(
+        raise UserError(
             f"{folder} holds a model of type {one_line(settings.get('model_type'))}: expected "
             f"one of {', '.join(FAMILIES)}"
         )
@@ -221,7 +211,7 @@ def _check_settings(folder: Path) -> dict[str, Any]:
 def _check_names(
     folder: Path, settings: dict[str, Any], family: Family, hf_class: type[PreTrainedConfig]
 ) -> None:
-    """ConfigError for a setting that no table has, unless it has the default value of `hf_class`."""
+    """UserError for a setting that no table has, unless it has the default value of `hf_class`."""
     from transformers import PreTrainedConfig
 
     known = family.known_settings() | _NEVER_CHANGE_THE_MODEL | PreTrainedConfig().to_dict().keys()
@@ -229,7 +219,7 @@ def _check_names(
     defaults = hf_class().to_dict()
     for name, value in settings.items():
         if name not in known and (name not in defaults or value != defaults[name]):
-            raise ConfigError(
+            raise UserError(
                 f"{folder} has {shown(name)} = {one_line(value)} in its config.json, which has no equivalent "
                 f"here: only a {family.title} model without it can be converted"
             )
@@ -247,7 +237,7 @@ def _family_and_fields(
     for name, expected in family.hf_constants.items():
         found = getattr(hf_config, name, expected)
         if found != expected:
-            raise ConfigError(
+            raise UserError(
                 f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
                 "converted"
             )
@@ -255,13 +245,13 @@ def _family_and_fields(
         fields = family.megatron_settings(hf_config)
         for pair in family.conversions:
             pair.check_file(settings, hf_config)
-    except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
     required = {field.name for field in dataclasses.fields(ModelConfig) if field.default is MISSING}
     for field, setting in family.fields:
         value = fields.get(field)
         if field in required | {"vocab_size"} and (type(value) is not int or value < 1):
-            raise ConfigError(
+            raise UserError(
                 f"{folder} has {setting} = {one_line(value)} in its config.json: expected a positive number"
             )
     return family, fields
@@ -270,7 +260,7 @@ def _family_and_fields(
 def _known_weights(
     folder: Path, family: Family, stored: Mapping[str, StoredWeight], num_layers: int, untied: bool
 ) -> dict[str, StoredWeight]:
-    """The weights in the family's table, by Hugging Face's name. ConfigError for missing ones, and for others
+    """The weights in the family's table, by Hugging Face's name. UserError for missing ones, and for others
     except buffers and a copy of the tied weight."""
     if num_layers > len(stored):
         raise HostileFileError(
@@ -291,15 +281,15 @@ def _known_weights(
         elif full_name not in buffers:
             unexpected.append(name if is_plain(name) else shown(name))
     if missing := expected.keys() - found.keys():
-        raise ConfigError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")
+        raise UserError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")
     if unexpected:
-        raise ConfigError(
+        raise UserError(
             f"{folder} holds, beside those of the model, {len(unexpected)} weights, among them "
             f"{min(unexpected)}"
         )
     (embeddings,) = (name for name, parameter in expected.items() if parameter.megatron == WORD_EMBEDDINGS)
     if any(not torch.equal(head.read(), found[embeddings].read()) for head in heads):
-        raise ConfigError(
+        raise UserError(
             f"{folder} holds {LM_HEAD} that differs from {embeddings}, although its config.json ties them: "
             "the files are not of one model"
         )
@@ -315,10 +305,10 @@ def _weight_files(folder: Path) -> list[Path]:
             try:
                 names = list(read_json(index)["weight_map"].values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{index} is not an index of weights ({one_line(error)})") from error
+                raise UserError(f"{index} is not an index of weights ({one_line(error)})") from error
             # Only the name of a file in the folder: the file itself may be a link, as in the hub's cache.
             return [folder / name for name in sorted({check_plain(name, index) for name in names})]
-    raise ConfigError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
+    raise UserError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
 
 
 def _read(path: Path) -> Mapping[str, StoredWeight]:
@@ -328,14 +318,14 @@ def _read(path: Path) -> Mapping[str, StoredWeight]:
         if not isinstance(content, dict) or not all(
             type(name) is str and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
-            raise ConfigError(f"the weights in {path} cannot be read: expected a dict of tensors")
+            raise UserError(f"the weights in {path} cannot be read: expected a dict of tensors")
         return {name: StoredWeight(t.shape, t.dtype, lambda t=t: t) for name, t in content.items()}
     try:
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             mapped = {name: file.get_tensor(name) for name in file.keys()}
     except Exception as error:  # a damaged file can fail anywhere inside the library
-        raise ConfigError(f"the weights in {path} cannot be read ({one_line(error)})") from error
+        raise UserError(f"the weights in {path} cannot be read ({one_line(error)})") from error
     return {
         name: StoredWeight(tensor.shape, tensor.dtype, partial(_map_weight, path, name))
         for name, tensor in mapped.items()
@@ -354,8 +344,8 @@ def _check_shapes(model: HuggingFaceModel) -> None:
         try:
             config = model.config(DataConfig(), None)
             specs = _specs_without_padding(config, model.rows, None)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
     untied = config.model.untie_embeddings_and_output_weights
     for parameter in model.family.names(config.model.num_layers, untied):
         weight = torch.empty(specs[parameter.megatron].global_shape, device="meta")
@@ -363,7 +353,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
         for name, part in zip(parameter.hf, parts, strict=True):
             found = model.stored[name].shape
             if found != part.shape:
-                raise ConfigError(
+                raise UserError(
                     f"{model.folder} holds {name} of shape {tuple(found)}: its config.json makes it "
                     f"{tuple(part.shape)}"
                 )
@@ -377,9 +367,9 @@ def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> 
 
 
 def check_finite(values: Tensor, folder: Path, name: str) -> None:
-    """ConfigError if values of the parameter `name` are NaN or infinite."""
+    """UserError if values of the parameter `name` are NaN or infinite."""
     if count := count_non_finite(values):
-        raise ConfigError(
+        raise UserError(
             f"{folder} holds {count:,} numbers of {name} that are NaN or infinite: it is "
             "damaged, or its training diverged: use another one"
         )
@@ -392,12 +382,12 @@ def write_universal(
     beside it. It has no moments: the optimizer starts with new ones.
 
     config: from `model.config`. vocab_size: true size of the vocabulary; rows beyond it are dropped. eod: the
-    end-of-document token, None if unknown. One weight at a time is in memory. Raises ConfigError for a
+    end-of-document token, None if unknown. One weight at a time is in memory. Raises UserError for a
     vocabulary that is larger than the model's, non-finite weights, an `output` that exists, and too
     little disk space.
     """
     if vocab_size > model.rows:
-        raise ConfigError(
+        raise UserError(
             f"{model.folder} has embeddings of {model.rows} tokens, and the tokenizer has {vocab_size}: give "
             "the flags of the tokenizer that the model was trained with"
         )

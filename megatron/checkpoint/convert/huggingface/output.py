@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from megatron.checkpoint.convert.to_universal import check_space
 from megatron.checkpoint.verify.files import describe_file, read_with_retries
 from megatron.checkpoint.verify.names import check_file
-from megatron.config import ConfigError
-from megatron.config.errors import is_access_error, one_line
+from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import read_small
 from megatron.text_table import first_few
 
@@ -30,28 +29,28 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
     """A new folder beside `output`, which the body fills and renames to `output`; removed if the body raises.
     The folder of a conversion that was killed is replaced.
 
-    suffix: of its name. Raises ConfigError if `output` exists, if this folder exists and is not of a killed
+    suffix: of its name. Raises UserError if `output` exists, if this folder exists and is not of a killed
     conversion, if it cannot be made or written, and if its disk has fewer than needed_bytes free.
     """
     temporary = output.with_name(output.name + suffix)
     with _locked(output, temporary) as is_leftover:
         if output.exists():
-            raise ConfigError(_exists(output))
+            raise UserError(_exists(output))
         try:
             if is_leftover and temporary.is_dir() and not temporary.is_symlink():
                 shutil.rmtree(temporary)
             temporary.mkdir()
         except FileExistsError as error:
-            raise ConfigError(_exists(temporary)) from error
+            raise UserError(_exists(temporary)) from error
         except OSError as error:
-            raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
+            raise UserError(f"{output} cannot be made ({error.strerror}): give another folder") from error
         try:
             check_space(temporary, needed_bytes, str(output))
             yield temporary
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if _is_write_error(error, temporary):
-                raise ConfigError(
+                raise UserError(
                     f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
                 ) from error
             raise
@@ -67,7 +66,7 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
     whether the file is of a killed conversion.
 
     The file is not in the folder: NFS keeps an open file that is deleted under another name, so its folder
-    cannot be deleted. Raises ConfigError if another process has the lock. On a file system without locks the
+    cannot be deleted. Raises UserError if another process has the lock. On a file system without locks the
     file itself is the lock, and somebody has to remove that of a killed conversion.
     """
     path = temporary.with_name(temporary.name + ".lock")
@@ -77,19 +76,19 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
         creation = 0 if is_leftover else os.O_CREAT | os.O_EXCL
         lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | creation, 0o666)
     except OSError as error:
-        raise ConfigError(f"{output} cannot be made ({error.strerror}): give another folder") from error
+        raise UserError(f"{output} cannot be made ({error.strerror}): give another folder") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_name_of(path, lock):  # the process that had the lock has ended and deleted the file
                 raise BlockingIOError
         except BlockingIOError as error:
-            raise ConfigError(
+            raise UserError(
                 f"{temporary} is being written by another process: wait, or give another folder"
             ) from error
         except OSError as error:
             if is_leftover:
-                raise ConfigError(
+                raise UserError(
                     f"{path} exists already, of a conversion that runs or was killed: remove it and "
                     f"{temporary.name}, or give another folder"
                 ) from error
@@ -136,7 +135,7 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
 def read_digests(folder: Path) -> dict[str, str]:
     """Name of each file that has a digest -> its SHA-256; {} for a folder without digests.
 
-    Raises ConfigError if they are malformed, OSError if they cannot be read now.
+    Raises UserError if they are malformed, OSError if they cannot be read now.
     """
     path = folder / DIGEST_FILE
     if not path.exists():
@@ -144,7 +143,7 @@ def read_digests(folder: Path) -> dict[str, str]:
     text = read_with_retries(path, lambda: read_small(path)).decode(errors="replace")
     found = [_LINE.fullmatch(line) for line in text.splitlines()]
     if not all(found):
-        raise ConfigError(f"{path} is damaged: expected a digest and a file's name in each line")
+        raise UserError(f"{path} is damaged: expected a digest and a file's name in each line")
     return {check_file(match[2], path): match[1] for match in found if match}
 
 
@@ -162,10 +161,10 @@ def digest_problem(folder: Path, name: str, digest: str) -> str | None:
 
 
 def check_digests(folder: Path) -> None:
-    """Raises ConfigError, with their names, for files that differ from their digests."""
+    """Raises UserError, with their names, for files that differ from their digests."""
     problems = [digest_problem(folder, *entry) for entry in read_digests(folder).items()]
     if damaged := [problem for problem in problems if problem]:
-        raise ConfigError(
+        raise UserError(
             f"{folder} is damaged: {first_few(damaged)}: copy it again, or delete {DIGEST_FILE} if you have "
             "changed the folder yourself"
         )

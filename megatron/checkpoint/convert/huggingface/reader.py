@@ -76,7 +76,7 @@ class HuggingFaceReader(StateReader):
         return [VALUES]
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
-        """See `StateReader`. ConfigError for numbers that are not finite."""
+        """See `StateReader`. UserError for numbers that are not finite."""
         full = self._converted(name, self._parts(name), self._config)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.convert.huggingface.family import Conversion
 from megatron.checkpoint.verify.names import shown
-from megatron.config import ConfigError, ModelConfig
-from megatron.config.errors import one_line
+from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
+from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,7 +46,7 @@ def _to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
-    """ConfigError for a rotary setting of a config.json that is not a number. transformers would compute with
+    """UserError for a rotary setting of a config.json that is not a number. transformers would compute with
     it before it names it."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = settings.get(name)
@@ -63,7 +63,7 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
 
 def _expect_number(key: str, value: Any, kind: str) -> None:
     if type(value) not in (int, float):
-        raise ConfigError(
+        raise UserError(
             f"the model's rope_parameters have {key} = {one_line(value)} with rope_type {kind}: expected a "
             "number"
         )
@@ -73,11 +73,11 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
     """read: keys of rope_parameters that the caller reads."""
     found = getattr(hf_config, "rope_parameters", None) or {}
     if not isinstance(found, dict):
-        raise ConfigError(f"the model's rope_parameters are {one_line(found)}: expected an object")
+        raise UserError(f"the model's rope_parameters are {one_line(found)}: expected an object")
     rope: dict[str, Any] = dict(found)
     kind = rope.pop("rope_type", "default")
     if not isinstance(kind, str) or (kind != "default" and kind not in ROPE_SCALINGS):
-        raise ConfigError(
+        raise UserError(
             f"the model's rope_parameters are of rope_type {one_line(kind)}: expected default, "
             f"{' or '.join(ROPE_SCALINGS)}"
         )
@@ -98,7 +98,7 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
         # transformers adds the context of the model itself if the file has none.
         unused = key in read or (key == "original_max_position_embeddings" and kind in ("default", "linear"))
         if not unused and value != without_effect.get(key):
-            raise ConfigError(
+            raise UserError(
                 f"the model's rope_parameters have {one_line(key)} = {one_line(value)}, which has no "
                 f"equivalent here with rope_type {kind}"
             )
@@ -109,7 +109,7 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
 def _check_beside(
     settings: Mapping[str, Any], hf_config: PreTrainedConfig, keys: Mapping[str, str] = _BESIDE
 ) -> None:
-    """ConfigError for a rotary setting of a config.json that differs from what transformers uses.
+    """UserError for a rotary setting of a config.json that differs from what transformers uses.
 
     It reads rope_scaling before rope_parameters, and settings beside these only for keys that they lack.
     keys: names beside them -> keys in them.
@@ -120,7 +120,7 @@ def _check_beside(
         beside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
     for name, (value, key) in beside.items():
         if value is not None and value != used.get(key):
-            raise ConfigError(
+            raise UserError(
                 f"the model has {shown(name)} = {one_line(value)}, but transformers uses {key} = "
                 f"{one_line(used.get(key))} of rope_parameters or rope_scaling: drop the one that is wrong"
             )
@@ -144,7 +144,7 @@ def _partial_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     rope = getattr(hf_config, "rope_parameters", None)
     part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
-        raise ConfigError(
+        raise UserError(
             f"the model rotates {one_line(part)} of each head: expected a number above 0 and at most 1"
         )
     return {**_to_megatron(hf_config, ("partial_rotary_factor",)), "rotary_percent": float(part)}

@@ -15,8 +15,8 @@ from megatron.checkpoint.convert.huggingface.family import (
     with_bias,
 )
 from megatron.checkpoint.convert.huggingface.rope import ROPE
-from megatron.config import ConfigError, ModelConfig
-from megatron.config.errors import one_line
+from megatron.config import ModelConfig
+from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,7 +30,7 @@ def _groups_to_hf(model: ModelConfig) -> dict[str, Any]:
 def _groups_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     heads, groups = hf_config.num_attention_heads, hf_config.num_kv_heads
     if not hf_config.multi_query and groups != heads:
-        raise ConfigError(
+        raise UserError(
             f"the model has num_kv_heads = {one_line(groups)} without multi_query: expected "
             f"num_attention_heads, {one_line(heads)}"
         )
@@ -39,7 +39,7 @@ def _groups_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 def _one_norm(hf_config: PreTrainedConfig) -> dict[str, Any]:
     if hf_config.num_ln_in_parallel_attn not in (None, 1):
-        raise ConfigError(
+        raise UserError(
             "the model has num_ln_in_parallel_attn = "
             f"{one_line(hf_config.num_ln_in_parallel_attn)}: expected 1"
         )

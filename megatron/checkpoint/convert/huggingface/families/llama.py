@@ -17,8 +17,8 @@ from megatron.checkpoint.convert.huggingface.family import (
     Transform,
 )
 from megatron.checkpoint.convert.huggingface.rope import ROPE
-from megatron.config import ConfigError, ModelConfig
-from megatron.config.errors import one_line
+from megatron.config import ModelConfig
+from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,7 +48,7 @@ GATE = Transform(
 def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
     heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
-        raise ConfigError(
+        raise UserError(
             f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
             f"{one_line(heads)}: expected a multiple of the former"
         )

@@ -15,8 +15,8 @@ from megatron.checkpoint.convert.huggingface.families.llama import (
     PARAMETERS,
 )
 from megatron.checkpoint.convert.huggingface.family import Conversion, Parameter, equal_heads
-from megatron.config import ConfigError, ModelConfig
-from megatron.config.errors import one_line
+from megatron.config import ModelConfig
+from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,7 +35,7 @@ def _window_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
         return {}
     if kinds == ["sliding_attention"] * hf_config.num_hidden_layers and hf_config.sliding_window is not None:
         return {"window_size": hf_config.sliding_window}
-    raise ConfigError(
+    raise UserError(
         f"the model has use_sliding_window = {hf_config.use_sliding_window} and layer_types = "
         f"{one_line(kinds)}: expected a window in all layers or in none"
     )

@@ -1,4 +1,4 @@
-"""The error for invalid settings, and the exit of a program on it."""
+"""Errors that the user can mend, and the exit of a program on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
-CONFIG_ERROR_EXIT_CODE = 2
+USER_ERROR_EXIT_CODE = 2
 # Seconds in which rank 0 prints an error that another rank has found first.
 _RANK_0_PRINTS_S = 5.0
 # What an OSError can say about the access to a file, rather than about the file itself.
@@ -27,11 +27,16 @@ _OF_ACCESS = frozenset(
 )
 
 
-class ConfigError(Exception):
-    """An invalid setting: one sentence with the value, the expected value, and the flag to change.
+class UserError(Exception):
+    """What the user can mend: a setting, a file, a disk. One sentence: the value, what was expected, and what
+    to change.
 
     Deliberately not a ValueError, which argparse catches and replaces by its own message.
     """
+
+
+class ConfigError(UserError):
+    """An invalid setting; the sentence names the flag to change."""
 
 
 def printable(text: str) -> str:
@@ -60,13 +65,13 @@ def is_access_error(error: BaseException) -> bool:
 
 @contextmanager
 def stop_at_access_error(consequence: str = "") -> Iterator[None]:
-    """Raises ConfigError for an error of access in the block. consequence: the end of its sentence."""
+    """Raises UserError for an error of access in the block. consequence: the end of its sentence."""
     try:
         yield
     except OSError as error:
         if not is_access_error(error):
             raise
-        raise ConfigError(_access_sentence(error) + consequence) from error
+        raise UserError(_access_sentence(error) + consequence) from error
 
 
 def _access_sentence(error: OSError) -> str:
@@ -78,17 +83,17 @@ def _access_sentence(error: OSError) -> str:
 
 
 @contextmanager
-def exit_on_config_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Ends the program with exit code 2 on a ConfigError, an error of access or too long a name. Every rank
+def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Ends the program with exit code 2 on a UserError, an error of access or too long a name. Every rank
     exits, see `exit_with_error`. Only the rank that has an error of access knows it, and prints it."""
     try:
         yield
-    except ConfigError as error:
-        exit_with_error(str(error), CONFIG_ERROR_EXIT_CODE, env)
+    except UserError as error:
+        exit_with_error(str(error), USER_ERROR_EXIT_CODE, env)
     except OSError as error:
         if not is_access_error(error) and error.errno != errno.ENAMETOOLONG:
             raise
-        exit_with_error(_access_sentence(error), CONFIG_ERROR_EXIT_CODE, {})
+        exit_with_error(_access_sentence(error), USER_ERROR_EXIT_CODE, {})
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:
