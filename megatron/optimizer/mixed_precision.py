@@ -27,6 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
+from megatron.errors import UserError
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks

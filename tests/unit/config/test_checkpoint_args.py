@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import Config, ConfigError, parse_args, read_command_line
+from megatron.config import Config, parse_args, read_command_line
 from megatron.config.checkpoint_args import SavedConfig
+from megatron.errors import UserError
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL
 
@@ -62,7 +63,7 @@ def test_finetuning_treats_documents_as_its_own_flags_say(saved: Config) -> None
     ],
 )
 def test_a_flag_that_changes_the_model_must_not_differ(saved: Config, words: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(UserError, match=named):
         read_with(saved, *words.split())
     read_with(saved, "--hidden-size", "64", "--embed-layernorm")
 
@@ -71,15 +72,15 @@ def test_a_flag_that_changes_the_model_must_not_differ(saved: Config, words: str
 def test_a_value_of_another_type_is_refused(saved: Config, value: object) -> None:
     model = dataclasses.replace(saved.model)
     object.__setattr__(model, "num_layers", value)
-    with pytest.raises(ConfigError, match="folder/global_step5: model.num_layers"):
+    with pytest.raises(UserError, match="folder/global_step5: model.num_layers"):
         read_with(dataclasses.replace(saved, model=model))
 
 
 def test_missing_flags_of_the_model_name_use_checkpoint_args_beside_load() -> None:
     words = ["--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-3", "--train-iters", "5"]
-    with pytest.raises(ConfigError, match="--num-layers .*; --use-checkpoint-args takes"):
+    with pytest.raises(UserError, match="--num-layers .*; --use-checkpoint-args takes"):
         parse_args([*words, "--load", "checkpoints", "--finetune", "--save", "tuned"])
-    with pytest.raises(ConfigError, match=r"--seq-length \(sequence length in tokens\)$"):
+    with pytest.raises(UserError, match=r"--seq-length \(sequence length in tokens\)$"):
         parse_args(words)
 
 
@@ -90,7 +91,7 @@ def test_the_checkpoint_is_that_of_load_or_what_the_run_has_saved_since(tmp_path
     for load in (base.parent, base):
         command = read_command_line([*words, str(load)], {}, read_saved_config)
         assert command.config.model == config.model and str(base) in command.notes[0]
-    with pytest.raises(ConfigError, match="--use-checkpoint-args: .*holds no checkpoint"):
+    with pytest.raises(UserError, match="--use-checkpoint-args: .*holds no checkpoint"):
         read_command_line([*words, str(tmp_path / "none")], {}, read_saved_config)
     (base.parent / "latest").unlink()  # as after a power failure
     read_command_line([*words, str(base.parent)], {}, read_saved_config)
@@ -116,7 +117,7 @@ def test_other_flags_are_refused_with_their_remedy(tmp_path: Path) -> None:
         (f"--finetune --load {inside} --save {folder}/", "--finetune with --load"),
         (f"--no-load-optim --load {folder} --save {folder}", "--no-load-optim with --load"),
     ]:
-        with pytest.raises(ConfigError, match=named):
+        with pytest.raises(UserError, match=named):
             parse_args([*SMALL, *words.split()], {})
     for words in (
         f"--finetune --load {folder} --save {other} --no-load-rng --override-opt_param-scheduler",
