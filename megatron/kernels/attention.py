@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from megatron.kernels.dropout import drop_threshold
+
 # Larger heads do not fit in a GPU's registers and shared memory.
 MAX_HEAD_DIM = 128
 
@@ -106,6 +108,43 @@ class _FlashAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of the tiles of queries and of keys, and compile options."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BLOCK_QUERIES": self.queries, "BLOCK_KEYS": self.keys}
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# Kernel -> tiles, for heads of up to 64 and of up to 128. Compiled for sm_80 and sm_90, none of them spills a
+# register, and a block needs at most 99 KiB of shared memory, which consumer GPUs have.
+_TILES = {
+    "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+    "query": (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    "key": (Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 2)),
+}
+_FP32_TILES = {
+    "forward": (Tiles(32, 32, 8, 1), Tiles(16, 64, 8, 1)),
+    "query": (Tiles(32, 32, 8, 1), Tiles(16, 32, 8, 1)),
+    "key": (Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1)),
+}
+
+
+def tiles(kernel: str, dtype: torch.dtype, head_dim: int) -> Tiles:
+    """For 'forward', 'query' and 'key'."""
+    return (_FP32_TILES if dtype == torch.float32 else _TILES)[kernel][head_dim > 64]
+
+
 @torch.library.custom_op("megatron::attention_forward", mutates_args=())
 def attention_forward_op(
     query: Tensor,
@@ -119,10 +158,23 @@ def attention_forward_op(
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
     """(output, logarithm of base 2 of each row's sum of exponentials, fp32 [batch, heads, seq])."""
-    from megatron.kernels.attention_launch import launch_forward  # triton is optional
+    from megatron.kernels.attention_triton import attention_forward_kernel  # triton is optional
 
     out, log_sums = _like(query), _per_row(query, torch.float32)
-    launch_forward(query, key, value, out, log_sums, slopes, first_keys, sample_keys, scale, p, first_head)
+    sizes, common = _common("forward", query, key, value, slopes, first_keys, scale, p)
+    seq, batch, heads, _ = query.shape
+    if query.numel():
+        attention_forward_kernel[(-(-seq // sizes.queries), batch * heads)](
+            query,
+            key,
+            value,
+            out,
+            log_sums,
+            sample_keys=sample_keys,
+            first_head=first_head,
+            HAS_DROPOUT=sample_keys is not None,
+            **common,
+        )
     return out, log_sums
 
 
@@ -147,26 +199,27 @@ def attention_backward_query_op(
     first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of the queries, sum(out * grad) of each row in fp32, the hash of each row in int64)."""
-    from megatron.kernels.attention_launch import launch_backward_query  # triton is optional
+    from megatron.kernels.attention_triton import attention_backward_query_kernel  # triton is optional
 
     grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
-    launch_backward_query(
-        query,
-        key,
-        value,
-        out,
-        grad,
-        log_sums,
-        grad_query,
-        row_sums,
-        row_keys,
-        slopes,
-        first_keys,
-        sample_keys,
-        scale,
-        p,
-        first_head,
-    )
+    sizes, common = _common("query", query, key, value, slopes, first_keys, scale, p)
+    seq, batch, heads, _ = query.shape
+    if query.numel():
+        attention_backward_query_kernel[(-(-seq // sizes.queries), batch * heads)](
+            query,
+            key,
+            value,
+            out,
+            grad,
+            log_sums,
+            grad_query,
+            row_sums,
+            row_keys,
+            sample_keys=sample_keys,
+            first_head=first_head,
+            HAS_DROPOUT=sample_keys is not None,
+            **common,
+        )
     return grad_query, row_sums, row_keys
 
 
@@ -192,31 +245,71 @@ def attention_backward_key_op(
     p: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values."""
-    from megatron.kernels.attention_launch import launch_backward_key  # triton is optional
+    from megatron.kernels.attention_triton import attention_backward_key_kernel  # triton is optional
 
     grad_key, grad_value = _like(key), _like(value)
-    launch_backward_key(
-        query,
-        key,
-        value,
-        grad,
-        log_sums,
-        row_sums,
-        grad_key,
-        grad_value,
-        slopes,
-        first_keys,
-        end_queries,
-        row_keys,
-        scale,
-        p,
-    )
+    sizes, common = _common("key", query, key, value, slopes, first_keys, scale, p)
+    seq, batch, groups, _ = key.shape
+    if query.numel():
+        attention_backward_key_kernel[(-(-seq // sizes.keys), batch * groups)](
+            query,
+            key,
+            value,
+            grad,
+            log_sums,
+            row_sums,
+            grad_key,
+            grad_value,
+            end_queries=end_queries,
+            row_keys=row_keys,
+            HAS_DROPOUT=p > 0,
+            **common,
+        )
     return grad_key, grad_value
 
 
 @attention_backward_key_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return _like(key), _like(value)
+
+
+def _common(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    first_keys: Tensor | None,
+    scale: float,
+    p: float,
+) -> tuple[Tiles, dict[str, Any]]:
+    """Tile sizes, and the arguments that all kernels have."""
+    seq, batch, heads, head_dim = query.shape
+    block_dim = max(1 << (head_dim - 1).bit_length(), 16)
+    sizes = tiles(kernel, query.dtype, head_dim)
+    strides = {
+        f"{name}_{dim}": stride
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+        for dim, stride in zip(("seq", "batch", "head"), tensor.stride(), strict=False)
+    }
+    return sizes, {
+        "slopes": slopes,
+        "first_keys": first_keys,
+        "HAS_SLOPES": slopes is not None,
+        "HAS_RANGES": first_keys is not None,
+        "seq": seq,
+        "batch": batch,
+        "heads": heads,
+        "group": heads // key.shape[2],
+        **strides,
+        "scale": scale,
+        "dropped_below": drop_threshold(p),
+        "keep_scale": 1.0 / (1.0 - p),
+        "HEAD_DIM": head_dim,
+        "BLOCK_DIM": block_dim,
+        **sizes.constants,
+        **sizes.options,
+    }
 
 
 def _like(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of `megatron.kernels.attention`, launched by `attention_launch`.
+"""The kernels of `megatron.kernels.attention`.
 
 Offsets of elements are within a tile or are int64.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.dropout_triton import _mix32, _mix64
+from megatron.kernels.triton_kernels import _mix32, _mix64
 
 # Products of fp32 numbers as three products of tensor cores, which keep about 21 bits of the factors.
 FP32_PRODUCT: tl.constexpr = tl.constexpr("tf32x3")

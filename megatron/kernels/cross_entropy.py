@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BLOCK = 4096
+OPTIONS = {"num_warps": 8}
+
 
 @torch.library.custom_op("megatron::logit_statistics", mutates_args=())
 def logit_statistics_op(logits: Tensor, targets: Tensor, num_valid_columns: int) -> Tensor:
@@ -49,10 +52,24 @@ def _statistics(
     z_loss_weight: float,
     with_gradient: bool,
 ) -> Tensor:
-    from megatron.kernels.cross_entropy_triton import launch_statistics  # triton is optional
+    from megatron.kernels.triton_kernels import logit_statistics_kernel  # triton is optional
 
     found = _per_row(logits)
-    launch_statistics(logits, targets, found, num_valid_columns, gradient_scale, z_loss_weight, with_gradient)
+    rows, columns = logits.shape
+    if rows:
+        logit_statistics_kernel[(rows,)](
+            logits,
+            targets,
+            found,
+            rows,
+            columns,
+            num_valid_columns,
+            gradient_scale,
+            z_loss_weight,
+            WITH_GRADIENT=with_gradient,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
     return found
 
 
@@ -76,9 +93,22 @@ def write_logit_gradient_op(
     largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Others: see
     `logit_statistics_op`.
     """
-    from megatron.kernels.cross_entropy_triton import launch_gradient  # triton is optional
+    from megatron.kernels.triton_kernels import write_gradient_kernel  # triton is optional
 
-    launch_gradient(logits, targets, largest, exp_sums, num_valid_columns, gradient_scale, z_loss_weight)
+    rows, columns = logits.shape
+    if rows:
+        write_gradient_kernel[(rows,)](
+            logits,
+            targets,
+            largest,
+            exp_sums,
+            columns,
+            num_valid_columns,
+            gradient_scale,
+            z_loss_weight,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
 
 
 @write_logit_gradient_op.register_fake

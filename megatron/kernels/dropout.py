@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
+# Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
 
 @dataclass(frozen=True)
 class ShardOffsets:
@@ -79,10 +83,30 @@ def dropout_add_op(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The kernel's launch. dtype: of the output; without a residual also of the product, else x's is."""
-    from megatron.kernels.dropout_triton import launch  # triton is optional
+    from megatron.kernels.triton_kernels import dropout_add_kernel  # triton is optional
 
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    launch(x, bias, residual, sample_keys, out, ShardOffsets(*offsets), drop_threshold(p), 1.0 / (1.0 - p))
+    columns = x.shape[-1]
+    rows = x.numel() // max(columns, 1)
+    if x.numel():
+        grid = (-(-rows // BLOCK_ROWS), -(-columns // BLOCK_COLUMNS))
+        dropout_add_kernel[grid](
+            x,
+            bias,
+            residual,
+            out,
+            sample_keys,
+            rows,
+            columns,
+            *offsets,
+            drop_threshold(p),
+            1.0 / (1.0 - p),
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            BLOCK_ROWS=BLOCK_ROWS,
+            BLOCK_COLUMNS=BLOCK_COLUMNS,
+            **OPTIONS,
+        )
     return out
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+BLOCK = 512
+OPTIONS = {"num_warps": 4}
+
 
 def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """total[ids[i]] += rows[i] for all i: a sort of the ids and one launch.
@@ -21,9 +24,12 @@ def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -
 @torch.library.custom_op("megatron::add_rows", mutates_args=("total",))
 def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
     """total[ids[i]] += rows[order[i]] for all i; ids ascending."""
-    from megatron.kernels.embedding_triton import launch  # triton is optional
+    from megatron.kernels.triton_kernels import add_rows_kernel  # triton is optional
 
-    launch(total, ids, order, rows)
+    tokens, width = rows.shape
+    if tokens:
+        grid = (tokens, -(-width // BLOCK))
+        add_rows_kernel[grid](total, ids, order, rows, tokens, width, BLOCK=BLOCK, **OPTIONS)
 
 
 @add_rows_op.register_fake

@@ -13,6 +13,10 @@ import torch
 
 # Elements of a chunk, which one program of the first kernel sums.
 CHUNK = 4096
+# Squares that a program of the second kernel adds at once.
+BLOCK = 1024
+CHUNK_SQUARES_OPTIONS = {"num_warps": 8}
+CHUNK_NORMS_OPTIONS = {"num_warps": 4}
 
 
 def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -24,12 +28,13 @@ def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @torch.library.custom_op("megatron::chunk_squares", mutates_args=())
 def chunk_squares_op(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
-    from megatron.kernels.norms_triton import launch_chunk_squares  # triton is optional
+    from megatron.kernels.triton_kernels import chunk_squares_kernel  # triton is optional
 
     places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
     starts, lengths = _chunk_table(places, tensors[0].device)
     squares = torch.empty(len(starts), dtype=torch.float64, device=starts.device)
-    launch_chunk_squares(starts, lengths, squares)
+    if len(squares):
+        chunk_squares_kernel[(len(squares),)](starts, lengths, squares, CHUNK=CHUNK, **CHUNK_SQUARES_OPTIONS)
     return squares
 
 
@@ -42,10 +47,11 @@ def _(tensors: list[torch.Tensor]) -> torch.Tensor:
 @torch.library.custom_op("megatron::chunk_norms", mutates_args=())
 def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """The square root of the sum of the next counts[i] squares, for each i, fp64."""
-    from megatron.kernels.norms_triton import launch_chunk_norms  # triton is optional
+    from megatron.kernels.triton_kernels import chunk_norms_kernel  # triton is optional
 
     norms = torch.empty(len(counts), dtype=torch.float64, device=squares.device)
-    launch_chunk_norms(squares, _first_chunks(tuple(counts), squares.device), norms)
+    first_chunks = _first_chunks(tuple(counts), squares.device)
+    chunk_norms_kernel[(len(norms),)](squares, first_chunks, norms, BLOCK=BLOCK, **CHUNK_NORMS_OPTIONS)
     return norms
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron.kernels.cross_entropy import (
+    BLOCK,
     logit_statistics_and_gradient_op,
     logit_statistics_op,
     write_logit_gradient_op,
 )
-from megatron.kernels.cross_entropy_triton import BLOCK
 from megatron.mpu import logit_chunks
 from megatron.mpu.cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup

@@ -29,7 +29,7 @@ def test_norms_of_ragged_tensors_are_exact_to_fp64_and_close_to_the_twin():
 
 @pytest.mark.full
 def test_a_tensor_with_more_chunks_than_a_block_of_the_second_kernel():
-    from megatron.kernels.norms_triton import BLOCK
+    from megatron.kernels.norms import BLOCK
 
     (values,) = tensors((BLOCK + 3) * CHUNK + 5)
     assert fused_norms([values]).item() == pytest.approx(values.double().norm().item(), rel=1e-13)

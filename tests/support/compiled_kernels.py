@@ -58,7 +58,8 @@ _EDGE = ("rows", "first_row", "first_column")
 
 
 def _dropout_variants() -> Iterator[Variant]:
-    from megatron.kernels import dropout_triton as module
+    from megatron.kernels import dropout as module
+    from megatron.kernels import triton_kernels
 
     tile = {"BLOCK_ROWS": module.BLOCK_ROWS, "BLOCK_COLUMNS": module.BLOCK_COLUMNS}
     numbers = dict.fromkeys(
@@ -86,7 +87,7 @@ def _dropout_variants() -> Iterator[Variant]:
         flags = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
         yield Variant(
             label,
-            module.dropout_add_kernel,
+            triton_kernels.dropout_add_kernel,
             {**types, "sample_keys": "*i64", **numbers, "scale": "fp32"},
             {**absent, **flags, **tile},
             module.OPTIONS,
@@ -96,18 +97,19 @@ def _dropout_variants() -> Iterator[Variant]:
 
 
 def _norm_variants() -> Iterator[Variant]:
-    from megatron.kernels import norms_triton as module
+    from megatron.kernels import norms as module
+    from megatron.kernels import triton_kernels
 
     yield Variant(
         "norms: squares of chunks",
-        module.chunk_squares_kernel,
+        triton_kernels.chunk_squares_kernel,
         {"starts": "*i64", "lengths": "*i32", "squares": "*fp64"},
         {"CHUNK": module.CHUNK},
         module.CHUNK_SQUARES_OPTIONS,
     )
     yield Variant(
         "norms: sums of chunks",
-        module.chunk_norms_kernel,
+        triton_kernels.chunk_norms_kernel,
         {"squares": "*fp64", "first_chunks": "*i32", "norms": "*fp64"},
         {"BLOCK": module.BLOCK},
         module.CHUNK_NORMS_OPTIONS,
@@ -115,12 +117,13 @@ def _norm_variants() -> Iterator[Variant]:
 
 
 def _embedding_variants() -> Iterator[Variant]:
-    from megatron.kernels import embedding_triton as module
+    from megatron.kernels import embedding as module
+    from megatron.kernels import triton_kernels
 
     for dtype, ones in (*((dtype, ()) for dtype in _POINTERS), ("bf16", ("tokens",))):
         yield Variant(
             f"embedding's gradient {dtype}{', 1 token' if ones else ''}",
-            module.add_rows_kernel,
+            triton_kernels.add_rows_kernel,
             {
                 "total": "*fp32",
                 "ids": "*i64",
@@ -136,7 +139,8 @@ def _embedding_variants() -> Iterator[Variant]:
 
 
 def _cross_entropy_variants() -> Iterator[Variant]:
-    from megatron.kernels import cross_entropy_triton as module
+    from megatron.kernels import cross_entropy as module
+    from megatron.kernels import triton_kernels
 
     numbers = {
         "columns": "i32",
@@ -150,7 +154,7 @@ def _cross_entropy_variants() -> Iterator[Variant]:
         for with_gradient, ones in ((True, ()), (False, ()), (True, ("rows",))):
             yield Variant(
                 f"cross entropy{'' if with_gradient else ', no gradient'} {dtype}{', 1 row' if ones else ''}",
-                module.logit_statistics_kernel,
+                triton_kernels.logit_statistics_kernel,
                 {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
                 {"WITH_GRADIENT": with_gradient, "BLOCK": module.BLOCK},
                 module.OPTIONS,
@@ -159,7 +163,7 @@ def _cross_entropy_variants() -> Iterator[Variant]:
             )
         yield Variant(
             f"cross entropy, gradient {dtype}",
-            module.write_gradient_kernel,
+            triton_kernels.write_gradient_kernel,
             {"logits": logits, "targets": "*i64", "largest": "*fp32", "exp_sums": "*fp32", **numbers},
             {"BLOCK": module.BLOCK},
             module.OPTIONS,
@@ -199,13 +203,14 @@ def _attention_variants() -> Iterator[Variant]:
     import torch
     import triton
 
-    from megatron.kernels import attention_launch as module
+    from megatron.kernels import attention as module
+    from megatron.kernels import attention_triton
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     kernels = {
-        "forward": module.attention_forward_kernel,
-        "query": module.attention_backward_query_kernel,
-        "key": module.attention_backward_key_kernel,
+        "forward": attention_triton.attention_forward_kernel,
+        "query": attention_triton.attention_backward_query_kernel,
+        "key": attention_triton.attention_backward_key_kernel,
     }
     for dtype, head_dim, aligned, ones in _ATTENTION_SIZES:
         for name, kernel in kernels.items():
