@@ -386,13 +386,11 @@ def make_step(config: Any, vocab_size: int) -> tuple[Any, Callable[[], object]]:
 
     from megatron.data.loader import MicroBatch
     from megatron.mpu.layout import ParallelLayout
-    from megatron.pipeline.stages import plan_stages
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
     layout = ParallelLayout.from_config(config.parallel, int(os.environ["RANK"]))
-    plan = plan_stages(config, vocab_size)
-    engine = build_engine(config, layout, layout.make_tp_group(), Vocabulary(vocab_size, 0), plan)
+    engine = build_engine(config, layout, layout.make_tp_group(), Vocabulary(vocab_size, 0))
     seq, batch = config.model.seq_length, config.batch
     tokens = torch.randint(
         0, vocab_size, (batch.micro_batch_size, seq + 1), generator=torch.Generator().manual_seed(0)

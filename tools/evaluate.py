@@ -313,7 +313,7 @@ def run(argv: Sequence[str]) -> None:
     from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
     from megatron.cluster.preparation import Preparation
     from megatron.cluster.rendezvous import announce_errors
-    from megatron.training.loaded_model import config_of_layout
+    from megatron.training.build import config_of_layout
 
     degrees = (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
     launched = world_size_of(os.environ)
@@ -351,7 +351,7 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     from megatron.cluster.preflight import check_kernels
     from megatron.cluster.processes import init_distributed
     from megatron.cluster.rendezvous import announce_errors
-    from megatron.training.loaded_model import load_distributed_model
+    from megatron.training.build import load_distributed_model
 
     leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
     with announce_errors():  # rank 0 prints that another rank has no device

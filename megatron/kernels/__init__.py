@@ -2,7 +2,7 @@
 
 An operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes. The
 files of the operators import without triton, which is optional and takes 0.4 s; the kernels that they launch
-are in `triton_kernels` and `attention_triton`. Each kernel has a plain PyTorch twin, for CPUs and GPUs without
+are in `triton_kernels` and `attention_triton`. Each kernel has a PyTorch twin, for CPUs and GPUs without
 triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`

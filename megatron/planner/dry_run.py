@@ -16,8 +16,8 @@ from megatron.planner.memory.fit import fit_summary
 from megatron.planner.memory.stage_memory import StageMemory, plan_memory
 from megatron.planner.planned_report import planned_run_report
 from megatron.planner.timing.step_time import planned_step
+from megatron.training.build import Setup
 from megatron.training.data import planned_data_report
-from megatron.training.setup import Setup
 from megatron.training.start_notes import planned_start, start_notes
 
 

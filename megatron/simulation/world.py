@@ -16,7 +16,6 @@ import numpy as np
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint.compatibility import resumed_schedule
-from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster import processes
 from megatron.cluster.rank_reports import RankReport
@@ -36,7 +35,7 @@ from megatron.simulation.peers import Neighbours
 from megatron.simulation.rank_process import mark_state, no_values, simulated_process
 from megatron.simulation.record import StepRecord
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
-from megatron.training.build import build_engine
+from megatron.training.build import build_engine, build_trainer
 from megatron.training.data import RunData
 from megatron.training.logging.startup_report import StartupReport
 from megatron.training.trainer import Trainer, make_metrics
@@ -163,16 +162,30 @@ def _make_trainer(
     rank = processes.init_distributed(config, FakeStore())
     vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
     tp_group = layout.make_tp_group()
-    engine = build_engine(config, layout, tp_group, vocab, plan, no_values)
+    engine = build_engine(config, layout, tp_group, vocab, plan.bounds, no_values)
     size, unit = config.batch.global_batch_size, config.batch.micro_batch_size * layout.dp_size
     batches = BatchSchedule(size)
     least = config.parallel.min_micro_batches * unit
     if size > least:
         # As few micro-batches as possible in the first step, which only makes the state.
         batches = BatchSchedule(size, (least, size - least, least))
-    samples = _EmptySamples(_STEPS * size, config.model.seq_length)
+    return build_trainer(
+        config,
+        engine,
+        vocab,
+        RunLength(_NEVER, _STEPS * size),
+        batches,
+        resumed_schedule(None, config),
+        make_metrics(config, vocab.size, rank),
+        Watchdog(RankReport(None, str(rank))),
+        data=_no_tokens,
+        trainer=_SimulatedTrainer,
+    )
+
+
+def _no_tokens(config: Config, layout: ParallelLayout, length: RunLength, vocab: Vocabulary) -> RunData:
     loader = GPTBatchLoader(
-        samples,
+        _EmptySamples(length.train_samples, config.model.seq_length),
         micro_batch_size=config.batch.micro_batch_size,
         dp_rank=layout.dp_rank,
         dp_size=layout.dp_size,
@@ -180,17 +193,7 @@ def _make_trainer(
         eod_mask_loss=config.data.eod_mask_loss,
         reads_tokens=config.parallel.reads_tokens(layout.pipeline_stage),
     )
-    return _SimulatedTrainer(
-        config,
-        engine,
-        RunData(loader, {}, {}),
-        RunLength(_NEVER, len(samples)),
-        batches,
-        resumed_schedule(None, config),
-        make_metrics(config, vocab.size, rank),
-        Watchdog(RankReport(None, str(rank))),
-        CheckpointManager(engine, "", vocab.size, vocab.eod, {}),
-    )
+    return RunData(loader, {}, {})
 
 
 def _record(

@@ -1,12 +1,116 @@
-"""Builds this rank's part of the model and its engine."""
+"""Assembles a run from its configuration: vocabulary, stages, model, engine, checkpoints, data, trainer.
 
-from megatron.config import Config
+`megatron.training.run`, the simulation of a rank, evaluation without training, and the tests build their
+objects with these functions. Each replaces the parts that it does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.lineage.owner import FolderOwner
+from megatron.checkpoint.lineage.start import check_save_place, first_problem_of_ranks
+from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.record import Checkpoint
+from megatron.cluster.exit_codes import SharedUserError
+from megatron.cluster.watchdog import Watchdog
+from megatron.config import BatchSchedule, Config, ParallelConfig
+from megatron.config.batch import RunLength
+from megatron.config.checks.model import check_model
+from megatron.config.checks.parallel import check_layout
+from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.errors import UserError
+from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import InitialValues, initial_values
-from megatron.pipeline.stages import StagePlan
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.mpu.parameters import InitialValues, initial_values, spec_of
+from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
+from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
+from megatron.pipeline.methods import MemoryCosts
+from megatron.pipeline.stages import StagePlan, find_memory_costs, needs_memory_costs, plan_stages
+from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
+from megatron.training.data import RunData, open_data
+from megatron.training.logging.metrics import MetricsLogger
+from megatron.training.trainer import Trainer, run_length
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is known before the processes connect."""
+
+    vocab: Vocabulary
+    plan: StagePlan | None
+    """None if `find_stages` must be called when the processes have connected; never in a dry run."""
+    batches: BatchSchedule
+    length: RunLength
+
+    @classmethod
+    def from_config(cls, config: Config) -> Setup:
+        """Raises ConfigError for flags and files with which no run can start: a dry run finds the errors of a
+        run in their order."""
+        check_save_place(config)
+        vocab = find_vocabulary(config)
+        times = read_layer_times(config, vocab.size)
+        needs_processes = needs_profiling(config) or needs_memory_costs(config)
+        plan = None
+        if config.training.dry_run or not needs_processes:
+            plan = plan_stages(config, vocab.size, times)
+        batches = BatchSchedule.from_config(config.batch)
+        length = run_length(config, batches)
+        schedule_of(config)  # for its errors: the checkpoint's may replace it
+        return cls(vocab, plan, batches, length)
+
+
+def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab: Vocabulary) -> StagePlan:
+    """Partitions the layers by their measured times or by their memory. Collective: all ranks get one result.
+
+    Raises SharedUserError on every rank if the partition is not possible.
+    """
+    times = memory = None
+    if needs_profiling(config):
+        times = find_layer_times(config, layout, tp_group, vocab.size, vocab.eod)
+    if needs_memory_costs(config):
+        memory = _memory_costs_of_rank_0(config, layout, vocab.size)
+    try:
+        return plan_stages(config, vocab.size, times, memory)
+    except UserError as error:
+        raise SharedUserError(str(error)) from error
+
+
+def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: int) -> MemoryCosts:
+    found: list[Any] = [None, None]
+    if layout.rank == 0:
+        try:
+            found[0] = find_memory_costs(config, vocab_size)
+        except UserError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    costs, problem = found
+    if problem is not None:
+        raise SharedUserError(problem)
+    return costs
+
+
+def build_model(
+    config: Config,
+    layout: ParallelLayout,
+    tp_group: TPGroup,
+    vocab: Vocabulary,
+    bounds: Sequence[int] | None = None,
+    values: InitialValues = initial_values,
+) -> GPTModelPipe:
+    """This rank's part of the model. bounds: of the stages, if not those of --partition-method. values: see
+    `GPTModelPipe`. Collective."""
+    bounds = plan_stages(config, vocab.size).bounds if bounds is None else bounds
+    return GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, bounds, values)
 
 
 def build_engine(
@@ -14,9 +118,93 @@ def build_engine(
     layout: ParallelLayout,
     tp_group: TPGroup,
     vocab: Vocabulary,
-    plan: StagePlan,
+    bounds: Sequence[int] | None = None,
     values: InitialValues = initial_values,
 ) -> GPTEngine:
-    """This rank's stages of the model, in their engine. values: see `GPTModelPipe`. Collective."""
-    model = GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, plan.bounds, values)
-    return GPTEngine(config, layout, tp_group, model)
+    """This rank's part of the model, see `build_model`, in its engine. Collective."""
+    return GPTEngine(config, layout, tp_group, build_model(config, layout, tp_group, vocab, bounds, values))
+
+
+def build_trainer(
+    config: Config,
+    engine: GPTEngine,
+    vocab: Vocabulary,
+    length: RunLength,
+    batches: BatchSchedule,
+    lr_schedule: LearningRateSchedule,
+    metrics: MetricsLogger,
+    watchdog: Watchdog,
+    *,
+    fingerprint: dict[str, Any] | None = None,
+    owner: FolderOwner | None = None,
+    tasks: Any = None,
+    data: Callable[[Config, ParallelLayout, RunLength, Vocabulary], RunData] = open_data,
+    trainer: type[Trainer] = Trainer,
+) -> Trainer:
+    """The training loop around an engine, with its checkpoints and data.
+
+    fingerprint: see `run_fingerprint`. owner: of --save. tasks: those of --eval-harness-tasks, on rank 0.
+    """
+    watchdog.set_device_facts(engine.device_progress.facts, flight_record)
+    saved_to = config.checkpoint.save or ""
+    checkpoints = CheckpointManager(
+        engine, saved_to, vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat
+    )
+    opened = data(config, engine.layout, length, vocab)
+    return trainer(
+        config, engine, opened, length, batches, lr_schedule, metrics, watchdog, checkpoints, tasks
+    )
+
+
+# Settings that make a training step smaller or faster.
+_FOR_TRAINING = {
+    "training.compile": False,
+    "training.checkpoint_activations": False,
+    "training.recompute_granularity": None,
+    "training.partition_activations": False,
+    "training.checkpoint_in_cpu": False,
+    "optimizer.use_apex": False,
+}
+
+
+def config_of_layout(checkpoint: Checkpoint, tp_size: int, pp_size: int, world_size: int) -> Config:
+    """The checkpoint's model on another layout. UserError if the layout does not fit the model."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
+    )
+    config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
+    check_layout(config)
+    check_model(config)
+    plan_stages(config, checkpoint.vocab_size)
+    return config
+
+
+@torch.no_grad()
+def load_distributed_model(
+    checkpoint: Checkpoint, config: Config, rank: int, micro_batch_size: int
+) -> DistributedGPT:
+    """This rank's part of the model, in evaluation mode. Each rank reads its own shards. Collective.
+    UserError on all ranks for files that one of them cannot read."""
+    layout = ParallelLayout.from_config(config.parallel, rank)
+    tp_group = layout.make_tp_group()
+    vocab = Vocabulary(checkpoint.vocab_size, checkpoint.eod)
+    # The initial values are overwritten: zeros, which are quickly made.
+    module = build_model(config, layout, tp_group, vocab, values=lambda *_: torch.zeros(()))
+    problem = None
+    try:
+        _load_weights(module, checkpoint, tp_group)
+    except UserError as error:
+        problem = str(error)
+    # The other ranks would wait for this one.
+    if (found := first_problem_of_ranks(problem)) is not None:
+        raise SharedUserError(found[1])
+    return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)
+
+
+def _load_weights(module: GPTModelPipe, checkpoint: Checkpoint, tp_group: TPGroup) -> None:
+    reader = open_reader(checkpoint)
+    for name, parameter in module.named_parameters():
+        if name not in reader.stored_names:
+            raise UserError(f"checkpoint {checkpoint.folder} holds no parameter {name}")
+        shard = reader.read_shard(name, VALUES, spec_of(parameter), tp_group)
+        parameter.copy_(shard.view_as(parameter))

@@ -25,14 +25,13 @@ from megatron.engine.device_progress import DeviceProgress, flight_record
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
-from megatron.training.build import build_engine
-from megatron.training.data import data_report, open_data, run_fingerprint
+from megatron.training.build import Setup, build_engine, build_trainer, find_stages
+from megatron.training.data import data_report, run_fingerprint
 from megatron.training.harness.live import load_tasks
 from megatron.training.logging.run_report import run_report
 from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
-from megatron.training.setup import Setup, find_stages
 from megatron.training.start_notes import start_notes
-from megatron.training.trainer import Trainer, make_metrics
+from megatron.training.trainer import make_metrics
 
 
 def run(
@@ -82,18 +81,22 @@ def run(
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{data_table}")
     on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
-    engine = build_engine(config, layout, tp_group, vocab, plan)
-    watchdog.set_device_facts(engine.device_progress.facts, flight_record)
-    saved_to = config.checkpoint.save or ""
-    checkpoints = manager.CheckpointManager(
-        engine, saved_to, vocab.size, vocab.eod, fingerprint, folder_owner, watchdog.heartbeat
+    engine = build_engine(config, layout, tp_group, vocab, plan.bounds)
+    trainer = build_trainer(
+        config,
+        engine,
+        vocab,
+        length,
+        batches,
+        lr_schedule,
+        metrics,
+        watchdog,
+        fingerprint=fingerprint,
+        owner=folder_owner,
+        tasks=tasks,
     )
     with watchdog.phase(Phase.LOAD):
-        state = checkpoints.restore_or_init(checkpoint, metrics.print)
-    data = open_data(config, layout, length, vocab)
-    trainer = Trainer(
-        config, engine, data, length, batches, lr_schedule, metrics, watchdog, checkpoints, tasks
-    )
+        state = trainer.checkpoints.restore_or_init(checkpoint, metrics.print)
     try:
         state = trainer.train(state)
         trainer.evaluate_at_end(state)

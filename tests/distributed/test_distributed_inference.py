@@ -12,7 +12,6 @@ from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import initialize_parameters
-from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
 from tests.support.layouts import EOD, VOCAB, Row, config_of
@@ -49,8 +48,7 @@ def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Non
     settings, row = config(name), ROWS[name][0]
     layout = ParallelLayout.from_config(settings.parallel, torch.distributed.get_rank())
     tp_group = layout.make_tp_group()
-    plan = plan_stages(settings, VOCAB)
-    engine = build_engine(settings, layout, tp_group, Vocabulary(VOCAB, EOD), plan)
+    engine = build_engine(settings, layout, tp_group, Vocabulary(VOCAB, EOD))
     model = DistributedGPT(engine.module.eval(), layout, tp_group, micro_batch_size=2)
     assert model.batch_size >= 2 * row.dp
     if layout.rank:

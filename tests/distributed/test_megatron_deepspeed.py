@@ -13,7 +13,6 @@ from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
 from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import ParallelLayout
-from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
@@ -78,8 +77,7 @@ def resume_asset(row, folder, model):
     checkpoint = find_checkpoint(config, ASSET_VOCAB, FINGERPRINT)
     layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
     tp_group = layout.make_tp_group()
-    plan = plan_stages(config, ASSET_VOCAB)
-    engine = build_engine(config, layout, tp_group, Vocabulary(ASSET_VOCAB, EOD), plan)
+    engine = build_engine(config, layout, tp_group, Vocabulary(ASSET_VOCAB, EOD))
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     history = []
     for step in next_steps(folder):

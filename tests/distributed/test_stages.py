@@ -144,7 +144,7 @@ def stages_by_memory(parallel, problem):
     from megatron.cluster.exit_codes import SharedUserError
     from megatron.planner.memory import layer_memory
     from megatron.tokenizer.vocabulary import Vocabulary
-    from megatron.training.setup import find_stages
+    from megatron.training.build import find_stages
 
     row = Row(tp=2, pp=2)
     config = config_of(row, parallel={"partition_method": "memory", **parallel})

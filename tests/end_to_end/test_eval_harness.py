@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
+from megatron.training.build import config_of_layout, load_distributed_model
 from megatron.training.harness.model import HarnessModel, _load
-from megatron.training.loaded_model import config_of_layout, load_distributed_model
 from tests.end_to_end.command import ROOT, environment, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support.pool import run_world

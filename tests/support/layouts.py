@@ -201,9 +201,9 @@ def build_model(
     """This rank's stage, inside `run_world`. bounds: a partition that replaces that of the flags."""
     import torch.distributed as dist
 
-    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout
-    from megatron.pipeline.stages import plan_stages
+    from megatron.tokenizer.vocabulary import Vocabulary
+    from megatron.training import build
 
     parallel = config.parallel
     layout = ParallelLayout.create(
@@ -213,8 +213,7 @@ def build_model(
         dist.get_rank(),
     )
     tp_group = layout.make_tp_group()
-    bounds = bounds or plan_stages(config, VOCAB).bounds
-    return layout, tp_group, GPTModelPipe(config, layout, tp_group, VOCAB, EOD, bounds)
+    return layout, tp_group, build.build_model(config, layout, tp_group, Vocabulary(VOCAB, EOD), bounds)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:

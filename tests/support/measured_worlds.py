@@ -117,13 +117,10 @@ def make_engine(
     bounds: Sequence[int] | None = None,
 ) -> "GPTEngine":
     """The engine of a rank. bounds: of the stages, if not those of --partition-method."""
-    from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.pipeline.stages import plan_stages
+    from megatron.tokenizer.vocabulary import Vocabulary
+    from megatron.training.build import build_engine
 
-    bounds = plan_stages(config, vocab_size).bounds if bounds is None else bounds
-    model = GPTModelPipe(config, layout, tp_group, vocab_size, 0, bounds)
-    return GPTEngine(config, layout, tp_group, model)
+    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0), bounds)
 
 
 def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":

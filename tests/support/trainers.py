@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import BatchSchedule, Config
+from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 from tests.support.layouts import EOD, GLOBAL_BATCH, RATE, VOCAB, build_engine, micro_batches
 
@@ -47,6 +48,9 @@ class NoWatchdog:
     def set_handled_signals(self, numbers):
         pass
 
+    def set_device_facts(self, facts, flight_record):
+        pass
+
     def phase(self, phase):
         return nullcontext()
 
@@ -65,12 +69,20 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
             bad = step + 1 in bad_iterations
             yield replace(batch, labels=torch.full_like(batch.labels, POISON)) if bad else batch
 
-    data = SimpleNamespace(train=SimpleNamespace(micro_batches=read), valid=None)
-    length = SimpleNamespace(iterations=steps)
-    rates = SimpleNamespace(lr=lambda progress: RATE)
-    checkpoints = CheckpointManager(engine, config.checkpoint.save or "", VOCAB, EOD, {})
-    batches = BatchSchedule.from_config(config.batch)
-    return Trainer(config, engine, data, length, batches, rates, Log(), NoWatchdog(), checkpoints)
+    def data(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(train=SimpleNamespace(micro_batches=read), valid=None)
+
+    return build_trainer(
+        config,
+        engine,
+        Vocabulary(VOCAB, EOD),
+        SimpleNamespace(iterations=steps),
+        BatchSchedule.from_config(config.batch),
+        SimpleNamespace(lr=lambda progress: RATE),
+        Log(),
+        NoWatchdog(),
+        data=data,
+    )
 
 
 def outcome(trainer: Trainer):
