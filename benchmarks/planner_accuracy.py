@@ -42,7 +42,7 @@ from benchmarks.published_rows import (
     stage_rows,
     throughput_rows,
 )
-from megatron.cluster.gpus import find_gpu
+from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.pipeline.stages import plan_stages
 from megatron.text_table import format_table

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.published_programs.classes import MEGATRON_2021, Constants
 from benchmarks.published_programs.shapes import Layout, Model
 from benchmarks.published_programs.steps import Machine, Run
-from megatron.cluster.gpus import find_gpu
+from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.vocab import padded_vocab_size

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.cluster.gpus import find_gpu
+from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.registries import LAYER_ARRANGEMENTS

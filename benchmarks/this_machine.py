@@ -280,7 +280,7 @@ def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
 
 def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tuple[float, float]]:
     """Seconds of a micro-batch by pipeline rank: (in matrix products, in the rest)."""
-    from megatron.cluster.gpus import GPU
+    from megatron.cluster.devices import GPU
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.timing.network import Network
     from megatron.planner.timing.step_time import Cluster, stage_times

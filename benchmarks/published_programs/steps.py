@@ -19,7 +19,7 @@ from benchmarks.published_programs.layer_passes import (
     layer_forward,
 )
 from benchmarks.published_programs.shapes import BYTES, Layout, Model, Program, Shape
-from megatron.cluster.gpus import GPU
+from megatron.cluster.devices import GPU
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.timing.network import LATENCY_S, Network
 from megatron.planner.timing.rates import Rates, is_attention, kernel_seconds

@@ -335,18 +335,18 @@ TOKENIZERS = Registry(
     },
 )
 
-# Instances of megatron.cluster.gpus.GPU.
+# Instances of megatron.cluster.devices.GPU.
 GPUS = Registry(
     "--gpu",
     {
-        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.cluster.gpus:V100_16GB"),
-        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.cluster.gpus:V100_32GB"),
-        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.gpus:A100_40GB"),
-        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.gpus:A100_80GB"),
-        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.gpus:H100_80GB"),
-        "h200-141gb": Choice("139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.gpus:H200_141GB"),
-        "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.cluster.gpus:B200_180GB"),
-        "gb200-186gb": Choice("184.31 GiB, 2,500 TFLOP/s in 16 bit", "megatron.cluster.gpus:GB200_186GB"),
+        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.cluster.devices:V100_16GB"),
+        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.cluster.devices:V100_32GB"),
+        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.devices:A100_40GB"),
+        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.devices:A100_80GB"),
+        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.devices:H100_80GB"),
+        "h200-141gb": Choice("139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.devices:H200_141GB"),
+        "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.cluster.devices:B200_180GB"),
+        "gb200-186gb": Choice("184.31 GiB, 2,500 TFLOP/s in 16 bit", "megatron.cluster.devices:GB200_186GB"),
     },
 )
 

@@ -12,9 +12,14 @@ import numpy.typing as npt
 from megatron.config import DataConfig
 from megatron.config.parsing.split import SPLIT_NAMES
 from megatron.data.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
-from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indices import SampleIndex, build_sample_order
+from megatron.data.indices import (
+    IndexRequest,
+    SampleIndex,
+    build_sample_order,
+    load_sample_index,
+    prepare_sample_index,
+)
 from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
 from megatron.errors import UserError
 

@@ -21,7 +21,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.optimizer.buckets import divide_into_buckets
+from megatron.optimizer.gradient_reduction import divide_into_buckets
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
@@ -246,8 +246,8 @@ def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
-    """The layers of each bucket (`megatron.optimizer.buckets`), by the bucket's name. bucket_size: None for
-    no buckets."""
+    """The layers of each bucket (see `gradient_reduction`), by the bucket's name. bucket_size: None for no
+    buckets."""
     if bucket_size is None:
         return {}
     layers = list(model.transformer_layers().items())

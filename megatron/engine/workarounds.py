@@ -27,7 +27,7 @@ tests/distributed/test_optimizer.py unless another file is named.
 9, 10. Removed: of DeepSpeed's buffers for messages and of its `DualPipeVEngine`, which `engine.executor`
    replaces.
 11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
-   (`model/recompute.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
+   (`model/pipeline_module.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
    turns it off. tests/unit/config/test_deepspeed_config.py
 13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The

@@ -9,6 +9,8 @@ With --loss-implementation fused, training computes head and loss in one functio
 logits. Evaluation that returns logits, and generation, run the list as it is.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 from bisect import bisect_right
@@ -18,11 +20,14 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron.config import Config
+from megatron.config import Config, TrainingConfig
 from megatron.model.gpt_model import (
     PARAMETER_DTYPES,
     TIED_EMBEDDING,
@@ -32,9 +37,8 @@ from megatron.model.gpt_model import (
     lm_head,
     pipeline_layers,
 )
-from megatron.model.layer_context import LayerContext, LayerIO
+from megatron.model.layer_context import LayerContext, LayerIO, split_layer_io
 from megatron.model.loss import CrossEntropy
-from megatron.model.recompute import ActivationCheckpointing
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import ParallelLayout, TPGroup
@@ -286,3 +290,61 @@ def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
         return layer_io
 
     return run
+
+
+class ActivationCheckpointing:
+    """Runs transformer layers and keeps only their input for the backward pass.
+
+    With --partition-activations each tensor-parallel rank keeps its partition of the input; with
+    --checkpoint-in-cpu the input is kept in host memory. These two use DeepSpeed's implementation. Its
+    settings are global to the process: the last model that was made sets them.
+    """
+
+    def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
+        self.dropout_rng = dropout_rng
+        partition = training.partition_activations and tp_group.size > 1
+        # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py, 11).
+        move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
+        self._checkpoint: Callable = _checkpoint
+        if partition or move:
+            deepspeed_checkpointing.configure(
+                _TensorRanks(tp_group),
+                partition_activations=partition,
+                checkpoint_in_cpu=move,
+            )
+            self._checkpoint = deepspeed_checkpointing.checkpoint
+
+    def run(self, function: Callable[[LayerIO], LayerIO], layer_io: LayerIO) -> LayerIO:
+        """Returns `function(layer_io)`. The recomputation uses the same dropout masks, since it uses the same
+        sample numbers. The caller must not use layer_io again: DeepSpeed frees the hidden state."""
+        if not torch.is_grad_enabled():
+            return function(layer_io)
+        samples = self.dropout_rng.samples
+        hidden, document_ids = split_layer_io(layer_io)
+
+        def run(hidden: Tensor) -> Tensor:
+            with self.dropout_rng.use_samples(samples):
+                return split_layer_io(function(hidden if document_ids is None else (hidden, document_ids)))[0]
+
+        hidden = self._checkpoint(run, hidden)
+        return hidden if document_ids is None else (hidden, document_ids)
+
+
+class _TensorRanks:
+    """A tensor-parallel group with the method names that DeepSpeed expects of an `mpu` object."""
+
+    def __init__(self, tp_group: TPGroup) -> None:
+        self.tp_group = tp_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.tp_group.rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.tp_group.size
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.tp_group.group
+
+
+def _checkpoint(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return checkpoint(function, hidden, use_reentrant=False, preserve_rng_state=False)

@@ -22,6 +22,8 @@ backward pass: they have their contents again once the storage is allocated and 
 `megatron.optimizer.sharded_units` do this around each layer.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +33,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import spec_of
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
 # A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
@@ -268,3 +272,27 @@ def _free_storage(flat: Tensor) -> None:
 
 def _alloc_storage(flat: Tensor) -> None:
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+@torch.no_grad()
+def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
+    """Sets the master weights of replicated parameters to their mean over the tensor-parallel ranks.
+    Collective.
+
+    Flat buffers have the same layout on all tensor-parallel ranks, so their partitions hold the same
+    elements. The mean is computed in fp64: the mean of equal values is then exactly that value.
+    """
+    parts = [
+        flat.master[start : start + length]
+        for flat in groups
+        for parameter, start, length in flat.fragments()
+        if spec_of(parameter).shard_dim is None
+    ]
+    if tp_group.size == 1 or not parts:
+        return
+    # Master weights may be in host memory (--cpu-offload); the all-reduce needs device memory.
+    mean = torch.cat([part.double() for part in parts]).to(groups[0].weights.device)
+    dist.all_reduce(mean, group=tp_group.group)
+    mean /= tp_group.size
+    for part, values in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values)

@@ -31,15 +31,12 @@ from megatron.errors import UserError
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
 from megatron.mpu.world import largest_of_all_ranks
-from megatron.optimizer.buckets import Bucket
 from megatron.optimizer.eight_bit import new_moment
-from megatron.optimizer.flat_group import FlatGroup, is_host_memory, wait_for_copies
-from megatron.optimizer.gradient_norm import gradient_norms
-from megatron.optimizer.gradient_reduction import GradientReduction
+from megatron.optimizer.flat_group import FlatGroup, average_replicated, is_host_memory, wait_for_copies
+from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
+from megatron.optimizer.gradient_reduction import Bucket, GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.non_finite import finite_after_reduction, where_not_finite
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
-from megatron.optimizer.replicated import average_replicated
 from megatron.optimizer.sharded_units import ShardedUnit, UnitOverlap
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 

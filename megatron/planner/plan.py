@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from megatron.cluster.gpus import device_memory_bytes
+from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages

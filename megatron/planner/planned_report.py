@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.cluster.network_figures import read_network_figures
+from megatron.cluster.preflight import read_network_figures
 from megatron.config import Config
 from megatron.pipeline.stages import StagePlan, stage_flops
 from megatron.planner.memory.stage_memory import StageMemory

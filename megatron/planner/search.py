@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megatron.cluster.gpus import device_memory_bytes
+from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
 from megatron.config.checks.validate import validate
 from megatron.config.registries import PIPELINE_SCHEDULES

@@ -12,13 +12,12 @@ from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
-from megatron.cluster.hang_detector import Phase
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import check_kernels, preflight
 from megatron.cluster.preparation import Preparation
 from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
-from megatron.cluster.watchdog import Watchdog
+from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
 from megatron.data.splits import verify_token_files
 from megatron.engine.device_progress import DeviceProgress, flight_record

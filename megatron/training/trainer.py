@@ -8,9 +8,8 @@ from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, Sav
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import CannotSave, RunStopped
 from megatron.cluster.exit_status import ExitStatus
-from megatron.cluster.hang_detector import Phase
 from megatron.cluster.signals import ExitConditions, ExitReason
-from megatron.cluster.watchdog import Watchdog
+from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.vocab import padded_vocab_size

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.cluster import preflight as module
-from megatron.cluster.network_figures import NetworkFigures, read_network_figures
-from megatron.cluster.preflight import preflight
+from megatron.cluster.preflight import NetworkFigures, preflight, read_network_figures
 from tests.support.layouts import Row, config_of
 from tests.support.pool import run_world
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.training.logging import peak_memory
+from megatron.training.logging import startup_report as peak_memory
 from megatron.training.logging.startup_report import StartupReport
 from tests.support.layouts import Row, config_of
 from tests.support.pool import run_world

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.mpu import tp_overlap
+from megatron.mpu import layers as tp_overlap
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import initialize_parameters

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 
-from megatron.cluster.gpus import device_memory_bytes
+from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory.stage_memory import StageMemory, planned_bytes
-from megatron.training.memory_flags import memory_flags
+from megatron.training.out_of_memory import memory_flags
 from megatron.units import GIB
 
 # What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,

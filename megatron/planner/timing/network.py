@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.cluster.network_figures import read_network_figures
+from megatron.cluster.preflight import read_network_figures
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
 from megatron.simulation.passes import Collective, Group

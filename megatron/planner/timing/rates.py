@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from megatron.cluster.gpus import GPU
+from megatron.cluster.devices import GPU
 from megatron.simulation.passes import Kernel
 
 NO_TENSOR_CORES = 0
@@ -37,7 +37,7 @@ UNALIGNED = {8: 1.0, 4: 0.7, 2: 0.5, 1: 0.35, NO_TENSOR_CORES: 1 / 16}
 """Rate of 16-bit matrix products by the alignment of their rows, in elements, relative to rows of multiples
 of 16 bytes, an assumption: since cuBLAS 11 tensor cores multiply others too, and load them in smaller parts
 (NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores: 19.5 instead of 312 TFLOP/s
-on an A100, about as much less on a V100 (`megatron.cluster.gpus`)."""
+on an A100, about as much less on a V100 (`megatron.cluster.devices`)."""
 LAUNCH_S = 8e-6
 """Host time of one operation in eager PyTorch, an assumption."""
 EAGER_TRAFFIC = 1.55

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.cluster.gpus import GPU, find_gpu
+from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import BatchSchedule, Config
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.vocab import padded_vocab_size

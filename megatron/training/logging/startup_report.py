@@ -1,12 +1,165 @@
-"""Printed once after the first steps: the bits of the moments, and the memory of each stage."""
+"""Printed once after the first steps: the memory of each pipeline stage, and the bits of the moments.
 
-from collections.abc import Iterator
+The bits are read from the tensors and compared with the rule for 8-bit Adam.
+"""
 
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.node_processes import status_bytes
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.parameters import spec_of
+from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.training.logging.moments import describe_moments
-from megatron.training.logging.peak_memory import memory_table
+from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
+from megatron.units import GIB
+
+
+def memory_table(layout: ParallelLayout, stages_per_rank: int) -> str:
+    """A row per pipeline rank: the least and the largest memory of its ranks, and the rank of the largest.
+    Collective.
+
+    On an accelerator allocated, peak allocated and peak reserved bytes of PyTorch's allocator, and on a GPU
+    all bytes in use on it; on a CPU the memory of the process.
+    """
+    everywhere: list[tuple[int, dict[str, int]]] = [(0, {})] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (layout.pipeline_stage, local_memory()))
+    what = "stage" if stages_per_rank == 1 else "pipeline rank"
+    lines = [f"memory after the first steps, GiB per {what}, least to most of its ranks:"]
+    for place in range(layout.pp_size):
+        by_rank = {rank: found for rank, (stage, found) in enumerate(everywhere) if stage == place}
+        lines.append(f"  {what} {place:3d} | {format_memory_row(by_rank)}")
+    return "\n".join(lines)
+
+
+def format_memory_row(by_rank: Mapping[int, Mapping[str, int]]) -> str:
+    """The columns of one pipeline rank. by_rank: global rank -> name -> bytes."""
+    columns = []
+    for name in next(iter(by_rank.values())):
+        sizes = {rank: found[name] for rank, found in by_rank.items()}
+        most = max(sizes, key=lambda rank: sizes[rank])
+        columns.append(f"{name} {min(sizes.values()) / GIB:8.3f} to {sizes[most] / GIB:8.3f} (rank {most})")
+    return " | ".join(columns)
+
+
+def local_memory() -> dict[str, int]:
+    """The memory of this process, in bytes: name -> value."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return {"resident": status_bytes("VmRSS"), "peak resident": status_bytes("VmHWM")}
+    found = {
+        "allocated": accelerator.memory_allocated(),
+        "peak allocated": accelerator.max_memory_allocated(),
+        "peak reserved": accelerator.max_memory_reserved(),
+    }
+    if accelerator.device_name() == "cuda":
+        # With what the allocator does not know: the CUDA context, NCCL's buffers, other processes.
+        free, total = torch.cuda.mem_get_info()
+        found["device in use"] = total - free
+    return found
+
+
+@dataclass(frozen=True)
+class MomentStorage:
+    """How a parameter's moments are stored. expected_bits: by the rule. actual_bits: per element, of each
+    tensor that holds moments. global_numel: elements of the unsharded parameter. local_numel, state_bytes:
+    summed over ranks, replicas included."""
+
+    expected_bits: int
+    actual_bits: frozenset[int]
+    global_numel: int
+    local_numel: int
+    state_bytes: int
+
+
+def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
+    """A table of all parameters, grouped by the bits of their moments, after the first optimizer step.
+
+    Collective. Raises RunStopped on every rank, with the name, if a parameter's moments break the rule.
+    """
+    everywhere: list[dict[str, MomentStorage]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, local_moments(optimizer))
+    merged: dict[str, MomentStorage] = {}
+    for here in everywhere:
+        for name, part in here.items():
+            merged[name] = _sum(merged[name], part) if name in merged else part
+    for name, moments in merged.items():
+        if moments.actual_bits != {moments.expected_bits}:
+            found = " and ".join(str(bits) for bits in sorted(moments.actual_bits)) or "no"
+            raise RunStopped(
+                f"the moments of {name} have {found} bits per element, the rule of --use-bnb-optimizer says "
+                f"{moments.expected_bits}: this is a bug in the program, train without the flag"
+            )
+    lines = ["moments after the first step:"]
+    for bits in sorted({moments.expected_bits for moments in merged.values()}):
+        lines += _rows(bits, {name: m for name, m in merged.items() if m.expected_bits == bits})
+    return "\n".join(lines)
+
+
+def local_moments(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentStorage]:
+    """The moments on this rank, by parameter name."""
+    result = {}
+    for flat in optimizer.flat:
+        for parameter, start, length in flat.fragments():
+            # For each moment: its elements, and the scales if they are quantized.
+            moments = [_tensors(m, start, length) for m in optimizer.moments_of(flat).values()]
+            name, spec = optimizer.names[parameter], spec_of(parameter)
+            result[name] = MomentStorage(
+                expected_bits=moment_bits(name, spec),
+                actual_bits=frozenset(8 * elements.element_size() for elements, *_ in moments),
+                global_numel=math.prod(spec.global_shape),
+                local_numel=length,
+                state_bytes=sum(tensor.nbytes for moment in moments for tensor in moment),
+            )
+    return result
+
+
+def _tensors(moment: Tensor | QuantizedMoment, start: int, length: int) -> tuple[Tensor, ...]:
+    if isinstance(moment, QuantizedMoment):
+        return moment.part(start, length)
+    return (moment[start : start + length],)
+
+
+def _sum(one: MomentStorage, other: MomentStorage) -> MomentStorage:
+    return replace(
+        one,
+        actual_bits=one.actual_bits | other.actual_bits,
+        local_numel=one.local_numel + other.local_numel,
+        state_bytes=one.state_bytes + other.state_bytes,
+    )
+
+
+def _rows(bits: int, parameters: dict[str, MomentStorage]) -> list[str]:
+    elements = sum(moments.global_numel for moments in parameters.values())
+    held = sum(moments.local_numel for moments in parameters.values())
+    per_element = sum(moments.state_bytes for moments in parameters.values()) / held
+    blocks = f", in blocks of {BLOCK_SIZE}" if bits == 8 else ""
+    head = (
+        f"  {bits:2d} bits | {len(parameters):4,d} parameters | {elements:14,d} elements | "
+        f"{per_element:.3f} bytes per element for both moments{blocks}"
+    )
+    names = textwrap.wrap(", ".join(_summarised(parameters)), width=100, break_on_hyphens=False)
+    return [head, *(f"          {line}" for line in names)]
+
+
+def _summarised(names: Iterable[str]) -> list[str]:
+    """Names with * for the layer's number, and the number of layers."""
+    counts = Counter(re.sub(r"^\d+\.", "*.", name) for name in names)
+    return [f"{name} x {count}" if count > 1 else name for name, count in counts.items()]
+
 
 # The first step creates the optimizer's state, so the second step has the peak memory.
 _STEPS_BEFORE_MEMORY = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.cluster.gpus import H100_80GB, device_memory_bytes, find_gpu
+from megatron.cluster.devices import H100_80GB, device_memory_bytes, find_gpu
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
 from megatron.errors import UserError

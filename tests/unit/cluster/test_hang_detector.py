@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.cluster.hang_detector import HangDetector, Phase
+from megatron.cluster.watchdog import HangDetector, Phase
 
 TIMEOUT_S = 540.0
 

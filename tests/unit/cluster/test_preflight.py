@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster import preflight
-from megatron.cluster.network_figures import NetworkFigures
 from megatron.cluster.preflight import (
+    NetworkFigures,
     RankInfo,
     check_shared_folders,
     describe,

@@ -36,7 +36,7 @@ else:
 watchdog.stop()
 """
 WATCH = """
-from megatron.cluster.hang_detector import Phase
+from megatron.cluster.watchdog import Phase
 signal.signal(signal.SIGINT, lambda *_: None)
 watchdog.start(1.0); watchdog.set_handled_signals(frozenset({2, 15})); watchdog.report.set_iteration(5)
 step = watchdog.phase(Phase.STEP); step.__enter__()

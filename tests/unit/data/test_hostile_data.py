@@ -11,8 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from megatron.data import preprocessing
-from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
 from tests.unit.data.token_files import numbered_documents, write_documents
 from tests.unit.hostile import MUTATIONS, bounds, fuzz, mutated

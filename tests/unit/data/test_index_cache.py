@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import index_cache
-from megatron.data.index_cache import IndexRequest, load_sample_index, prepare_sample_index
+from megatron.data import indices as index_cache
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.errors import UserError
 from tests.unit.data.token_files import numbered_documents, write_documents
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.cluster.network_figures import (
+from megatron.cluster.preflight import (
     NetworkFigures,
     read_network_figures,
     write_network_figures,

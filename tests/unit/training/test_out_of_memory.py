@@ -10,12 +10,12 @@ import torch
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import OutOfMemory
 from megatron.config import Config, parse_args
-from megatron.training.memory_flags import memory_flags
 from megatron.training.out_of_memory import (
     _fragmentation_hint,
     early_out_of_memory,
     explained_out_of_memory,
     is_out_of_memory,
+    memory_flags,
 )
 
 MODEL = (
