@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tokenizers import ByteLevelBPETokenizer
 
-import tests.triton_interpreter  # noqa: F401
+import tests.environment  # noqa: F401
 from tests.end_to_end.command import ROOT
 
 NUM_FILES = 30

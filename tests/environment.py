@@ -1,0 +1,17 @@
+"""The environment of the tests, set before PyTorch and triton read it: `tests/conftest.py` imports it first.
+
+Threads of OpenMP wait for each other in a loop that does not yield. Where other processes use the cores too,
+as in these tests, that takes many times as long as one thread.
+
+Without a GPU, the Triton kernels of the tests run in triton's interpreter. Triton reads the variable when it
+is imported, which PyTorch and DeepSpeed do where it is installed.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
