@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.training.logging.log_lines import parse_log_line
+from megatron.training.log_lines import parse_log_line
 
 # Runs of the trainer with the same model and data.
 _RUNS = ("nccl", "resumed", "cpu", "bf16", "adam-8bit")

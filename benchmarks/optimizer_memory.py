@@ -53,7 +53,7 @@ def run_worker(name: str) -> None:
     import torch
 
     from megatron.cluster.processes import destroy_distributed
-    from megatron.training.logging.startup_report import local_moments
+    from megatron.training.startup_report import local_moments
 
     config = make_config(eight_bit=name != "adam")
     layout, tp_group = connect(config)

@@ -279,7 +279,7 @@ class Evaluation:
 
     def run(self, model: LanguageModel, batch_size: int) -> None:
         """Prints a line for each data set, and one for each task. batch_size: of a call of the model."""
-        from megatron.training.logging.log_lines import perplexity
+        from megatron.training.log_lines import perplexity
 
         checkpoint = self.checkpoint
         print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)

@@ -31,7 +31,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.page.figure import new_figure
 from megatron.text_table import format_table
-from megatron.training.logging.log_lines import ParsedLine, parse_log_line, read_log_lines
+from megatron.training.log_lines import ParsedLine, parse_log_line, read_log_lines
 
 # Printed before training starts: by this repository, and by Megatron.
 _LOADED = {

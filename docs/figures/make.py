@@ -319,7 +319,7 @@ def learning_rates() -> str:
 def read_quickstart_log(log: Path) -> None:
     """Write the losses of a console log of `make train` to quickstart.json."""
     sys.path.insert(0, str(FOLDER.parents[1]))
-    from megatron.training.logging.log_lines import parse_log_line
+    from megatron.training.log_lines import parse_log_line
 
     losses: dict[str, list] = {"training": [], "validation": []}
     for line in filter(None, map(parse_log_line, log.read_text().splitlines())):

@@ -8,7 +8,7 @@ from megatron.pipeline.stages import StagePlan, stage_flops
 from megatron.planner.memory.stage_memory import StageMemory
 from megatron.planner.timing.step_time import StepTime, time_lines
 from megatron.text_table import format_table
-from megatron.training.logging.run_report import run_report
+from megatron.training.run_report import run_report
 from megatron.units import GIB
 
 

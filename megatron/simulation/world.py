@@ -37,7 +37,7 @@ from megatron.simulation.record import StepRecord
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine, build_trainer
 from megatron.training.data import RunData
-from megatron.training.logging.startup_report import StartupReport
+from megatron.training.startup_report import StartupReport
 from megatron.training.trainer import Trainer, make_metrics
 
 _STEPS = 2

@@ -20,7 +20,7 @@ from megatron.files import open_own
 from megatron.sweep.axes import checked_row, num_processes, run_words
 from megatron.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
-from megatron.training.logging.log_lines import read_log_lines
+from megatron.training.log_lines import read_log_lines
 
 # The variables that a launcher sets: the sweep may itself run under one.
 _LAUNCHER = (*TORCH_VARIABLES, FOLDER_VARIABLE)

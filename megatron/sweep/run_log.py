@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from megatron.sweep.folder import RecordedRow
-from megatron.training.logging.log_lines import parse_log_line, parse_number
+from megatron.training.log_lines import parse_log_line, parse_number
 from megatron.units import GIB
 
 _MEMORY_ROW = re.compile(r"^\s+(?:stage|pipeline rank)\s+(\d{1,9}) \| (.*)$")

@@ -25,7 +25,7 @@ from megatron.sweep.axes import checked_row, run_words
 from megatron.sweep.file_checks import is_count
 from megatron.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.sweep.run_log import read_result
-from megatron.training.logging.log_lines import read_log_lines
+from megatron.training.log_lines import read_log_lines
 
 # Variables of the scripts: full batches from the first step on, and nothing but steps.
 SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS": "0"}

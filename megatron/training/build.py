@@ -38,7 +38,7 @@ from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import StagePlan, find_memory_costs, needs_memory_costs, plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.data import RunData, open_data
-from megatron.training.logging.metrics import MetricsLogger
+from megatron.training.metrics import MetricsLogger
 from megatron.training.trainer import Trainer, run_length
 
 

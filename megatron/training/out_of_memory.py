@@ -18,7 +18,7 @@ from megatron.config.checks.validate import validate
 from megatron.config.parsing.partition_method import parse_partition_method
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
-from megatron.training.logging.startup_report import local_memory
+from megatron.training.startup_report import local_memory
 from megatron.units import GIB
 
 _MAX_FLAGS = 3

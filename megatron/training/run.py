@@ -27,8 +27,8 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages
 from megatron.training.data import data_report, run_fingerprint
 from megatron.training.harness.live import load_tasks
-from megatron.training.logging.run_report import run_report
 from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
+from megatron.training.run_report import run_report
 from megatron.training.start_notes import start_notes
 from megatron.training.trainer import make_metrics
 

@@ -31,7 +31,7 @@ from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
 from megatron.text_table import rank_list
-from megatron.training.logging.metrics import MetricsLogger
+from megatron.training.metrics import MetricsLogger
 
 
 class StepOptions(TypedDict):

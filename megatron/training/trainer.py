@@ -21,16 +21,16 @@ from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
 from megatron.training.harness.live import LiveEvaluation
-from megatron.training.logging.metrics import (
+from megatron.training.metrics import (
     MetricsLogger,
     StepRecord,
     TaskRecord,
     Throughput,
     ValidationRecord,
 )
-from megatron.training.logging.startup_report import StartupReport
-from megatron.training.logging.writers import make_writers
 from megatron.training.stability import StabilityMonitor
+from megatron.training.startup_report import StartupReport
+from megatron.training.writers import make_writers
 
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks

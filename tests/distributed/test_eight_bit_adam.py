@@ -10,7 +10,7 @@ from megatron.cluster.exit_codes import RunStopped
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
-from megatron.training.logging.startup_report import describe_moments, local_moments
+from megatron.training.startup_report import describe_moments, local_moments
 from tests.distributed.test_model_variants import QWEN3
 from tests.distributed.test_optimizer import check_same_steps
 from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of

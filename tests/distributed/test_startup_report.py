@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.training.logging import startup_report as peak_memory
-from megatron.training.logging.startup_report import StartupReport
+from megatron.training import startup_report
+from megatron.training.startup_report import StartupReport
 from tests.support.layouts import Row, config_of
 from tests.support.pool import run_world
 
@@ -56,7 +56,7 @@ def test_on_a_gpu_all_that_is_in_use_stands_beside_the_allocators_figures(monkey
         max_memory_allocated=lambda: 2,
         max_memory_reserved=lambda: 3,
     )
-    monkeypatch.setattr(peak_memory, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(startup_report, "get_accelerator", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 80))
-    found = peak_memory.local_memory()
+    found = startup_report.local_memory()
     assert found == {"allocated": 1, "peak allocated": 2, "peak reserved": 3, "device in use": 70}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.mpu import layers as tp_overlap
+from megatron.mpu import layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import initialize_parameters
@@ -61,11 +61,11 @@ def sum_in_order(length):
     gathered = [torch.empty_like(own) for _ in range(size)]
     torch.distributed.all_gather(gathered, own.contiguous())
     full = torch.cat(gathered)
-    product, in_chunks = tp_overlap.gather_and_multiply(own, factor.t(), None, tp_group, 4)
+    product, in_chunks = layers.gather_and_multiply(own, factor.t(), None, tp_group, 4)
     return (
-        torch.equal(tp_overlap.multiply_and_reduce(x, factor, tp_group, 4), own),
+        torch.equal(layers.multiply_and_reduce(x, factor, tp_group, 4), own),
         torch.equal(product, full @ factor.t()),
-        torch.equal(in_chunks.flatten(0, 2), tp_overlap.in_chunks(full, len(in_chunks), tp_group)),
+        torch.equal(in_chunks.flatten(0, 2), layers.in_chunks(full, len(in_chunks), tp_group)),
     )
 
 
@@ -76,7 +76,7 @@ def test_every_element_is_at_its_place(length):
 
 
 def test_the_number_of_chunks_divides_the_shard():
-    assert [tp_overlap.number_of_chunks(n, 4) for n in (1, 2, 3, 6, 7, 1024)] == [1, 2, 3, 3, 1, 4]
+    assert [layers.number_of_chunks(n, 4) for n in (1, 2, 3, 6, 7, 1024)] == [1, 2, 3, 3, 1, 4]
 
 
 @pytest.mark.full

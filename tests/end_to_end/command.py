@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.logging.log_lines import ParsedLine, parse_log_line
+from megatron.training.log_lines import ParsedLine, parse_log_line
 from tests.support.forked import ENVIRONMENT, run_script
 
 ROOT = Path(__file__).resolve().parents[2]

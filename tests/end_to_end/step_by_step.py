@@ -14,7 +14,7 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.training.logging.log_lines import parse_log_line  # noqa: E402
+from megatron.training.log_lines import parse_log_line  # noqa: E402
 
 
 class WaitingOutput:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.logging.log_lines import parse_log_line
+from megatron.training.log_lines import parse_log_line
 from tests.end_to_end.command import ROOT, TIMEOUT_S
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.logging.log_lines import parse_log_line
+from megatron.training.log_lines import parse_log_line
 from tests.end_to_end.command import ROOT, Run, environment, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import parse_args
-from megatron.training.logging.log_lines import IntervalSummary, format_training_line
+from megatron.training.log_lines import IntervalSummary, format_training_line
 from tests.end_to_end.command import ROOT
 
 

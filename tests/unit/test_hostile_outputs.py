@@ -18,7 +18,7 @@ from megatron.files import open_own, write_atomically, write_json
 from megatron.page.figure import new_figure
 from megatron.page.write import write_page
 from megatron.sweep.folder import SweepFolder
-from megatron.training.logging.metrics import open_log
+from megatron.training.metrics import open_log
 from tests.end_to_end.command import ROOT
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data import indices as index_cache
+from megatron.data import indices
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.errors import UserError
@@ -76,7 +76,7 @@ def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(re
     expected = arrays(request_)
     inodes = [os.stat(path).st_ino for path in request_.paths()]
     data = [IndexedDataset(request_.dataset.prefix) for _ in range(20)]
-    indices = [load_sample_index(replace(request_, dataset=dataset)) for dataset in data]
+    loaded = [load_sample_index(replace(request_, dataset=dataset)) for dataset in data]
     mapped = [*request_.paths(), f"{request_.dataset.prefix}.bin", f"{request_.dataset.prefix}.idx"]
     assert descriptors_of(mapped) == []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -100,7 +100,7 @@ def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(re
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in taken:
             os.close(descriptor)
-    assert arrays(request_) == expected and indices[-1].shuffle.tolist() == expected[2]
+    assert arrays(request_) == expected and loaded[-1].shuffle.tolist() == expected[2]
     assert [os.stat(path).st_ino for path in request_.paths()] == inodes  # they were not built again
 
 
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_written_is_named(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(index_cache.np, "save", refuse)
+    monkeypatch.setattr(indices.np, "save", refuse)
     with pytest.raises(UserError, match=rf"cannot write index files into {tmp_path} \(Permission denied\)"):
         prepare_sample_index(request_)
     assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]

@@ -12,8 +12,8 @@ from megatron.sweep.run_log import (
     read_result,
     step_seconds,
 )
-from megatron.training.logging.log_lines import IntervalSummary, format_training_line
-from megatron.training.logging.startup_report import format_memory_row
+from megatron.training.log_lines import IntervalSummary, format_training_line
+from megatron.training.startup_report import format_memory_row
 from tests.unit.sweep.made import make_row
 
 ROW = make_row(0, "memory")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
-from megatron.training.logging.log_lines import IntervalSummary, format_training_line, format_validation_lines
+from megatron.training.log_lines import IntervalSummary, format_training_line, format_validation_lines
 from tests.unit.hostile import bounds, refusal
 from tools import job_report
 

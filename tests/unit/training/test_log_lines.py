@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.logging.log_lines import (
+from megatron.training.log_lines import (
     IntervalSummary,
     format_training_line,
     format_validation_lines,

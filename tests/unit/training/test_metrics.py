@@ -11,14 +11,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.config import LoggingConfig
 from megatron.errors import UserError
-from megatron.training.logging.metrics import (
+from megatron.training.metrics import (
     MetricsLogger,
     StepRecord,
     Throughput,
     ValidationRecord,
     parse_log_line,
 )
-from megatron.training.logging.writers import TensorBoardWriter, WandbWriter
+from megatron.training.writers import TensorBoardWriter, WandbWriter
 
 THROUGHPUT = Throughput(
     flops_per_sample=lambda seq_length: 3e12 * seq_length / 512, world_size=4, data_parallel_size=2

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config import LoggingConfig, parse_args
 from megatron.errors import UserError
-from megatron.training.logging.metrics import MetricsLogger
+from megatron.training.metrics import MetricsLogger
 from megatron.training.run import make_output_folders
 from tests.unit.config.command_lines import SMALL
 from tests.unit.training.test_metrics import THROUGHPUT, record

@@ -1,6 +1,6 @@
 """The rows of the memory table."""
 
-from megatron.training.logging.startup_report import format_memory_row
+from megatron.training.startup_report import format_memory_row
 from megatron.units import GIB
 
 

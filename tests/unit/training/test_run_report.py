@@ -7,7 +7,7 @@ import pytest
 
 from megatron.pipeline.methods import Partition
 from megatron.pipeline.stages import StagePlan
-from megatron.training.logging.run_report import heaviest_line, pipeline_efficiency, stage_map
+from megatron.training.run_report import heaviest_line, pipeline_efficiency, stage_map
 
 LAYER = "ParallelTransformerLayerPipe"
 NAMES = ["_to_float16", "EmbeddingPipe", "to_sequence_first", *[LAYER] * 6, "to_batch_first"]

@@ -20,14 +20,14 @@ from megatron.config import LoggingConfig
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.model.flops import tflops_per_device
-from megatron.training.logging.log_lines import (
+from megatron.training.log_lines import (
     IntervalSummary,
     format_training_line,
     format_validation_lines,
     parse_log_line,
     perplexity,
 )
-from megatron.training.logging.writers import Position, Writer
+from megatron.training.writers import Position, Writer
 
 
 def open_log(path: str) -> TextIO:

@@ -1,1 +1,0 @@
-"""Console lines, TensorBoard and Weights & Biases curves, memory and moments tables."""
