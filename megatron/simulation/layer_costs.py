@@ -243,20 +243,20 @@ def record_update(
         optimizer.begin_step()
         mark_state(simulated, optimizer)
         memory.begin_step()
-        for index, bucket in enumerate(reversed(optimizer.gradient_reduction)):
+        for index, bucket in enumerate(reversed(optimizer.buckets)):
             recorder.begin("reduction", index)
             bucket.start_reduction()
         recorder.begin("reduce")
         optimizer.reduce_gradients()
         recorder.begin("step")
         optimizer.step()
-        for index, bucket in enumerate(optimizer.gradient_reduction):
+        for index, bucket in enumerate(optimizer.buckets):
             recorder.begin("gather", index)
             bucket.wait_for_gather()
         recorder.end()
         mark_state(simulated, optimizer)
         now = memory.current_memory()
-        count = len(optimizer.gradient_reduction)
+        count = len(optimizer.buckets)
         waits = [len(recorder.cost("gather", index).actions) for index in range(count)]
         step, gathers = _without_gathers(recorder.cost("step").actions, waits)
         return UpdateCosts(
