@@ -42,7 +42,8 @@ class PlanParser(ToolParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """UserError for a flag that neither program has."""
-        parsed, parsed.training = self.parse_known_args(args, namespace)
+        parsed, training = self.parse_known_args(args, namespace)
+        parsed.training = training
         make_parser().parse_args(parsed.training)
         return parsed
 
@@ -86,7 +87,8 @@ def main() -> None:
     from megatron.planner import plan_tool
     from megatron.planner.command import run_flags, with_defaults
 
-    words, notes = run_flags(arguments.training, arguments.script, arguments.gpus), []
+    words = run_flags(arguments.training, arguments.script, arguments.gpus)
+    notes: list[str] = []
     if arguments.search or arguments.recipe:
         words, notes = with_defaults(words)
     command_line = read_command_line(words, {})

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,13 +218,13 @@ def _position_lines(hung: Sequence[Report]) -> list[str]:
     return [*lines, f"  ranks at {more} more positions"] if more else lines
 
 
-def hang_position(report: Report) -> str:
+def hang_position(report: Mapping[str, Any]) -> str:
     """Where a rank hangs: the place of its main thread, and what its device does."""
     device = [f"device {report['device']}"] if report.get("device") else []
     return "; ".join([report.get("place", "an unknown place"), *device])
 
 
-def waiting(report: Report) -> list[str]:
+def waiting(report: Mapping[str, Any]) -> list[str]:
     """A sentence for the calls in which a rank waits for others; none if it waits in none."""
     return [f"waits in {report['waits_in']}"] if report.get("waits_in") else []
 

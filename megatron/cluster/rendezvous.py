@@ -105,7 +105,7 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
     store.set(f"device {address.rank}", device)
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
     store.set(f"digest {address.rank}", _digest(config))
-    store.append(_CONNECTED_KEY, f"{address.rank} ")
+    store.append(_CONNECTED_KEY, f"{address.rank} ")  # type: ignore[attr-defined]
     store.add("connected", 1)
     store.add(PROGRESS_KEY, 1)
     if address.rank == 0:
@@ -162,7 +162,7 @@ def _has_agent_store(env: Mapping[str, str]) -> bool:
 
 def mark_preparing(store: dist.Store, rank: int) -> None:
     """Records that a rank, which has not connected yet, prepares the run."""
-    store.append(_PREPARING_KEY, f"{rank} ")
+    store.append(_PREPARING_KEY, f"{rank} ")  # type: ignore[attr-defined]
 
 
 def _ranks_in(store: dist.Store, key: str) -> set[int]:

@@ -170,8 +170,8 @@ def preprocess(
             progress.skipped.extend(result.bad_lines)
             progress.lines += result.num_lines
             progress.input_bytes += result.input_bytes
-            for key, (tokens, sizes) in result.documents.items():
-                builders[key].add_documents(tokens, sizes)
+            for key, (ids, sizes) in result.documents.items():
+                builders[key].add_documents(ids, sizes)
                 progress.documents[key] = builders[key].num_documents
                 progress.tokens[key] = builders[key].num_tokens
                 progress.empty_documents[key] += result.empty_documents[key]

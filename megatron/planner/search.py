@@ -277,8 +277,8 @@ class _LayerEstimate:
     """A transformer layer without recomputation: seconds of the forward and the backward pass and bytes that
     are kept between them, at a micro-batch of one sample, and for each further one."""
 
-    first: tuple[float, float, float]
-    further: tuple[float, float, float]
+    first: tuple[float, ...]
+    further: tuple[float, ...]
     input_bytes: int
     """Of a sample."""
     parameters: int

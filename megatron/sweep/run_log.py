@@ -101,7 +101,11 @@ def parse_bubble(log: str, steps: int) -> float | None:
     """The mean idle share of the pipeline ranks, the median over the second half of the steps. None if it was
     not logged."""
     shares = [[parse_number(share) for share in line.split()] for line in _BUBBLE.findall(log)]
-    means = [sum(ranks) / len(ranks) / 100 for ranks in shares if ranks and None not in ranks]
+    means = [
+        sum(share or 0 for share in ranks) / len(ranks) / 100
+        for ranks in shares
+        if ranks and None not in ranks
+    ]
     return statistics.median(means[-((steps + 1) // 2) :]) if means else None
 
 

@@ -70,7 +70,7 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
     max_length: maximum number of tokens of the model; None: unlimited. Raises UserError for a type that has
     no Hugging Face equivalent, and OSError for a file that cannot be written.
     """
-    from transformers import AutoTokenizer, GPT2TokenizerFast
+    from transformers import AutoTokenizer, GPT2TokenizerFast  # type: ignore[attr-defined]
 
     bound = {} if max_length is None else {"model_max_length": max_length}
     if kind == HuggingFaceTokenizer.name:

@@ -175,6 +175,7 @@ class Trainer:
             state.consumed_tokens + batch_size * seq_length,
         )
         lr = self.lr_schedule.lr(progress)
+        assert self.data.train is not None  # without training, no step is taken
         micro_batches = self.data.train.micro_batches(state.consumed_samples, batch_size)
         try:
             with self.engine.module.metrics.of_step():

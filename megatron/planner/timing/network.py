@@ -92,7 +92,7 @@ class Network:
         rate = min(self.inter_bytes_per_s / rings, self.intra_bytes_per_s)
         return share * size / rate + steps * LATENCY_S["inter"]
 
-    def message_seconds(self, size: int, source: int, destination: int, layout: ParallelLayout) -> float:
+    def message_seconds(self, size: float, source: int, destination: int, layout: ParallelLayout) -> float:
         """Time of a message between two ranks, if all ranks of the two stages exchange one at once."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
