@@ -66,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The N slices K = 0 .. N - 1 together are all tests. The slice of a test does not depend on other tests.
     """
     _mark_rows_outside_the_gate(items)
+    if config.option.start_within < float("inf"):
+        # What is left out then are tests that start processes, never the many tests of single parts.
+        items.sort(key=lambda item: "unit" not in item.path.relative_to(ROOT).parts)
     if config.option.slice is None:
         return
     wanted, count = map(int, config.option.slice.split("/"))

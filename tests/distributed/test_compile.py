@@ -64,7 +64,7 @@ def history_of(row, changes, compiles):
 )
 def test_compiled_layers_give_the_numbers_of_eager_ones(row, changes):
     eager = run_world(row.world_size, history_of, row, changes, False)
-    compiled = run_world(row.world_size, history_of, row, changes, True, timeout=500.0)
+    compiled = run_world(row.world_size, history_of, row, changes, True)
     for (expected, none, names, layers), (found, graphs, names_compiled, _) in zip(
         eager, compiled, strict=True
     ):

@@ -14,6 +14,7 @@ from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.checkpoints import state_after
 from tests.support.layouts import Row
 from tests.support.pool import run_world
@@ -68,7 +69,9 @@ def test_a_conversion_that_was_killed_during_a_write_resumes(tmp_path):
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
     environment = {**os.environ, "PYTHONPATH": str(Path(ds_to_universal.__file__).parents[1])}
     for blocks in ("1", "20", "50"):
-        killed = subprocess.run([sys.executable, "-c", KILLED, *flags, blocks], env=environment, timeout=60)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, *flags, blocks], env=environment, timeout=HANG_TIMEOUT_S
+        )
         assert killed.returncode == -9 and not target.exists()
         assert list((tmp_path / "universal.partial" / "unfinished").iterdir())
     ds_to_universal.main(flags)

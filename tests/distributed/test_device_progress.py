@@ -14,6 +14,7 @@ from torch.distributed.flight_recorder.components.loader import read_dir
 
 from megatron.cluster.rank_reports import RankReport
 from megatron.engine.device_progress import DeviceProgress, flight_record, pending_calls
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.layouts import Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
@@ -93,7 +94,7 @@ def calls_while_another_rank_is_late(folder):
 
 def facts_when(condition):
     """The calls in which this rank waits; gloo's threads record the end of a call a little late."""
-    progress, deadline = DeviceProgress(get_accelerator()), time.monotonic() + 60.0
+    progress, deadline = DeviceProgress(get_accelerator()), time.monotonic() + HANG_TIMEOUT_S
     while not condition(waits_in := progress.facts()["waits_in"]):
         assert time.monotonic() < deadline, waits_in
         time.sleep(0.01)

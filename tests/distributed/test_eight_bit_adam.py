@@ -55,7 +55,7 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(layout):
     row = LAYOUTS[layout]
-    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, timeout=300.0):
+    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT):
         # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
         assert relative_errors(history, one_process(eight_bit=True))[0] < 2e-3
         assert relative_errors(history, one_process(eight_bit=False))[0] < 0.01
@@ -65,9 +65,7 @@ def test_every_layout_trains_as_one_process_does(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_a_qwen3_like_model_as_one_process_does(layout):
     row = LAYOUTS[layout]
-    for history in run_world(
-        row.world_size, train_steps, row, STEPS, EIGHT_BIT, model=QWEN3_LIKE, timeout=300.0
-    ):
+    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, model=QWEN3_LIKE):
         assert relative_errors(history, one_process(True, is_qwen3=True))[0] < 2e-3
         assert relative_errors(history, one_process(False, is_qwen3=True))[0] < 0.01
 

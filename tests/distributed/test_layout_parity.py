@@ -31,7 +31,6 @@ from tests.support.layouts import (
 from tests.support.pool import run_world
 
 # On a busy machine the many small messages of 4 TP ranks wait for a core each.
-TIMEOUT_S = 300.0
 SHORT = 10
 
 
@@ -59,7 +58,7 @@ def test_the_reference_run_learns_and_some_of_its_steps_are_clipped():
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", covering_rows(), ids=str)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(row):
-    for history in run_world(row.world_size, train_layout, row, timeout=TIMEOUT_S):
+    for history in run_world(row.world_size, train_layout, row):
         loss_error, norm_error = relative_errors(history, reference(row.reference))
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
@@ -67,7 +66,7 @@ def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(row):
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("row", low_precision_rows(), ids=str)
 def test_bf16_and_fp16_follow_the_fp32_loss(row):
-    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S):
+    for history in run_world(row.world_size, train_layout, row, SHORT):
         loss_error, norm_error = relative_errors(history, reference(row.reference)[:SHORT])
         assert 0 < loss_error <= LOW_PRECISION_BOUND
         assert norm_error < 0.05, "a wrong scale, which Adam would forgive"
@@ -88,8 +87,8 @@ def loss_rows():
 @pytest.mark.parametrize("row", loss_rows(), ids=str)
 def test_the_plain_loss_trains_as_the_fused_one_does(row):
     plain = {"training": {"loss_implementation": "plain"}}
-    fused = run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S)[0]
-    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, **plain):
+    fused = run_world(row.world_size, train_layout, row, SHORT)[0]
+    for history in run_world(row.world_size, train_layout, row, SHORT, **plain):
         loss_error, norm_error = relative_errors(history, fused)
         exact = row.precision == "fp32"
         assert loss_error <= (FP32_BOUND if exact else LOW_PRECISION_BOUND)
@@ -102,7 +101,7 @@ def test_z_loss_does_not_depend_on_the_layout(row):
     z_loss = {"training": {"z_loss_weight": 0.1}}
     expected = run_world(1, train_layout, Row(), SHORT, **z_loss)[0]
     assert relative_errors(expected, reference(row.reference)[:SHORT])[0] > 1e-2, "z-loss changed nothing"
-    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, **z_loss):
+    for history in run_world(row.world_size, train_layout, row, SHORT, **z_loss):
         assert max(relative_errors(history, expected)) <= FP32_BOUND
 
 
@@ -117,7 +116,7 @@ def dropout_reference(row):
 def test_dropout_does_not_depend_on_the_layout(row):
     expected = dropout_reference(row.reference)
     assert relative_errors(expected, reference(row.reference)[:SHORT])[0] > 1e-3, "dropout changed nothing"
-    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=DROPOUT):
+    for history in run_world(row.world_size, train_layout, row, SHORT, model=DROPOUT):
         loss_error, norm_error = relative_errors(history, expected)
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from tests.distributed.resharding import resume_midway, save_before, uninterrupted
-from tests.distributed.test_layout_parity import TIMEOUT_S, initial_weights_and_history
+from tests.distributed.test_layout_parity import initial_weights_and_history
 from tests.reference.plain_gpt import train_plain_gpt
 from tests.support.layouts import (
     CLIP,
@@ -184,7 +184,7 @@ LAYOUTS = {
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, changes = LAYOUTS[name]
     expected = reference(tuple(model.items()))
-    histories = run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=model, **changes)
+    histories = run_world(row.world_size, train_layout, row, SHORT, model=model, **changes)
     for history in histories:
         assert max(relative_errors(history, expected)) <= FP32_BOUND
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
     expected = uninterrupted(changes)
     run_world(SAVERS[saver].world_size, save_before, SAVERS[saver], tmp_path, changes)
     for row in RESUMERS if saver != "tp4" else RESUMERS[:1]:
-        for _, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=TIMEOUT_S):
+        for _, history in run_world(row.world_size, resume_midway, row, tmp_path, changes):
             assert max(relative_errors(history, expected)) <= FP32_BOUND
 
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
 def test_bf16_and_fp16_follow_the_fp32_loss(precision, layout):
     row = Row(**{**vars(layout), "precision": precision})
     expected = reference(tuple(LLAMA.items()))
-    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=LLAMA):
+    for history in run_world(row.world_size, train_layout, row, SHORT, model=LLAMA):
         loss_error, norm_error = relative_errors(history, expected)
         assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
 
@@ -227,5 +227,5 @@ def test_bf16_and_fp16_follow_the_fp32_loss(precision, layout):
 def test_dropout_does_not_depend_on_the_layout(row):
     model = {**LLAMA, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     expected = reference(tuple(model.items()))
-    for history in run_world(row.world_size, train_layout, row, SHORT, timeout=TIMEOUT_S, model=model):
+    for history in run_world(row.world_size, train_layout, row, SHORT, model=model):
         assert max(relative_errors(history, expected)) <= FP32_BOUND

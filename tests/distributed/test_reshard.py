@@ -22,7 +22,7 @@ def test_a_checkpoint_opens_on_every_layout(saver, resumers, tmp_path):
     expected = uninterrupted(changes)
     run_world(SHAPES[saver].world_size, save_before, SHAPES[saver], tmp_path, changes)
     for row in (SHAPES[name] for name in resumers):
-        for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
+        for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes):
             assert state == state_after(STEPS_BEFORE)
             loss_error, norm_error = relative_errors(history, expected)
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
@@ -39,7 +39,7 @@ def test_interleaved_stages_open_on_other_layouts_and_open_theirs(other, back, t
     saver, resumer = ((SHAPES[other], {}), own) if back else (own, (SHAPES[other], {}))
     run_world(saver[0].world_size, save_before, saver[0], tmp_path, saver[1])
     row, changes = resumer
-    for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes, timeout=300.0):
+    for state, history in run_world(row.world_size, resume_midway, row, tmp_path, changes):
         assert state == state_after(STEPS_BEFORE)
         assert max(relative_errors(history, uninterrupted({}))) <= FP32_BOUND
 

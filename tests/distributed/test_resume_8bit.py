@@ -116,7 +116,7 @@ def saved(tmp_path_factory):
     def save(saver: str, bits: str) -> tuple[Path, list]:
         folder = tmp_path_factory.mktemp("saved")
         row = SAVERS[saver]
-        ranks = run_world(row.world_size, save_and_continue, row, bits, folder, timeout=300.0)
+        ranks = run_world(row.world_size, save_and_continue, row, bits, folder)
         list(convert(open_source(folder / f"global_step{BEFORE}"), folder / "universal"))
         return folder, ranks
 
@@ -133,7 +133,7 @@ def half_a_step(kind, expected):
 def check_opened(row, bits, folder, universal, saved_ranks):
     """Loads and continues: first the values of every parameter, then the losses."""
     expected, losses = wholes([pieces for pieces, _, _ in saved_ranks]), saved_ranks[0][2]
-    found = run_world(row.world_size, load_and_continue, row, bits, folder, universal, timeout=300.0)
+    found = run_world(row.world_size, load_and_continue, row, bits, folder, universal)
     specs = {name: piece.spec for pieces, _, _ in found for name, piece in pieces.items()}
     opened = wholes([pieces for pieces, _, _ in found])
     assert opened.keys() == expected.keys() and len(opened) == 3 * len(specs)
@@ -177,7 +177,7 @@ def test_8_bits_open_a_checkpoint_of_plain_adam(universal, saved):
 def test_the_layout_that_saved_resumes_to_the_last_bit(saver, universal, saved):
     folder, ranks = saved(saver, "8")
     row = SAVERS[saver]
-    found = run_world(row.world_size, load_and_continue, row, "8", folder, universal, timeout=300.0)
+    found = run_world(row.world_size, load_and_continue, row, "8", folder, universal)
     for (_, codes, history), (_, expected_codes, expected) in zip(found, ranks, strict=True):
         assert history == expected
         assert codes.keys() == expected_codes.keys() and codes
@@ -191,7 +191,7 @@ def test_other_replicas_and_stages_have_the_same_codes(saved):
     folder, ranks = saved("1 process", "8")
     expected = wholes([ranks[0][0]])
     row = OPENERS["pp2 dp2"]
-    found = run_world(row.world_size, load_and_continue, row, "8", folder, timeout=300.0)
+    found = run_world(row.world_size, load_and_continue, row, "8", folder)
     found_state = wholes([rank[0] for rank in found])
     assert all(torch.equal(value, expected[key]) for key, value in found_state.items())
 

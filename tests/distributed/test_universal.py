@@ -66,7 +66,7 @@ def converted(source, target, **options):
 def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "tp4 dp2")):
     expected = uninterrupted(changes)
     for row in (SHAPES[shape] for shape in shapes):
-        ranks = run_world(row.world_size, resume_midway, row, folder, {**changes, **UNIVERSAL}, timeout=300.0)
+        ranks = run_world(row.world_size, resume_midway, row, folder, {**changes, **UNIVERSAL})
         for state, history in ranks:
             assert state == state_after(STEPS_BEFORE)
             loss_error, norm_error = relative_errors(history, expected)

@@ -21,6 +21,7 @@ from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.pipeline import layer_times
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
@@ -47,7 +48,7 @@ def test_the_process_group_compiles_nothing_and_its_store_waits_two_hours(tmp_pa
         cwd=ROOT,
         env=env,
         check=True,
-        timeout=120,
+        timeout=HANG_TIMEOUT_S,
         capture_output=True,
         text=True,
     )
@@ -156,7 +157,7 @@ def test_in_100_processes_the_first_parallel_exp_is_that_of_one_thread():
     script = FIRST_EXP.format(function=inspect.getsource(initialize_vector_math))
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     for _ in range(100):
-        subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=HANG_TIMEOUT_S)
 
 
 def timeouts_of_new_groups():

@@ -46,7 +46,6 @@ from tests.support.layouts import (
 )
 from tests.support.pool import run_world
 
-TIMEOUT_S = 300.0
 SHORT = 10
 SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
 OFFLOAD = {"parallel": {"cpu_offload": True}}
@@ -93,7 +92,7 @@ def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
     # The messages of 4 processes wait for a core each.
     steps = STEPS if row.world_size == 2 else SHORT
     row = replace(row, zero=zero)
-    ranks = run_world(row.world_size, train_layout, row, steps, timeout=TIMEOUT_S, **changes)
+    ranks = run_world(row.world_size, train_layout, row, steps, **changes)
     for history in ranks:
         loss_error, norm_error = relative_errors(history, reference(row.reference)[:steps])
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
@@ -104,7 +103,7 @@ def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_16_bits_follow_the_fp32_loss(precision, zero):
     row = Row(tp=2, dp=2, zero=zero, micro_batch=2, recompute=zero == 3, precision=precision)
-    for history in run_world(4, train_layout, row, 5, timeout=TIMEOUT_S):
+    for history in run_world(4, train_layout, row, 5):
         loss_error, norm_error = relative_errors(history, reference(Row())[:5])
         assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
 
@@ -159,7 +158,7 @@ def test_a_reduction_computes_one_norm_per_group():
 def test_8_bit_moments_train_as_with_zero_1(zero):
     row = Row(tp=2, dp=2, micro_batch=4)
     expected = run_world(4, train_layout, replace(row, zero=1), 5, **EIGHT_BIT)[0]
-    for history in run_world(4, train_layout, replace(row, zero=zero), 5, timeout=TIMEOUT_S, **EIGHT_BIT):
+    for history in run_world(4, train_layout, replace(row, zero=zero), 5, **EIGHT_BIT):
         # Gradients are summed in another order, which may turn a code into its neighbour.
         assert max(relative_errors(history, expected)) < 2e-3
 

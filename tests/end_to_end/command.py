@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.log_lines import ParsedLine, parse_log_line
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.forked import ENVIRONMENT, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-# Far above what any of these runs takes: a run that hangs fails, a slow machine does not.
-TIMEOUT_S = 300.0
 STEP_BY_STEP = "tests/end_to_end/step_by_step.py"
 
 # What a line says of speed differs from run to run; all else may not.
@@ -83,7 +82,7 @@ def pretrain(
 
     script = script if on_line is None else STEP_BY_STEP
     follow = None if on_line is None else answer
-    ended = run_script(ROOT / script, flags, environment(), processes, TIMEOUT_S, follow)
+    ended = run_script(ROOT / script, flags, environment(), processes, follow)
     own = [code for code in ended.exit_codes if code != -signal.SIGTERM]
     failures = [code for code in (*own, *ended.exit_codes) if code]
     return Run(failures[0] if failures else 0, ended.stdout, ended.stderr, set(own))
@@ -123,7 +122,7 @@ def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], Non
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         process = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **streams)
         assert process.stdin is not None and process.stdout is not None
-        deadline = threading.Timer(TIMEOUT_S, process.terminate)
+        deadline = threading.Timer(HANG_TIMEOUT_S, process.terminate)
         deadline.start()
         for line in process.stdout:
             lines.append(line)

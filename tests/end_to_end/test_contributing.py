@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron.training.log_lines import parse_log_line
-from tests.end_to_end.command import ROOT, TIMEOUT_S
+from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
+from tests.environment import HANG_TIMEOUT_S
 
 # "In `path`, `NAME` ...:" and the block that follows.
 EXAMPLE = re.compile(
@@ -66,7 +67,7 @@ def run_copy(copy: Path, data: list[str], *folders: str) -> str:
     logging = "--eval-iters 0 --log-interval 1".split()
     flags = [*MODEL, *ABSOLUTE, *NO_DROPOUT, *schedule, *data, *USED, *logging, *folders]
     command = [sys.executable, "pretrain_gpt.py", *flags]
-    run = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=TIMEOUT_S)
+    run = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from tests.end_to_end.command import ROOT, TIMEOUT_S, environment
+from tests.end_to_end.command import ROOT, environment
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
 from tests.support.forked import run_script
 from tools import ds_to_universal, evaluate
@@ -123,7 +123,7 @@ def test_the_tool_starts_its_ranks_on_this_host(
     flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "2"]
     (expected,) = losses(capsys, trained, *flags)
     flags += ["--load", str(trained.folder), "--tensor-model-parallel-size", "2"]
-    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 0, TIMEOUT_S)
+    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 0)
     assert ended.exit_codes == [0], ended.stderr
     (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
@@ -139,7 +139,7 @@ def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
     (expected,) = losses(capsys, trained, *flags)
     flags += ["--load", str(trained.folder), "--pipeline-model-parallel-size", "2"]
     flags += ["--local-rank=0"]  # torch.distributed.launch adds it; LOCAL_RANK says the same
-    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 4, TIMEOUT_S)
+    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 4)
     assert ended.exit_codes == [0, 0, 0, 0], ended.stderr
     (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)
     tolerance = next((TOLERANCES[kind] for kind in TOLERANCES if kind in name), 1e-5)
@@ -152,7 +152,7 @@ def test_a_rank_without_a_device_is_named_once(processes: int, trained: Trained,
     flags = ["--data-path", data[1], *FIRST_BATCH, "--load", str(trained.folder)]
     flags += ["--tensor-model-parallel-size", "2"]
     script = ROOT / "tests/end_to_end/no_device.py"
-    ended = run_script(script, flags, environment(), processes, TIMEOUT_S)
+    ended = run_script(script, flags, environment(), processes)
     # Under a launcher rank 0 ends the others.
     assert ended.exit_codes[0] == 2 and {*ended.exit_codes} <= {2, -signal.SIGTERM}
     (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error: "))
@@ -176,7 +176,7 @@ def test_mistakes_of_a_layout_end_before_the_ranks_start(
     assert error.count("\n") == 1 and "pip install lm_eval" in error
     # The ranks of a launcher: rank 0 alone prints.
     flags = ["--load", str(trained.folder), *on_data, "--samples", "0"]
-    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 2, TIMEOUT_S)
+    ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 2)
     # The rank that ends first ends the others, as under a launcher.
     assert 2 in ended.exit_codes and {*ended.exit_codes} <= {2, -signal.SIGTERM}
     assert ended.stderr.count("--samples is 0") == 1

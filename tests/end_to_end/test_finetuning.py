@@ -14,9 +14,9 @@ import pytest
 from tests.conftest import VOCAB_SIZE
 from tests.end_to_end.command import ROOT, Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
+from tests.environment import HANG_TIMEOUT_S
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 
-TIMEOUT_S = 300
 # What is smaller than on the page.
 SMALL = {
     "--seq-length 1024": "--seq-length 32",
@@ -64,7 +64,7 @@ def run(command: str, clone: Path) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     finished = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=HANG_TIMEOUT_S
     )
     assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
     return finished.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 SMALL = {
     "TRAIN_ITERS": "4",
@@ -31,7 +32,7 @@ def test_the_example_trains_exports_and_samples_with_transformers(tmp_path: Path
         env={**os.environ, **SMALL, "RUN_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
     assert "LlamaForCausalLM in fp32, iteration 4" in run.stdout

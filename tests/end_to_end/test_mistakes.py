@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
-from tests.end_to_end.command import ROOT, TIMEOUT_S, Run, pretrain, pretrain_typed
+from tests.end_to_end.command import ROOT, Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.environment import HANG_TIMEOUT_S
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT]
 
@@ -131,9 +132,9 @@ def test_processes_that_were_started_with_different_flags_end_with_one_sentence(
         )
         for rank, rate in rates.items()
     ]
-    errors = [processes[0].communicate(timeout=TIMEOUT_S)[1]]
+    errors = [processes[0].communicate(timeout=HANG_TIMEOUT_S)[1]]
     processes[1].terminate()  # as a launcher does; until then the ranks that are silent wait
-    errors.append(processes[1].communicate(timeout=TIMEOUT_S)[1])
+    errors.append(processes[1].communicate(timeout=HANG_TIMEOUT_S)[1])
     assert processes[0].returncode == 2 and processes[1].returncode in (2, -signal.SIGTERM)
     (error,) = "".join(errors).splitlines()
     assert "--lr is 0.001 on rank 0 and 0.005 on rank 1" in error

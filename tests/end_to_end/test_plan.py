@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 MODEL = (
     "--gpu a100-80gb --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 "
@@ -23,7 +24,7 @@ def plan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_TIMEOUT_S,
     )
 
 

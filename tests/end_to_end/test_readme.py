@@ -18,6 +18,7 @@ import pytest
 
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 QUICKSTART = "examples/quickstart.sh"
@@ -34,7 +35,6 @@ SMALL_QUICKSTART = {
     "NEW_TOKENS": "10",
 }
 PARTS = ("benchmarks", "examples", "megatron", "pretrain_gpt.py", "tools")
-TIMEOUT_S = 300
 
 
 def commands_in(page: str) -> list[str]:
@@ -107,7 +107,7 @@ def run(command: str, copy: Path, **env: str) -> subprocess.CompletedProcess[str
         env={**inherited, **fixed, **env},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_TIMEOUT_S,
         stdin=subprocess.DEVNULL,
     )
     assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"

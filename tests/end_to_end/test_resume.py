@@ -17,6 +17,7 @@ import pytest
 from megatron.training.log_lines import parse_log_line
 from tests.end_to_end.command import ROOT, Run, environment, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
+from tests.environment import HANG_TIMEOUT_S
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--zero-stage", "1"]
 
@@ -122,7 +123,7 @@ def test_a_closed_terminal_ends_a_run_that_has_saved(data: list[str], tmp_path: 
             break
     process.stdout.close()
     process.send_signal(signal.SIGHUP)
-    assert process.wait(120) == 75
+    assert process.wait(HANG_TIMEOUT_S) == 75
     lines = log.read_text().splitlines()
     assert any("WARNING: the console cannot be written ([Errno 32] Broken pipe)" in line for line in lines)
     assert lines[-1].endswith("SIGHUP (--exit-signal)")

@@ -17,6 +17,7 @@ import pytest
 from megatron.cluster.rank_reports import read_reports
 from tests.end_to_end.command import ROOT, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 TIMEOUT_S = 4.0
@@ -59,7 +60,7 @@ def test_a_rank_that_prepares_does_not_use_up_the_time_of_the_others(data: list[
         if waited * 0.5 > 2 * TIMEOUT_S:
             break
     finish.touch()
-    outputs = [process.communicate(timeout=300) for process in (first, second)]
+    outputs = [process.communicate(timeout=HANG_TIMEOUT_S) for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), outputs
     assert "iteration        2/       2" in outputs[0][0]
 
@@ -69,8 +70,8 @@ def test_a_rank_that_dies_after_it_connected_ends_the_others(data: list[str], tm
     port, flags = free_ports(1)[0], [*data, "--hang-timeout", "2"]
     first = start(0, port, flags, RANK_REPORTS=str(tmp_path / "0"))
     second = start(1, port, flags, script="tests/end_to_end/dies_after_connecting.py")
-    assert second.wait(300) == -signal.SIGKILL
-    _, stderr = first.communicate(timeout=300)
+    assert second.wait(HANG_TIMEOUT_S) == -signal.SIGKILL
+    _, stderr = first.communicate(timeout=HANG_TIMEOUT_S)
     (report,) = read_reports(tmp_path / "0")
     assert (first.returncode, report["end"]) == (124, "hang"), stderr
     assert re.fullmatch(r"no progress for \d+ s in the preflight", report["text"])
@@ -87,7 +88,7 @@ def test_each_rank_names_another_program_at_its_port(data: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as program:
         port = program.getsockname()[1]
         rank = start(1, port, data)
-        _, stderr = rank.communicate(timeout=300)
+        _, stderr = rank.communicate(timeout=HANG_TIMEOUT_S)
     assert rank.returncode == 2
     last = stderr.splitlines()[-1]
     assert last.startswith(f"error: rank 1: 127.0.0.1:{port} is open, but it is not the store of this run: ")
@@ -104,7 +105,7 @@ def test_the_launchers_own_error_for_a_port_in_use_is_in_the_docs(launcher: str)
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=HANG_TIMEOUT_S,
         )
     assert run.returncode == 1 and run.stdout == ""
     last = run.stderr.strip().splitlines()[-1]

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_kernels
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.pool import run_world
 
 # The simulated device is a CPU with NVIDIA's driver of triton, which compiles its library before it looks for
@@ -39,7 +40,7 @@ def test_no_compiler_is_named_with_what_to_install(tmp_path):
     env = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
     env |= {"PATH": "", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}
     found = subprocess.run(
-        [sys.executable, "-c", LAUNCH], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LAUNCH], env=env, capture_output=True, text=True, timeout=HANG_TIMEOUT_S
     )
     sentence = found.stdout.splitlines()[-1]
     assert sentence.startswith("triton cannot launch a kernel (RuntimeError: Failed to find C compiler"), (

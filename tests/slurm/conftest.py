@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 EXAMPLES = ROOT / "examples" / "slurm"
-# Far above what any of these jobs takes: a job that hangs fails, a slow machine does not.
-TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +46,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             pytest.fail(reason)
         pytest.skip(reason)
     env["SLURM_TEST_FOLDER"] = str(tmp_path_factory.mktemp("slurm") / "cluster")
-    subprocess.run([CLUSTER, "start"], env=env, check=True, timeout=TIMEOUT_S)
+    subprocess.run([CLUSTER, "start"], env=env, check=True, timeout=HANG_TIMEOUT_S)
     shown = subprocess.run([CLUSTER, "env"], env=env, check=True, capture_output=True, text=True).stdout
     name, _, value = shown.removeprefix("export ").strip().partition("=")
     env[name] = value
@@ -55,7 +54,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     try:
         yield env
     finally:
-        subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=TIMEOUT_S)
+        subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=HANG_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ class Job:
 
     def wait_for(self, words: str, times: int = 1) -> None:
         """Until the log has the words so often."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_TIMEOUT_S
         while self.log().count(words) < times:
             assert time.monotonic() < deadline and self._exit_code() is None, self.log()
             time.sleep(0.2)
 
     def end(self) -> int:
         """Its exit code once it has ended, 128 and more for a signal; of an array, the largest."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_TIMEOUT_S
         # sbatch --wait would ask ever more rarely.
         while (code := self._exit_code()) is None:
             assert time.monotonic() < deadline, f"job {self.number} does not end:\n{self.log()}"

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.slurm.conftest import CLUSTER, EXAMPLES, TIMEOUT_S, Job
+from tests.environment import HANG_TIMEOUT_S
+from tests.slurm.conftest import CLUSTER, EXAMPLES, Job
 
 TINY = {
     **{"NNODES": 2, "GPUS_PER_NODE": 2, "TP_SIZE": 2, "PP_SIZE": 2},
@@ -84,7 +85,7 @@ def test_a_second_start_finds_the_cluster_of_the_first(slurm: dict[str, str]) ->
         return {file.name: file.read_text() for file in Path(slurm["SLURM_TEST_FOLDER"], "pid").iterdir()}
 
     before = daemons()
-    subprocess.run([CLUSTER, "start"], env=slurm, check=True, timeout=TIMEOUT_S)
+    subprocess.run([CLUSTER, "start"], env=slurm, check=True, timeout=HANG_TIMEOUT_S)
     assert len(before) == 4 and daemons() == before
 
 
@@ -170,7 +171,9 @@ def test_a_sweep_runs_as_an_array_and_submits_only_what_is_missing(
 
     def sweep() -> str:
         words = ["bash", str(EXAMPLES / "sweep-partition.slurm")]
-        run = subprocess.run(words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=TIMEOUT_S)
+        run = subprocess.run(
+            words, cwd=tmp_path, env=env, text=True, capture_output=True, timeout=HANG_TIMEOUT_S
+        )
         assert run.returncode == 0, run.stderr
         return run.stdout
 
@@ -203,7 +206,7 @@ def test_srun_without_a_launcher_starts_a_run(slurm: dict[str, str], data: list[
         env=slurm,
         text=True,
         capture_output=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
     assert "4 processes = TP 1 x PP 2 x DP 2" in run.stdout
@@ -254,7 +257,7 @@ def test_srun_without_a_launcher_names_the_cause(
             if re.search("^ iteration +3/", line):
                 action(slurm, tmp_path)
                 break
-        _, stderr = process.communicate(timeout=TIMEOUT_S)
+        _, stderr = process.communicate(timeout=HANG_TIMEOUT_S)
     assert process.returncode != 0
     assert re.search(expected, stderr, re.MULTILINE), stderr
     assert "Traceback" not in stderr
@@ -350,7 +353,7 @@ def test_the_real_size_passes_a_dry_run(
         ["bash", str(EXAMPLES / script)],
         cwd=ROOT,
         env={**os.environ, **job, **path, "PYTHON": sys.executable, "RUN_DIR": str(tmp_path)},
-        timeout=60,
+        timeout=HANG_TIMEOUT_S,
     )
     flags = (tmp_path / "flags").read_text().splitlines()
     flags += ["--dry-run", "--world-size", layout.split()[0], "--vocab-size", str(words)]
@@ -359,7 +362,7 @@ def test_the_real_size_passes_a_dry_run(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
     assert layout in run.stdout
@@ -369,7 +372,9 @@ def test_the_real_size_passes_a_dry_run(
     "script", sorted({path.name for path in EXAMPLES.glob("*.slurm")} - {"sweep-partition.slurm"})
 )
 def test_outside_slurm_a_script_says_how_to_start_it(script: str) -> None:
-    run = subprocess.run(["bash", str(EXAMPLES / script)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        ["bash", str(EXAMPLES / script)], capture_output=True, text=True, timeout=HANG_TIMEOUT_S
+    )
     assert run.returncode == 2
     assert run.stderr == f"error: not inside a Slurm job: start the script with sbatch {EXAMPLES / script}\n"
 
@@ -377,6 +382,8 @@ def test_outside_slurm_a_script_says_how_to_start_it(script: str) -> None:
 def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -> None:
     copy = tmp_path / "copy.slurm"
     copy.write_text((EXAMPLES / "tr8-104B.slurm").read_text())
-    run = subprocess.run(["bash", str(copy)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        ["bash", str(copy)], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_TIMEOUT_S
+    )
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1] == "error: set REPO to the folder of the repository"

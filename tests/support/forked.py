@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from megatron.cluster.launch import temporary_environment
+from tests.environment import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 # Of the process that imports, and of those that are forked from it.
@@ -70,15 +71,14 @@ def run_script(
     flags: Sequence[str],
     environment: Mapping[str, str],
     processes: int,
-    timeout: float,
     on_line: OnLine | None = None,
 ) -> Ended:
     """Runs `python -u SCRIPT FLAGS` in the working directory as the ranks 0 .. processes - 1 of one launch,
     or, if `processes` is 0, without a launcher's variables.
 
-    Once a rank has failed, the others are ended, as by torch's launcher and by srun. Ranks that have not
-    ended after `timeout` seconds are killed. on_line: called with each line of stdout and the process
-    ids by rank; what it returns is the input of the ranks.
+    Once a rank has failed, the others are ended, as by torch's launcher and by srun. Ranks that hang are
+    killed. on_line: called with each line of stdout and the process ids by rank; what it returns is the
+    input of the ranks.
     """
     (port,) = free_ports(1)
     ranks: list[BaseProcess] = []
@@ -92,7 +92,7 @@ def run_script(
                         variables |= launch_variables(rank, processes, port)
                     ranks.append(start(_run_script, str(script), list(flags), variables, folder))
                 lines = on_line and _Lines(Path(folder, "stdout"), ranks, on_line, answers)
-                _wait(ranks, timeout, lines.look if lines else None)
+                _wait(ranks, lines.look if lines else None)
             finally:
                 for process in ranks:
                     process.kill()
@@ -127,9 +127,9 @@ class _Lines:
             self._answers.write(self._on_line(line, [rank.pid or 0 for rank in self._ranks]))
 
 
-def _wait(ranks: Sequence[BaseProcess], timeout: float, look: Callable[[], None] | None) -> None:
+def _wait(ranks: Sequence[BaseProcess], look: Callable[[], None] | None) -> None:
     """Returns when all have ended. look: called often until then, and once more."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + HANG_TIMEOUT_S
     running = {rank.sentinel: rank for rank in ranks}
     while running:
         left = max(deadline - time.monotonic(), 0.0)

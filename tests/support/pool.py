@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,10 +32,10 @@ from typing import Any
 
 import psutil
 
+from tests.environment import HANG_TIMEOUT_S
 from tests.support import forked
 
 MAX_WORLD_SIZE = 8
-DEFAULT_TIMEOUT_S = 180.0
 # Seconds that the other ranks have, once one has failed, to fail as well or to finish.
 _GRACE_S = 5.0
 # A worker with more threads after a case is replaced. Hooks of autograd hold an engine with sharded weights
@@ -59,7 +60,7 @@ def run_world(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float = HANG_TIMEOUT_S,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `function(*args, **kwargs)` on each of `world_size` ranks; return their results in rank order.
@@ -196,7 +197,7 @@ class _Case:
                 try:
                     self._take(rank, *connection.recv())
                 except (EOFError, ConnectionResetError):
-                    self._processes[rank].join(DEFAULT_TIMEOUT_S)
+                    self._processes[rank].join(HANG_TIMEOUT_S)
                     self.deaths.append(
                         (rank, f"the process died, exit code {self._processes[rank].exitcode}", None)
                     )
@@ -235,6 +236,7 @@ def _work(connection: Connection, stack_file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _share_gloo_device()
     # On CPUs DeepSpeed would compile a kernel, for 30 s, when the first world is made; nothing here uses it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
     # What was imported is never garbage. Without this, each collection looks at 200,000 objects for 0.25 s.
@@ -263,6 +265,23 @@ def _work(connection: Connection, stack_file: str) -> None:
                 os.environ.clear()
                 os.environ.update(environment)
             connection.send(("left", psutil.Process().num_threads()))
+
+
+def _share_gloo_device() -> None:
+    """All process groups of this process use one device of gloo. By default each group has its own, with a
+    thread that wakes 100 times per second; a rank of these tests has 8 to 20 groups."""
+    from torch.distributed import distributed_c10d
+
+    gloo = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_device(interface="lo")
+
+    class GlooOnSharedDevice(gloo):  # type: ignore[valid-type, misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = GlooOnSharedDevice
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -20,6 +20,7 @@ from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.sweep.axes import given_flags
 from megatron.sweep.slurm import read_base_command
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 from tests.unit.config.published_scripts import SCRIPTS
 from tools.sweep import build_parser
 
@@ -40,7 +41,7 @@ def dry_run(script: str, *flags: str, folder: Path, **variables: str) -> str:
         env={**env, "DRY_RUN": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_TIMEOUT_S,
     )
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert list(folder.iterdir()) == []

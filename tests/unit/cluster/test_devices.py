@@ -21,6 +21,7 @@ from megatron.cluster.devices import (
 from megatron.cluster.processes import _check_backend
 from megatron.config import ParallelConfig
 from megatron.errors import UserError
+from tests.environment import HANG_TIMEOUT_S
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,6 @@ def test_variables_are_set_before_cuda_can_be_probed(tmp_path) -> None:
         env={**env, **launched},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_TIMEOUT_S,
     )
     assert found.stdout == "torch 1 True\n", found.stderr

@@ -13,6 +13,7 @@ from megatron.cluster.diagnosis import Diagnosis, SlurmJob, diagnose
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 
 def report(rank: int, end: ExitStatus | None = None, **facts: Any) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def test_lost_node_is_named() -> None:
 def test_command_prints_to_stderr_and_sets_the_exit_code(tmp_path: Path) -> None:
     RankReport(str(tmp_path), "0", "n1").end(ExitStatus.USER_ERROR, "error: --lr is 0")
     command = [sys.executable, "-m", "megatron.cluster.diagnosis", str(tmp_path), "--processes", "1"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "error: --lr is 0\n")
 
 

@@ -17,6 +17,7 @@ import pytest
 from megatron.cluster.node_diagnosis import _prints_errors_of_all, conclude, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 # A rank that prints "ready", waits for a line, and then ends as its arguments say.
 RANK = """
@@ -93,8 +94,8 @@ def test_without_a_launcher_one_rank_prints_the_first_cause_and_removes_the_repo
     start: Start, tmp_path: Path
 ) -> None:
     first, second = start(0), start(1)
-    second.communicate("kill\n", timeout=30)
-    _, stderr = first.communicate("lost\n", timeout=30)
+    second.communicate("kill\n", timeout=HANG_TIMEOUT_S)
+    _, stderr = first.communicate("lost\n", timeout=HANG_TIMEOUT_S)
     assert first.returncode == 1
     (line,) = stderr.splitlines()
     assert line.startswith("error: rank 1 on ") and "after iteration 7: killed (SIGKILL)" in line
@@ -111,8 +112,8 @@ def test_ranks_with_a_wrapper_each_have_a_common_diagnosis(tmp_path: Path) -> No
         assert process.stdout.readline().startswith("ready")
         processes.append(process)
     killed, other = processes
-    killed.communicate("kill\n", timeout=30)
-    _, stderr = other.communicate("lost\n", timeout=30)
+    killed.communicate("kill\n", timeout=HANG_TIMEOUT_S)
+    _, stderr = other.communicate("lost\n", timeout=HANG_TIMEOUT_S)
     (line,) = stderr.splitlines()
     assert line.startswith("error: rank 0 on ") and "killed (SIGKILL)" in line
 
@@ -122,7 +123,7 @@ def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
     for rank in ranks:
         rank.stdin.write("mistake\n")
         rank.stdin.flush()
-    texts = [rank.communicate(timeout=30)[1] for rank in ranks]
+    texts = [rank.communicate(timeout=HANG_TIMEOUT_S)[1] for rank in ranks]
     assert sorted(texts) == ["", "error: --lr is 0\n"]
     assert [rank.returncode for rank in ranks] == [2, 2]
 
@@ -131,9 +132,9 @@ def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
 def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tmp_path: Path) -> None:
     """The second rank is inside a collective that never ends: here it waits for stdin."""
     first, second = start(0), start(1)
-    _, stderr = first.communicate("broken\n", timeout=60)
+    _, stderr = first.communicate("broken\n", timeout=HANG_TIMEOUT_S)
     assert stderr.splitlines()[-1].endswith("ValueError: broken")
-    assert second.wait(30) == 1
+    assert second.wait(HANG_TIMEOUT_S) == 1
     assert not list(tmp_path.glob("megatron-*/*"))
 
 
@@ -141,7 +142,7 @@ def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tm
 def test_rank_that_waits_for_another_one_ends_after_its_signal(start: Start, tmp_path: Path) -> None:
     first, second = start(0), start(1)
     second.send_signal(signal.SIGHUP)
-    assert (second.wait(60), first.wait(30)) == (129, 1)
+    assert (second.wait(HANG_TIMEOUT_S), first.wait(HANG_TIMEOUT_S)) == (129, 1)
     assert second.stderr is not None
     (line,) = second.stderr.read().splitlines()
     assert re.match(r"error: rank 1 on \S+ \(pid \d+\) was ended by SIGHUP, before the first step", line)
@@ -152,14 +153,14 @@ def test_finished_run_prints_nothing_and_removes_the_reports(start: Start, tmp_p
     first, second = start(0), start(1)
     assert len(list(tmp_path.glob("megatron-*/*/rank-*.json"))) == 2
     for rank in (first, second):
-        assert rank.communicate("\n", timeout=30)[1] == "" and rank.returncode == 0
+        assert rank.communicate("\n", timeout=HANG_TIMEOUT_S)[1] == "" and rank.returncode == 0
     assert not list(tmp_path.glob("megatron-*/*"))
 
 
 def test_second_process_with_the_same_rank_prints_its_own_error(start: Start) -> None:
     first, second = start(0), start(0)
-    assert second.communicate("mistake\n", timeout=30)[1] == "error: --lr is 0\n"
-    assert first.communicate("\n", timeout=30)[1] == ""
+    assert second.communicate("mistake\n", timeout=HANG_TIMEOUT_S)[1] == "error: --lr is 0\n"
+    assert first.communicate("\n", timeout=HANG_TIMEOUT_S)[1] == ""
 
 
 def test_under_a_launcher_the_cause_is_the_last_line_after_its_traceback(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_under_a_launcher_the_cause_is_the_last_line_after_its_traceback(tmp_pat
         env=env,
         text=True,
         capture_output=True,
-        timeout=60,
+        timeout=HANG_TIMEOUT_S,
     )
     lines = run.stderr.splitlines()
     assert lines[-2] == "Traceback of the launcher"
@@ -196,7 +197,7 @@ def test_signal_to_the_rank_does_not_end_the_diagnosis_that_it_starts(
     report.end(ExitStatus.FAILED, "error: ValueError: broken")
     conclude(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
     (process,) = started
-    assert process.wait(60) == 0
+    assert process.wait(HANG_TIMEOUT_S) == 0
     assert capfd.readouterr().err.splitlines()[-1].endswith("ValueError: broken")
     assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
@@ -293,5 +294,5 @@ def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp
         time.sleep(0.01)
     started = time.monotonic()
     first.send_signal(signal.SIGTERM)
-    assert "ValueError: broken" in first.communicate(timeout=60)[1]
+    assert "ValueError: broken" in first.communicate(timeout=HANG_TIMEOUT_S)[1]
     assert time.monotonic() - started < 5

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import ROOT, environment
+from tests.environment import HANG_TIMEOUT_S
 
 # All ranks write to one pipe: a line is one write, which print does not promise.
 FIRST = """
@@ -51,7 +52,7 @@ def start(tmp_path: Path, seconds: str, what: str) -> subprocess.Popen[str]:
 
 def test_the_ranks_have_a_launchers_variables_and_rank_0_its_own_afterwards(tmp_path: Path) -> None:
     first = start(tmp_path, "0", "ends")
-    lines = first.communicate(timeout=60)[0].splitlines()
+    lines = first.communicate(timeout=HANG_TIMEOUT_S)[0].splitlines()
     assert first.returncode == 0
     assert sorted(line.split() for line in lines if line != "False") == [
         ["0", "3", "0"],
@@ -63,14 +64,14 @@ def test_the_ranks_have_a_launchers_variables_and_rank_0_its_own_afterwards(tmp_
 
 def test_rank_0_ends_with_the_exit_code_of_a_rank_that_fails(tmp_path: Path) -> None:
     first = start(tmp_path, "60", "fails")
-    error = first.communicate(timeout=60)[1]
+    error = first.communicate(timeout=HANG_TIMEOUT_S)[1]
     assert first.returncode == 7 and error.count("rank 2 has ended with exit code 7") == 1
 
 
 @pytest.mark.parametrize("what", ["is killed", "is killed later"])
 def test_a_rank_that_was_killed_is_named_though_rank_0_fails_too(what: str, tmp_path: Path) -> None:
     first = start(tmp_path, "0", what)
-    error = first.communicate(timeout=60)[1]
+    error = first.communicate(timeout=HANG_TIMEOUT_S)[1]
     assert first.returncode == 128 + signal.SIGKILL
     assert error == "error: rank 2 has ended with exit code -9\n"
 
@@ -92,7 +93,7 @@ def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
     )
     command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), "0", "ends"]
     env = os.environ | environment() | {"PYTHONPATH": str(ROOT)}
-    first = subprocess.run(command, env=env, text=True, capture_output=True, timeout=60)
+    first = subprocess.run(command, env=env, text=True, capture_output=True, timeout=HANG_TIMEOUT_S)
     assert first.stdout.splitlines().count("[] False") == 2
 
 
@@ -105,5 +106,5 @@ def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
         for _ in range(3):  # all ranks have printed their variables
             first.stdout.readline()
         os.kill(first.pid, signal.SIGKILL)
-    first.communicate(timeout=50)
+    first.communicate(timeout=HANG_TIMEOUT_S)
     assert first.returncode == (1 if end == "raises" else -signal.SIGKILL)

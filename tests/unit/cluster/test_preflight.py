@@ -18,6 +18,7 @@ from megatron.cluster.preflight import (
     find_differences,
     network_figures,
 )
+from tests.environment import HANG_TIMEOUT_S
 
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 
@@ -82,7 +83,7 @@ def test_other_data_and_unshared_folders_name_the_node() -> None:
 
 def check_everywhere(*folders: Path) -> list[dict[str, str]]:
     """Runs check_shared_folders on one single-rank node per folder; each node sees its folder as --save."""
-    barrier = threading.Barrier(len(folders), timeout=30)
+    barrier = threading.Barrier(len(folders), timeout=HANG_TIMEOUT_S)
     found: list[dict[str, str]] = [{} for _ in folders]
 
     def check(rank: int) -> None:

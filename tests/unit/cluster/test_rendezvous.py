@@ -20,6 +20,7 @@ from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import BatchConfig, Config, ModelConfig, ParallelConfig, ScheduleConfig, TrainingConfig
 from megatron.errors import UserError
+from tests.environment import HANG_TIMEOUT_S
 
 
 def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:
@@ -109,7 +110,7 @@ def test_missing_ranks_are_named_on_every_connected_rank(port: int) -> None:
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(outcomes, port, [config()], 4, ranks=(1,))
         # Rank 0 connects once rank 1 has, and times out at its first poll.
-        store.wait(["launch  attempt 0/digest 1"], timedelta(seconds=60))
+        store.wait(["launch  attempt 0/digest 1"], timedelta(seconds=HANG_TIMEOUT_S))
         found = [*outcomes(port, [config(timeout=1e-9)], 4, ranks=(0,)), *first.result()]
     assert all(isinstance(error, RunStopped) for error in found)
     assert str(found[0]) == str(found[1])
@@ -174,7 +175,7 @@ def test_missing_ranks_are_printed_while_waiting(port: int, monkeypatch) -> None
     monkeypatch.setattr(rendezvous, "_print", lines.put)
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(outcomes, port, [config()], 2, ranks=(0,))
-        line = lines.get(timeout=60)
+        line = lines.get(timeout=HANG_TIMEOUT_S)
         second = outcomes(port, [config()], 2, ranks=(1,))
         assert [*first.result(), *second] == ["hello"] * 2
     assert line == f"waiting for 1 of 2 processes to connect to 127.0.0.1:{port} (rank 1)"
@@ -246,7 +247,7 @@ def test_preparing_ranks_are_among_the_missing_ones(port: int, monkeypatch) -> N
     env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with ThreadPoolExecutor(1) as thread, Preparation(config(), env):
         first = thread.submit(outcomes, port, [config()], 3, ranks=(0,))
-        while not lines.get(timeout=60).endswith("(rank 1, 2; preparing: rank 2)"):
+        while not lines.get(timeout=HANG_TIMEOUT_S).endswith("(rank 1, 2; preparing: rank 2)"):
             pass
         others = outcomes(port, [config()] * 2, 3, ranks=(1, 2))
         assert [*first.result(), *others] == ["hello"] * 3

@@ -15,6 +15,7 @@ import pytest
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_reports
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 # Like a collective, the lock is native code in which no Python handler runs.
 PROGRAM = """
@@ -58,7 +59,7 @@ def start(program: str, *argv: str, reports: Path | None = None) -> subprocess.P
 
 def test_hang_is_reported_with_its_stack(tmp_path: Path) -> None:
     process = start(PROGRAM.format(WATCH), reports=tmp_path)
-    assert process.wait(30) == 124
+    assert process.wait(HANG_TIMEOUT_S) == 124
     (report,) = read_reports(tmp_path)
     assert (report["end"], report["iteration"]) == ("hang", 5)
     assert "<module>" in report["place"] and 'File "<string>", line 21 in <module>' in report["stacks"]
@@ -76,7 +77,7 @@ watchdog.set_device_facts(facts, lambda: b"calls")
 
 
 def test_hang_reports_what_the_device_does(tmp_path: Path) -> None:
-    assert start(PROGRAM.format(DEVICE.format("") + WATCH), reports=tmp_path).wait(30) == 124
+    assert start(PROGRAM.format(DEVICE.format("") + WATCH), reports=tmp_path).wait(HANG_TIMEOUT_S) == 124
     (report,) = read_reports(tmp_path)
     assert (report["device"], report["waits_in"]) == ("has completed ForwardPass", "all_reduce")
     assert (tmp_path / "flight-3").read_bytes() == b"calls"
@@ -85,7 +86,7 @@ def test_hang_reports_what_the_device_does(tmp_path: Path) -> None:
 def test_hang_of_the_devices_library_is_reported_too(tmp_path: Path) -> None:
     """As cudaEventQuery may, the call holds Python's lock."""
     process = start(PROGRAM.format(DEVICE.format("ctypes.PyDLL(None).sleep(1000)") + WATCH), reports=tmp_path)
-    assert process.wait(30) == 1
+    assert process.wait(HANG_TIMEOUT_S) == 1
     (report,) = read_reports(tmp_path)
     assert report["end"] == "hang" and "<module>" in report["place"] and "device" not in report
 
@@ -93,14 +94,14 @@ def test_hang_of_the_devices_library_is_reported_too(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_hang_without_reports_is_printed_to_stderr() -> None:
     process = start(PROGRAM.format(WATCH))
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=HANG_TIMEOUT_S)
     assert process.returncode == 124
     assert stderr.splitlines()[-1].startswith("error: rank 3 on ")
     assert re.search(r"no progress for \d+ s in a step \(--hang-timeout\)", stderr) and "Thread" in stderr
 
 
 def test_heartbeats_keep_a_process_alive(tmp_path: Path) -> None:
-    assert start(PROGRAM.format(WATCH), "heartbeats", reports=tmp_path).wait(30) == 0
+    assert start(PROGRAM.format(WATCH), "heartbeats", reports=tmp_path).wait(HANG_TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_sigterm_is_recorded_while_the_main_thread_is_in_native_code(
 ) -> None:
     process = start(PROGRAM.format(watch), reports=tmp_path)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == code
+    assert process.wait(HANG_TIMEOUT_S) == code
     (report,) = read_reports(tmp_path)
     assert (report["signal"], report["end"]) == ("SIGTERM", end)
 
@@ -122,7 +123,7 @@ def test_sigterm_ends_a_process_that_waits_for_a_failed_rank(tmp_path: Path) -> 
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
     RankReport(str(tmp_path), "0").end(ExitStatus.FAILED, "error: broken")
-    assert process.wait(30) == 143
+    assert process.wait(HANG_TIMEOUT_S) == 143
 
 
 def test_second_ctrl_c_ends_the_process_at_once(tmp_path: Path) -> None:
@@ -132,14 +133,14 @@ def test_second_ctrl_c_ends_the_process_at_once(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(HANG_TIMEOUT_S) == 130
     assert read_reports(tmp_path)[0]["end"] == "signalled"
 
 
 def test_sigterm_without_reports_is_printed() -> None:
     process = start(PROGRAM.format(""))
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=HANG_TIMEOUT_S)
     assert (process.returncode, stderr) == (143, "error: ended by SIGTERM\n")
 
 
@@ -147,7 +148,7 @@ def test_sigterm_without_reports_is_printed() -> None:
 def test_other_signals_before_the_first_step_are_recorded(name: str, tmp_path: Path) -> None:
     process = start(PROGRAM.format(""), reports=tmp_path)
     process.send_signal(signal.Signals[name])
-    assert process.wait(30) == 128 + signal.Signals[name]
+    assert process.wait(HANG_TIMEOUT_S) == 128 + signal.Signals[name]
     (report,) = read_reports(tmp_path)
     assert (report["signal"], report["end"]) == (name, "signalled")
 
@@ -156,5 +157,5 @@ def test_signal_that_nohup_ignores_does_not_end_the_process(tmp_path: Path) -> N
     program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + PROGRAM.format("")
     process = start(program, "heartbeats", reports=tmp_path)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(30) == 0
+    assert process.wait(HANG_TIMEOUT_S) == 0
     assert "signal" not in read_reports(tmp_path)[0]

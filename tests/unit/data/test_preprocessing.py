@@ -25,6 +25,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
+from tests.environment import HANG_TIMEOUT_S
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 from tools import preprocess_data
 
@@ -277,11 +278,11 @@ def test_a_signal_ends_the_tool_with_its_workers(
     assert tool.stdout is not None and "processed" in tool.stdout.readline()
     assert list(folder.glob("*.tmp"))
     os.kill(tool.pid, number) if target == "main" else os.killpg(tool.pid, number)
-    output, errors = tool.communicate(timeout=60)
+    output, errors = tool.communicate(timeout=HANG_TIMEOUT_S)
     assert tool.returncode == (-9 if number == 9 else 128 + number)
     if number != 9:
         assert not os.listdir(folder) and errors == "interrupted\n"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_TIMEOUT_S
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:  # until the last process of the group has ended
             os.killpg(tool.pid, 0)

@@ -13,6 +13,7 @@ from megatron.errors import UserError
 from megatron.planner import script_command
 from megatron.planner.script_command import read_script, script_environment
 from tests.end_to_end.command import ROOT
+from tests.environment import HANG_TIMEOUT_S
 
 SCRIPT = str(ROOT / "examples" / "slurm" / "tr11-176B-ml.slurm")
 
@@ -47,7 +48,7 @@ def refusal(folder: Path, text: str | bytes) -> str:
 
 def wait_for_end(*pids: int) -> None:
     """The kernel ends processes a moment after the signal."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_TIMEOUT_S
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
