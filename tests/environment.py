@@ -15,7 +15,3 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# A process that has not answered after so many seconds hangs. On a quiet machine the slowest one of the
-# tests takes 40 s, and one machine has been 15 times as slow.
-HANG_TIMEOUT_S = 1200.0

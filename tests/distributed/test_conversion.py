@@ -14,7 +14,7 @@ from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.checkpoints import state_after
 from tests.support.layouts import Row
 from tests.support.pool import run_world

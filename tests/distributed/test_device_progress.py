@@ -14,7 +14,7 @@ from torch.distributed.flight_recorder.components.loader import read_dir
 
 from megatron.cluster.rank_reports import RankReport
 from megatron.engine.device_progress import DeviceProgress, flight_record, pending_calls
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.layouts import Row, build_engine, config_of, train
 from tests.support.pool import run_world
 

@@ -21,7 +21,7 @@ from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.pipeline import layer_times
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.log_lines import ParsedLine, parse_log_line
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.forked import ENVIRONMENT, run_script
 
 ROOT = Path(__file__).resolve().parents[2]

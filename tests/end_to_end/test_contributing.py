@@ -14,7 +14,7 @@ import pytest
 from megatron.training.log_lines import parse_log_line
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 # "In `path`, `NAME` ...:" and the block that follows.
 EXAMPLE = re.compile(

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import VOCAB_SIZE
 from tests.end_to_end.command import ROOT, Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 
 # What is smaller than on the page.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from tests.end_to_end.command import ROOT, Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT]
 

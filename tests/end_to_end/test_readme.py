@@ -18,7 +18,7 @@ import pytest
 
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 QUICKSTART = "examples/quickstart.sh"

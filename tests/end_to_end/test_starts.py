@@ -17,7 +17,7 @@ import pytest
 from megatron.cluster.rank_reports import read_reports
 from tests.end_to_end.command import ROOT, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 TIMEOUT_S = 4.0

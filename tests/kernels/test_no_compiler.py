@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_kernels
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.pool import run_world
 
 # The simulated device is a CPU with NVIDIA's driver of triton, which compiles its library before it looks for

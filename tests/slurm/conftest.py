@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import ROOT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 EXAMPLES = ROOT / "examples" / "slurm"

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.environment import HANG_TIMEOUT_S
 from tests.slurm.conftest import CLUSTER, EXAMPLES, Job
+from tests.support import HANG_TIMEOUT_S
 
 TINY = {
     **{"NNODES": 2, "GPUS_PER_NODE": 2, "TP_SIZE": 2, "PP_SIZE": 2},

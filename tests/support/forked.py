@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 from megatron.cluster.launch import temporary_environment
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 # Of the process that imports, and of those that are forked from it.

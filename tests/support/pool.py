@@ -24,7 +24,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,8 +31,7 @@ from typing import Any
 
 import psutil
 
-from tests.environment import HANG_TIMEOUT_S
-from tests.support import forked
+from tests.support import HANG_TIMEOUT_S, forked
 
 MAX_WORLD_SIZE = 8
 # Seconds that the other ranks have, once one has failed, to fail as well or to finish.
@@ -236,7 +234,6 @@ def _work(connection: Connection, stack_file: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _share_gloo_device()
     # On CPUs DeepSpeed would compile a kernel, for 30 s, when the first world is made; nothing here uses it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
     # What was imported is never garbage. Without this, each collection looks at 200,000 objects for 0.25 s.
@@ -265,23 +262,6 @@ def _work(connection: Connection, stack_file: str) -> None:
                 os.environ.clear()
                 os.environ.update(environment)
             connection.send(("left", psutil.Process().num_threads()))
-
-
-def _share_gloo_device() -> None:
-    """All process groups of this process use one device of gloo. By default each group has its own, with a
-    thread that wakes 100 times per second; a rank of these tests has 8 to 20 groups."""
-    from torch.distributed import distributed_c10d
-
-    gloo = distributed_c10d.ProcessGroupGloo
-    device = gloo.create_device(interface="lo")
-
-    class GlooOnSharedDevice(gloo):  # type: ignore[valid-type, misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            options = gloo._Options()
-            options._devices, options._threads, options._timeout = [device], 2, timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = GlooOnSharedDevice
 
 
 def _pickled(error: BaseException) -> bytes | None:

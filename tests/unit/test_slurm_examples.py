@@ -20,7 +20,7 @@ from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.sweep.axes import given_flags
 from megatron.sweep.slurm import read_base_command
 from tests.end_to_end.command import ROOT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.unit.config.published_scripts import SCRIPTS
 from tools.sweep import build_parser
 

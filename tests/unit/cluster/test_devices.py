@@ -21,7 +21,7 @@ from megatron.cluster.devices import (
 from megatron.cluster.processes import _check_backend
 from megatron.config import ParallelConfig
 from megatron.errors import UserError
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 
 @pytest.mark.parametrize(

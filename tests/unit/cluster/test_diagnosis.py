@@ -13,7 +13,7 @@ from megatron.cluster.diagnosis import Diagnosis, SlurmJob, diagnose
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from tests.end_to_end.command import ROOT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 
 def report(rank: int, end: ExitStatus | None = None, **facts: Any) -> dict[str, Any]:

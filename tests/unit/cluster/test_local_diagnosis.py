@@ -17,7 +17,7 @@ import pytest
 from megatron.cluster.node_diagnosis import _prints_errors_of_all, conclude, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 # A rank that prints "ready", waits for a line, and then ends as its arguments say.
 RANK = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.command import ROOT, environment
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 # All ranks write to one pipe: a line is one write, which print does not promise.
 FIRST = """

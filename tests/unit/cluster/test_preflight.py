@@ -18,7 +18,7 @@ from megatron.cluster.preflight import (
     find_differences,
     network_figures,
 )
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 

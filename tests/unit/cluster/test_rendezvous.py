@@ -20,7 +20,7 @@ from megatron.cluster.preparation import Preparation
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import BatchConfig, Config, ModelConfig, ParallelConfig, ScheduleConfig, TrainingConfig
 from megatron.errors import UserError
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 
 def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:

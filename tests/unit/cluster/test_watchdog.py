@@ -15,7 +15,7 @@ import pytest
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_reports
 from tests.end_to_end.command import ROOT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 # Like a collective, the lock is native code in which no Python handler runs.
 PROGRAM = """

@@ -25,7 +25,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 from tools import preprocess_data
 

@@ -13,7 +13,7 @@ from megatron.errors import UserError
 from megatron.planner import script_command
 from megatron.planner.script_command import read_script, script_environment
 from tests.end_to_end.command import ROOT
-from tests.environment import HANG_TIMEOUT_S
+from tests.support import HANG_TIMEOUT_S
 
 SCRIPT = str(ROOT / "examples" / "slurm" / "tr11-176B-ml.slurm")
 
