@@ -15,7 +15,7 @@ setup(
     packages=find_packages(include=["megatron", "megatron.*"]),
     package_dir={"": "."},  # an editable installation also finds `benchmarks` and `tests`
     package_data={
-        "megatron.page": ["*.html", "*.css", "*.js"],
+        "megatron.planner": ["assets/*"],
         "megatron.training.harness.tasks": ["*.yaml"],
     },
     install_requires=[

@@ -7,7 +7,7 @@ runs.
     python benchmarks/planner_accuracy.py --fit         also searches the constants
 
 The rows were measured with other programs, whose kernels and memory `benchmarks.published_programs`
-describes. What is tested is how long kernels and collectives take (`megatron.planner.timing.rates`,
+describes. What is tested is how long kernels and collectives take (`megatron.planner.rates`,
 `network`), and the simulation of schedules. Rows marked with * are those that constants were fitted on
 (`benchmarks.published_programs.fitting`).
 

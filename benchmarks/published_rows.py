@@ -25,7 +25,7 @@ from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.in_flight import in_flight_micro_batches
-from megatron.planner.timing.network import find_network
+from megatron.planner.network import find_network
 
 FOLDER = Path(__file__).resolve().parent / "published"
 GB, MIB = 1e9, 2**20

@@ -33,11 +33,11 @@ from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.planner.timing.step_time import Cluster, find_cluster, planned_step, predict_step
-from megatron.simulation.passes import Kernel
-from megatron.simulation.record import STEP, Instruction, OperationCount, StepRecord, Work
-from megatron.simulation.stages import simulate_ranks, syncs_per_micro_batch
-from megatron.simulation.world import plan_of
+from megatron.planner.simulation.passes import Kernel
+from megatron.planner.simulation.record import STEP, Instruction, OperationCount, StepRecord, Work
+from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
+from megatron.planner.simulation.world import plan_of
+from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
 from megatron.text_table import format_table
 
 _COMMON = (

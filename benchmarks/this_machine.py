@@ -5,7 +5,7 @@
 
 Each layout of ROWS is run by the program's own engine in 1 to 4 processes on CPUs, one thread each, in fp32.
 
-Memory. `simulated` and `planned` are the peak of a step (`megatron.simulation`, `megatron.planner`).
+Memory. `simulated` and `planned` are the peak of a step (`megatron.planner.simulation`, `megatron.planner`).
 `measured` is the peak of the resident memory in a step, above what the process had before the model was
 built. By then a tiny model has been trained in the process, so that code and buffers of libraries are
 resident. glibc keeps freed blocks below a threshold, which it raises by itself, for later. The threshold is
@@ -14,7 +14,7 @@ does not help: new blocks are taken from what was kept before.)
 
 Time. `measured` is the processor time of the main thread in the forward and backward pass of a micro-batch,
 the least of STEPS steps: the processes share two cores, so that the clock would show waits for a core, and
-for other ranks, too. `predicted` is the cost model of `megatron.planner.timing.step_time` without
+for other ranks, too. `predicted` is the cost model of `megatron.planner.step_time` without
 collectives. Its device has the rates of matrix products and of an addition that this script measures between
 the layouts; the parts that passes reach of them are two constants, fitted on the rows marked with *.
 """
@@ -171,8 +171,8 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """A line per row and pipeline rank."""
     from megatron.pipeline.stages import plan_stages
-    from megatron.planner.memory.stage_memory import plan_memory
-    from megatron.simulation.stages import simulate_stages
+    from megatron.planner.memory import plan_memory
+    from megatron.planner.simulation.stages import simulate_stages
     from megatron.text_table import format_table
 
     table = [["layout", "rank", "measured MiB", "simulated", "error %", "planned", "error %"]]
@@ -282,10 +282,10 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
     """Seconds of a micro-batch by pipeline rank: (in matrix products, in the rest)."""
     from megatron.cluster.devices import GPU
     from megatron.pipeline.stages import plan_stages
-    from megatron.planner.timing.network import Network
-    from megatron.planner.timing.step_time import Cluster, stage_times
-    from megatron.simulation.passes import Kernel
-    from megatron.simulation.stage_costs import stage_costs
+    from megatron.planner.network import Network
+    from megatron.planner.simulation.passes import Kernel
+    from megatron.planner.simulation.stage_costs import stage_costs
+    from megatron.planner.step_time import Cluster, stage_times
 
     class Processor(Cluster):
         """This machine."""

@@ -30,7 +30,7 @@ from megatron.config.interrupts import exit_on_interrupt
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
-from megatron.page.write import Kind, write_page
+from megatron.planner.page import Kind, write_page
 
 RECIPES = ("nodes", "micro-batch")
 
@@ -78,7 +78,7 @@ def build_parser() -> PlanParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     # Imported after the flags are checked: DeepSpeed takes seconds, also that of the server.
-    from megatron.simulation.processes import start_server
+    from megatron.planner.simulation.processes import start_server
 
     start_server()
     from megatron.cluster.processes import configure_logging

@@ -32,13 +32,13 @@ from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import read_json, write_atomically, write_json
-from megatron.page.write import write_page
-from megatron.sweep.axes import check_base, make_rows, split_command
-from megatron.sweep.file_checks import MAX_REPEAT
-from megatron.sweep.folder import Record, RecordedRow, SweepFolder, new_record
-from megatron.sweep.picture import draw_summary
-from megatron.sweep.summary import summarize
-from megatron.sweep.table import remarks, report_csv, report_markdown, report_text
+from megatron.planner.page import write_page
+from megatron.planner.sweep.axes import check_base, make_rows, split_command
+from megatron.planner.sweep.file_checks import MAX_REPEAT
+from megatron.planner.sweep.folder import Record, RecordedRow, SweepFolder, new_record
+from megatron.planner.sweep.picture import draw_summary
+from megatron.planner.sweep.summary import summarize
+from megatron.planner.sweep.table import remarks, report_csv, report_markdown, report_text
 
 
 class _SweepParser(ToolParser):
@@ -105,14 +105,14 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     rows = make_rows(options.axes, options.base)
     base, processes = options.base, None
     if options.sbatch:
-        from megatron.sweep.slurm import read_base_command
+        from megatron.planner.sweep.slurm import read_base_command
 
         script = read_base_command(options.sbatch, options.base, options.folder)
         base, processes, options.nodes = script.flags, script.processes, script.nodes
         check_base(base)
         rows = make_rows(options.axes, base)
     configure_logging(LoggingConfig())
-    from megatron.sweep.resolve import prediction_json, resolve_rows
+    from megatron.planner.sweep.resolve import prediction_json, resolve_rows
 
     # The files may be on the cluster only.
     dry_run = options.action == "plan" or bool(options.sbatch)
@@ -178,11 +178,11 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
-    from megatron.sweep.local import run_sweep
+    from megatron.planner.sweep.local import run_sweep
 
     record = plan_sweep(options)
     if options.sbatch:
-        from megatron.sweep.slurm import submit
+        from megatron.planner.sweep.slurm import submit
 
         record = folder.begin(record)
         print(

@@ -16,7 +16,7 @@ from benchmarks.published_programs.layer_passes import (
     OTHERS,
 )
 from benchmarks.published_programs.shapes import HostTime, MemoryUse, Program
-from megatron.planner.timing.rates import RATES, Rates
+from megatron.planner.rates import RATES, Rates
 
 MEGATRON_2021 = Program(
     name="megatron 2021",

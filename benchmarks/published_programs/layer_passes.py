@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from benchmarks.published_programs.shapes import BYTES, Shape
-from megatron.planner.timing.rates import NO_TENSOR_CORES
-from megatron.simulation.passes import Action, Collective, Kernel, Wait
+from megatron.planner.rates import NO_TENSOR_CORES
+from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
 
 TENSOR, SHARDS = "tensor", "shards"
 """Groups of ranks: tensor-parallel, and those that reduce gradients together."""

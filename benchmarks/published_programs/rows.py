@@ -34,7 +34,7 @@ from benchmarks.published_programs.memory import peak_bytes
 from benchmarks.published_programs.shapes import Layout, Model, Program
 from benchmarks.published_programs.steps import Machine, Run
 from megatron.config.registries import GPUS
-from megatron.planner.timing.network import KINDS
+from megatron.planner.network import KINDS
 from megatron.units import GIB
 
 _PROGRAMS = (

@@ -133,7 +133,7 @@ class MemoryUse:
 class Program:
     """A class of programs.
 
-    Kernels. attention: the implementation (`megatron.planner.timing.rates`) before the Hopper GPUs and from
+    Kernels. attention: the implementation (`megatron.planner.rates`) before the Hopper GPUs and from
     them on; None for unfused attention. attention_rate: the part of its rate that the version of the program
     reaches, likewise. deterministic: whether attention's backward pass adds in a fixed order, in twice the
     time. fused: whether elementwise operations in a row are one kernel. eager_norm: whether norms and

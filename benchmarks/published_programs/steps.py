@@ -21,9 +21,9 @@ from benchmarks.published_programs.layer_passes import (
 from benchmarks.published_programs.shapes import BYTES, Layout, Model, Program, Shape
 from megatron.cluster.devices import GPU
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.planner.timing.network import LATENCY_S, Network
-from megatron.planner.timing.rates import Rates, is_attention, kernel_seconds
-from megatron.simulation.passes import Action, Collective, Kernel, Wait, pass_time
+from megatron.planner.network import LATENCY_S, Network
+from megatron.planner.rates import Rates, is_attention, kernel_seconds
+from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait, pass_time
 
 _BUCKETS = 8
 """Parts in which gradients are reduced and weights gathered: nothing hides one of them. An assumption."""

@@ -115,7 +115,7 @@ launch_sweep_task() { # an array task of tools/sweep.py --sbatch: the run with t
     return "$code"
 }
 
-sweep_task() { PYTHONPATH=$REPO "$PYTHON" -m megatron.sweep.slurm "$@"; }
+sweep_task() { PYTHONPATH=$REPO "$PYTHON" -m megatron.planner.sweep.slurm "$@"; }
 
 run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of a failure and returns its exit code
     local port=$1 step waiting=yes code=0 launcher

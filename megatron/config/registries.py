@@ -240,7 +240,7 @@ PARTITION_METHODS = Registry(
         "memory": Partitioner(
             "equal estimated memory",
             "megatron.pipeline.methods:by_memory",
-            memory_costs="megatron.planner.memory.layer_memory:memory_costs",
+            memory_costs="megatron.planner.layer_memory:memory_costs",
         ),
         "time": Partitioner("equal estimated FLOPs", "megatron.pipeline.methods:by_flops"),
         "profile": Partitioner("equal measured time", "megatron.pipeline.methods:by_measured_time"),

@@ -12,10 +12,10 @@ from megatron.config import BatchSchedule, Config
 from megatron.config.checks.batch import check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan
-from megatron.planner.memory.fit import fit_summary
-from megatron.planner.memory.stage_memory import StageMemory, plan_memory
+from megatron.planner.fit import fit_summary
+from megatron.planner.memory import StageMemory, plan_memory
 from megatron.planner.planned_report import planned_run_report
-from megatron.planner.timing.step_time import planned_step
+from megatron.planner.step_time import planned_step
 from megatron.training.build import Setup
 from megatron.training.data import planned_data_report
 from megatron.training.start_notes import planned_start, start_notes
@@ -36,7 +36,7 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
         if sentence:
             print(f"\nmemory     {sentence}")
         if config.training.simulate:
-            from megatron.simulation.stages import simulation_report
+            from megatron.planner.simulation.stages import simulation_report
 
             print("\n" + simulation_report(config))
     return ExitStatus.FINISHED if fits else ExitStatus.USER_ERROR

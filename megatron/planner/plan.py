@@ -17,13 +17,13 @@ from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.planner.fit import reserve_bytes
 from megatron.planner.in_flight import in_flight_micro_batches
-from megatron.planner.memory.fit import reserve_bytes
-from megatron.planner.memory.stage_memory import StageMemory, plan_memory
-from megatron.planner.timing.step_time import PipelineTime, StepTime, planned_step
-from megatron.simulation.costs import spec_bytes
-from megatron.simulation.passes import Collective
-from megatron.simulation.stage_costs import rank_update, stage_costs
+from megatron.planner.memory import StageMemory, plan_memory
+from megatron.planner.simulation.costs import spec_bytes
+from megatron.planner.simulation.passes import Collective
+from megatron.planner.simulation.stage_costs import rank_update, stage_costs
+from megatron.planner.step_time import PipelineTime, StepTime, planned_step
 
 _MOST_EVENTS = 4000
 
@@ -91,7 +91,7 @@ class Plan:
     """By pipeline rank."""
     device_bytes: int | None
     reserve_bytes: float
-    """What the fullest rank needs beside its tensors (`megatron.planner.memory.fit`)."""
+    """What the fullest rank needs beside its tensors (`megatron.planner.fit`)."""
     step: StepTime | None
     """None without --gpu."""
     communication: tuple[CommunicationRow, ...]

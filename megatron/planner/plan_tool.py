@@ -19,10 +19,11 @@ from typing import Any
 
 from megatron.config import Config, ConfigError
 from megatron.errors import UserError
-from megatron.page.figure import new_figure
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import replaced
-from megatron.planner.memory.fit import fit_summary
+from megatron.planner.figure import new_figure
+from megatron.planner.fit import fit_summary
+from megatron.planner.network import find_network
 from megatron.planner.plan import Plan, WhatIf, assemble_plan, make_plan, recomputation_of
 from megatron.planner.planned_report import planned_run_report
 from megatron.planner.script_command import PROGRAM
@@ -35,8 +36,7 @@ from megatron.planner.search import (
     evaluate,
     search,
 )
-from megatron.planner.timing.network import find_network
-from megatron.planner.timing.step_time import StepTime, time_lines
+from megatron.planner.step_time import StepTime, time_lines
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from megatron.cluster.preflight import read_network_figures
 from megatron.config import Config
 from megatron.pipeline.stages import StagePlan, stage_flops
-from megatron.planner.memory.stage_memory import StageMemory
-from megatron.planner.timing.step_time import StepTime, time_lines
+from megatron.planner.memory import StageMemory
+from megatron.planner.step_time import StepTime, time_lines
 from megatron.text_table import format_table
 from megatron.training.run_report import run_report
 from megatron.units import GIB

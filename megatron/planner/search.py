@@ -24,14 +24,14 @@ from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages
-from megatron.planner.memory.fit import fits
-from megatron.planner.memory.layer_memory import bytes_per_parameter
-from megatron.planner.memory.stage_memory import StageMemory, plan_memory
-from megatron.planner.timing.network import ALL_REDUCE
-from megatron.planner.timing.step_time import Cluster, Rank, StepTime, find_cluster, planned_step
-from megatron.simulation.costs import spec_bytes
-from megatron.simulation.passes import Collective, Kernel
-from megatron.simulation.stage_costs import stage_costs
+from megatron.planner.fit import fits
+from megatron.planner.layer_memory import bytes_per_parameter
+from megatron.planner.memory import StageMemory, plan_memory
+from megatron.planner.network import ALL_REDUCE
+from megatron.planner.simulation.costs import spec_bytes
+from megatron.planner.simulation.passes import Collective, Kernel
+from megatron.planner.simulation.stage_costs import stage_costs
+from megatron.planner.step_time import Cluster, Rank, StepTime, find_cluster, planned_step
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")

@@ -16,11 +16,11 @@ from selenium.webdriver.remote.webelement import WebElement
 from megatron.config import read_command_line
 from megatron.planner.command import with_defaults
 from megatron.planner.plan_tool import plan_report, search_report
-from megatron.sweep.summary import summarize
-from megatron.sweep.table import remarks
+from megatron.planner.sweep.summary import summarize
+from megatron.planner.sweep.table import remarks
 from megatron.units import GIB
 from tests.browser.conftest import Show
-from tests.unit.sweep.made import make_record, make_result, make_row
+from tests.unit.planner.sweep.made import make_record, make_result, make_row
 
 MODEL = (
     "--dry-run --gpu a100-80gb --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 "

@@ -9,11 +9,11 @@ from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.plan import CommunicationRow, make_plan
-from megatron.simulation.matching import group_name
-from megatron.simulation.passes import Action, Collective, Group, Kernel
-from megatron.simulation.record import CollectiveCall, Instruction, StepRecord, Work
-from megatron.simulation.stage_costs import rank_update, stage_costs
-from megatron.simulation.world import plan_of
+from megatron.planner.simulation.matching import group_name
+from megatron.planner.simulation.passes import Action, Collective, Group, Kernel
+from megatron.planner.simulation.record import CollectiveCall, Instruction, StepRecord, Work
+from megatron.planner.simulation.stage_costs import rank_update, stage_costs
+from megatron.planner.simulation.world import plan_of
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
 # DeepSpeed and the engine copy messages and add losses.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.simulation import torch_patches
-from megatron.simulation.device import SimulatedDevice
-from megatron.simulation.processes import run_in_processes
+from megatron.planner.simulation import torch_patches
+from megatron.planner.simulation.device import SimulatedDevice
+from megatron.planner.simulation.processes import run_in_processes
 
 
 class NoPeers:

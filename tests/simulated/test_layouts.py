@@ -10,19 +10,19 @@ import pytest
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.errors import UserError
 from megatron.pipeline.stages import stage_flops
-from megatron.planner.memory.fit import communicators
-from megatron.planner.timing.network import ALL_REDUCE
-from megatron.simulation.matching import find_deadlock
-from megatron.simulation.memory import ROUNDING
-from megatron.simulation.record import STEP, Instruction
-from megatron.simulation.stages import (
+from megatron.planner.fit import communicators
+from megatron.planner.network import ALL_REDUCE
+from megatron.planner.simulation.matching import find_deadlock
+from megatron.planner.simulation.memory_tracker import ROUNDING
+from megatron.planner.simulation.record import STEP, Instruction
+from megatron.planner.simulation.stages import (
     all_calls,
     run_order,
     simulate_ranks,
     simulate_stages,
     syncs_per_micro_batch,
 )
-from megatron.simulation.world import plan_of, simulated_micro_batches
+from megatron.planner.simulation.world import plan_of, simulated_micro_batches
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import LAYOUTS, MORE, config_of
 

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron.simulation.collectives import describe_call
-from megatron.simulation.processes import run_in_processes
-from megatron.simulation.record import StepRecord
-from megatron.simulation.stage_costs import inputs_of_stages
-from megatron.simulation.world import plan_of, simulate_rank
+from megatron.planner.simulation.collectives import describe_call
+from megatron.planner.simulation.processes import run_in_processes
+from megatron.planner.simulation.record import StepRecord
+from megatron.planner.simulation.stage_costs import inputs_of_stages
+from megatron.planner.simulation.world import plan_of, simulate_rank
 from tests.distributed.test_optimizer import reduce_scatters
 from tests.support.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.pipeline.methods import TRANSFORMER_LAYER
-from megatron.simulation.memory import ROUNDING
-from megatron.simulation.stages import simulate_stages
-from megatron.simulation.world import plan_of
+from megatron.planner.simulation.memory_tracker import ROUNDING
+from megatron.planner.simulation.stages import simulate_stages
+from megatron.planner.simulation.world import plan_of
 from tests.simulated.layouts import config_of
 
 FP32, BF16 = 4, 2

@@ -29,7 +29,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
-from megatron.simulation.stages import simulate_ranks
+from megatron.planner.simulation.stages import simulate_ranks
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import config_of
 

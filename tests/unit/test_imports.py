@@ -19,9 +19,8 @@ FORBIDDEN = {
     "tools": ("tests", "benchmarks"),
 }
 """What each folder does not import. Benchmarks may import the shared part of the tests."""
-# What plans a run. These packages may import each other; a training run imports none of them.
-PLANNING = ("page", "planner", "simulation", "sweep")
-# The packages and modules of `megatron`, from the lowest. Each imports those of lower levels only.
+# The packages and modules of `megatron`, from the lowest. Each imports only those of lower levels. A training
+# run does not import the highest, which plans a run.
 LEVELS = (
     ("errors", "text_table", "units"),
     ("config",),
@@ -33,10 +32,10 @@ LEVELS = (
     ("engine",),
     ("checkpoint", "cluster"),
     ("training",),
-    PLANNING,
+    ("planner",),
 )
 # The only module of the planner that a training run calls, through the registry of partition methods.
-CALLED_BY_NAME = {"megatron/config/registries.py": ["megatron.planner.memory.layer_memory"]}
+CALLED_BY_NAME = {"megatron/config/registries.py": ["megatron.planner.layer_memory"]}
 
 
 def parse(path: Path) -> ast.Module:
@@ -85,8 +84,6 @@ def test_imports_of_a_package_point_down(package: str) -> None:
     """Imports inside functions and for type checking are included."""
     (level,) = (index for index, names in enumerate(LEVELS) if package in names)
     allowed = {package, *(name for names in LEVELS[:level] for name in names)}
-    if package in PLANNING:
-        allowed |= set(PLANNING)
     files = files_of(package)
     found = [
         f"{file.relative_to(ROOT)} imports {module}"
@@ -99,12 +96,12 @@ def test_imports_of_a_package_point_down(package: str) -> None:
 
 def test_a_training_run_names_no_module_that_plans_but_one() -> None:
     """Not in strings either, from which a module could be imported, nor in comments."""
-    core = [name for level in LEVELS[: LEVELS.index(PLANNING)] for name in level]
     found = {
         str(file.relative_to(ROOT)): names
-        for package in core
+        for level in LEVELS[:-1]
+        for package in level
         for file in files_of(package)
-        if (names := re.findall(rf"megatron\.(?:{'|'.join(PLANNING)})\b[\w.]*", file.read_text()))
+        if (names := re.findall(r"megatron\.planner\b[\w.]*", file.read_text()))
     }
     assert found == CALLED_BY_NAME
 
@@ -116,11 +113,10 @@ def test_the_program_imports_no_module_that_plans_except_in_a_dry_run() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith(".training.dry_run")
     ]
-    planning = {f"megatron.{name}" for name in PLANNING}
-    assert any(planning & packages_imported(part) for node in branches for part in node.body)
+    assert any("megatron.planner" in packages_imported(part) for node in branches for part in node.body)
     for node in branches:
         node.body = []
-    assert not planning & packages_imported(tree)
+    assert "megatron.planner" not in packages_imported(tree)
 
 
 def packages_imported(tree: ast.AST) -> set[str]:

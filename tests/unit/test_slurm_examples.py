@@ -17,8 +17,8 @@ from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.engine.deepspeed_config import read_deepspeed_config
-from megatron.sweep.axes import given_flags
-from megatron.sweep.slurm import read_base_command
+from megatron.planner.sweep.axes import given_flags
+from megatron.planner.sweep.slurm import read_base_command
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 from tests.unit.config.published_scripts import SCRIPTS

@@ -14,8 +14,8 @@ from megatron.pipeline.orders import (
     zero_bubble,
 )
 from megatron.pipeline.schedule import simulate, simulate_schedule
-from megatron.simulation.matching import find_deadlock
-from megatron.simulation.record import CollectiveCall
+from megatron.planner.simulation.matching import find_deadlock
+from megatron.planner.simulation.record import CollectiveCall
 
 # (ranks, micro-batches, chunks per rank)
 LOOP_SIZES = [(p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 3 * p, 5 * p) for v in (1, 2, 3, 5)]

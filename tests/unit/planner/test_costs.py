@@ -16,10 +16,10 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import layer_list
-from megatron.planner.memory.layer_memory import bytes_per_parameter
-from megatron.planner.timing.rates import is_attention
-from megatron.simulation.passes import Kernel
-from megatron.simulation.stage_costs import whole_model_costs
+from megatron.planner.layer_memory import bytes_per_parameter
+from megatron.planner.rates import is_attention
+from megatron.planner.simulation.passes import Kernel
+from megatron.planner.simulation.stage_costs import whole_model_costs
 
 SEQ, BATCH, HIDDEN = 128, 2, 64
 FLAGS = (

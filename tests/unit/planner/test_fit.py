@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.cli import parse_args
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.memory.fit import (
+from megatron.planner.fit import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -16,7 +16,7 @@ from megatron.planner.memory.fit import (
     most_effective_flags,
     reserve_bytes,
 )
-from megatron.planner.memory.stage_memory import plan_memory, planned_bytes
+from megatron.planner.memory import plan_memory, planned_bytes
 from megatron.planner.planned_report import memory_table, planned_run_report
 from megatron.units import GIB
 

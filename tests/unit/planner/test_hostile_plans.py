@@ -9,8 +9,8 @@ from megatron.config import parse_args
 from megatron.model.pipeline_module import layer_names
 from megatron.pipeline.layer_times import read_layer_times
 from megatron.pipeline.stages import layer_list
-from megatron.simulation.stage_costs import whole_model_costs
-from megatron.simulation.stages import simulate_stages
+from megatron.planner.simulation.stage_costs import whole_model_costs
+from megatron.planner.simulation.stages import simulate_stages
 from tests.unit.config.command_lines import SMALL
 from tests.unit.hostile import refusal
 

@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import pytest
 
 from megatron.config.registries import GPUS
-from megatron.planner.timing.rates import RATES, UNALIGNED, best_published_mfu, kernel_seconds
-from megatron.simulation.passes import Kernel
+from megatron.planner.rates import RATES, UNALIGNED, best_published_mfu, kernel_seconds
+from megatron.planner.simulation.passes import Kernel
 
-# Parts of the data sheet's rate that single large products reach (`megatron.planner.timing.rates`).
+# Parts of the data sheet's rate that single large products reach (`megatron.planner.rates`).
 MEASURED = {"v100": 0.90, "a100": 0.87, "h100": 0.80, "h200": 0.80, "b200": 0.78, "gb200": 0.78}
 LENGTHS = (64, 200, 1024, 2048, 5120, 12288, 50176)
 

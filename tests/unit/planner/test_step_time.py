@@ -12,8 +12,9 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.timing.network import ACHIEVED, ALL_REDUCE, LATENCY_S, Network, find_network
-from megatron.planner.timing.step_time import (
+from megatron.planner.network import ACHIEVED, ALL_REDUCE, LATENCY_S, Network, find_network
+from megatron.planner.simulation.passes import Collective, Group
+from megatron.planner.step_time import (
     PipelineTime,
     StageTime,
     StepTime,
@@ -21,7 +22,6 @@ from megatron.planner.timing.step_time import (
     predict_step,
     time_lines,
 )
-from megatron.simulation.passes import Collective, Group
 
 VOCAB = 50257
 BASE = (

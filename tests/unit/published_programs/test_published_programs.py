@@ -22,7 +22,7 @@ from benchmarks.published_programs.memory import peak_bytes
 from benchmarks.published_programs.rows import PublishedRow, SkippedRow, read_rows
 from benchmarks.published_programs.shapes import Layout, Model, Program, Shape
 from benchmarks.published_programs.steps import Run, divide_layers, pipeline_seconds, predict_step
-from megatron.simulation.passes import Collective, Kernel
+from megatron.planner.simulation.passes import Collective, Kernel
 
 ROOT = Path(__file__).resolve().parents[3]
 ASSET = ROOT / "tests" / "assets" / "published_rows.csv"

@@ -1,0 +1,221 @@
+"""The planned memory of each pipeline rank: a replay of its instructions over the costs of its stages.
+
+`simulation.stage_costs` has the bytes that a pass through a layer allocates, keeps and frees. The
+replay adds what the engine holds between passes (received and sent activations and gradients) and the
+weights, gradients and optimizer state. `tests/simulated` compares the sums with a whole simulated step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron.config import Config
+from megatron.engine.instructions import pipeline_schedule
+from megatron.pipeline.stages import StagePlan
+from megatron.planner.in_flight import filling_micro_batches
+from megatron.planner.simulation.costs import spec_bytes
+from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
+
+_LABEL_BYTES = 8 + 4
+"""A token's label and its weight in the loss."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one pipeline rank when most is allocated, as PyTorch's allocator counts them."""
+
+    state: float
+    """Weights, gradients, master weights, moments."""
+    activations: float
+    """Of all micro-batches in flight, and messages."""
+    head: float
+    """Of LM head and loss, if most is allocated while they run."""
+    temporaries: float
+    """Of another layer that runs, and of the optimizer step."""
+    tables: float
+    """Attention bias, rotary angles."""
+    host: float
+    """In host memory: with --cpu-offload master weights, moments and gradients; with --checkpoint-in-cpu the
+    inputs of layers."""
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return self.state + self.activations + self.head + self.temporaries + self.tables
+
+
+def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageMemory]:
+    """By pipeline rank. The device also needs `fit.reserve_bytes`."""
+    return [
+        _plan_rank(config, vocab_size, plan, rank)
+        for rank in range(config.parallel.pipeline_model_parallel_size)
+    ]
+
+
+def planned_bytes(config: Config, vocab_size: int, plan: StagePlan) -> list[float]:
+    """Planned bytes per device, by pipeline rank."""
+    return [part.total for part in plan_memory(config, vocab_size, plan)]
+
+
+def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> StageMemory:
+    held = [stage for stage, holder in enumerate(config.parallel.rank_of_stage) if holder == rank]
+    costs = [stage_costs(config, plan, vocab_size, stage) for stage in held]
+    update = rank_update(config, plan, vocab_size, rank)
+    schedule = pipeline_schedule(config.parallel, rank, filling_micro_batches(config), trains=True)
+    stages = [_Stage.of(config, cost, stage) for cost, stage in zip(costs, held, strict=True)]
+    replay = _Replay(stages, schedule.micro_batches)
+    for command in chain.from_iterable(schedule):
+        replay.run(type(command).__name__, **command.kwargs)
+    state = update.parameters + update.gradients + update.optimizer
+    tables = max(cost.tables for cost in costs)
+    host = update.host + replay.most_in_flight * max(cost.host for cost in costs)
+    if update.peak > replay.kept + replay.extra:
+        return StageMemory(state, 0.0, 0.0, update.peak, tables, host)
+    in_loss = replay.extra if replay.is_loss else 0
+    return StageMemory(state, replay.kept, in_loss, replay.extra - in_loss, tables, host)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of a rank.
+
+    inputs, outputs, labels: bytes of what it receives and returns, and of labels and loss mask.
+    shares_output, input_is_shared: whether the next stage, and the stage before, is on the same rank.
+    """
+
+    costs: StageCosts
+    inputs: int
+    outputs: int
+    labels: int
+    shares_output: bool
+    input_is_shared: bool
+
+    @classmethod
+    def of(cls, config: Config, costs: StageCosts, stage: int) -> _Stage:
+        """Stage `stage` of the run."""
+        holders, tokens = (
+            config.parallel.rank_of_stage,
+            config.batch.micro_batch_size * config.model.seq_length,
+        )
+        return cls(
+            costs,
+            spec_bytes(costs.inputs),
+            spec_bytes(costs.outputs),
+            tokens * _LABEL_BYTES,
+            holders[stage : stage + 2] == holders[stage : stage + 1] * 2,
+            stage > 0 and holders[stage - 1] == holders[stage],
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.costs.receives == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.costs.sends == 0
+
+
+class _Replay:
+    """Runs the instructions of a rank. Afterwards `kept` and `extra` are the bytes of the activations that
+    exist, and of what a pass needs beyond them, when their sum is largest; `is_loss`: whether the pass then
+    computes the loss."""
+
+    def __init__(self, stages: Sequence[_Stage], micro_batches: int) -> None:
+        self._stages, self._micro_batches = stages, micro_batches
+        self._held: dict[tuple[str, int], int] = {}
+        self._total = 0
+        self._queued: list[tuple[str, int]] = []
+        self._sending: list[tuple[str, int]] = []
+        self._receives = False
+        self.kept = self.extra = self.most_in_flight = 0
+        self.is_loss = False
+
+    def run(self, name: str, buffer_id: int = -1, phase: int = 0) -> None:
+        """Runs the instruction of this name."""
+        method = getattr(self, f"_{name}", None)
+        if method is not None:
+            method(self._stages[phase], buffer_id)
+
+    def _hold(self, what: str, buffer_id: int, size: int) -> None:
+        """`size`: 0 frees it."""
+        self._total += size - self._held.get((what, buffer_id), 0)
+        self._held[what, buffer_id] = size
+
+    def _note(self, level: int, extra: int, is_loss: bool) -> None:
+        """level: bytes of the running micro-batch's activations that are not held yet, or not any more.
+        extra: what its layer needs beyond them."""
+        kept = self._total + level
+        if kept + extra > self.kept + self.extra:
+            self.kept, self.extra, self.is_loss = kept, extra, is_loss
+
+    def _LoadMicroBatch(self, stage: _Stage, buffer_id: int) -> None:
+        first, last = self._stages[0], self._stages[-1]
+        if first.is_first:
+            self._hold("input", buffer_id, first.inputs)
+        if last.is_last:
+            self._hold("labels", buffer_id, last.labels)
+
+    def _RecvActivation(self, stage: _Stage, buffer_id: int) -> None:
+        self._receives = True
+        self._hold("input", buffer_id, stage.inputs // stage.costs.receives)
+
+    def _ForwardPass(self, stage: _Stage, buffer_id: int) -> None:
+        layers, level = stage.costs.layers, 0
+        if not stage.is_first:
+            self._hold("input", buffer_id, 0 if stage.input_is_shared else stage.inputs)  # gathered
+        for layer in layers:
+            self._note(level, layer.forward.peak, stage.is_last and layer is layers[-1])
+            level += layer.forward.change
+        if layers:
+            level += layers[0].frees_input  # the buffer holds it
+        if stage.costs.sends > 1:  # the output is freed but for its part
+            level -= stage.outputs
+            self._hold("message", buffer_id, stage.outputs // stage.costs.sends)
+        self._hold("kept", buffer_id, level)
+        in_flight = sum(size > 0 for (what, _), size in self._held.items() if what == "kept")
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+
+    def _SendActivation(self, stage: _Stage, buffer_id: int) -> None:
+        self._queued.append(("message", buffer_id))
+
+    def _RecvGrad(self, stage: _Stage, buffer_id: int) -> None:
+        self._receives = True
+        self._hold("gradient", buffer_id, stage.outputs // stage.costs.sends)
+
+    def _BackwardPass(self, stage: _Stage, buffer_id: int) -> None:
+        layers, level = stage.costs.layers, 0
+        if stage.costs.sends > 1:
+            self._hold("gradient", buffer_id, stage.outputs)  # gathered
+        for layer in reversed(layers):
+            self._note(level, layer.backward.peak, stage.is_last and layer is layers[-1])
+            level += layer.backward.change
+        self._hold("kept", buffer_id, -stage.costs.weight.change)
+        self._hold("gradient", buffer_id, 0)
+        if stage.shares_output:
+            self._hold("input gradient", buffer_id + self._micro_batches, 0)
+        if stage.is_first:
+            self._hold("input", buffer_id, 0)
+        else:
+            self._hold("input gradient", buffer_id, stage.inputs)
+        if stage.is_last:
+            self._hold("labels", buffer_id % self._micro_batches, 0)
+
+    def _WeightGradPass(self, stage: _Stage, buffer_id: int) -> None:
+        self._note(0, stage.costs.weight.peak, False)
+        self._hold("kept", buffer_id, 0)
+
+    def _SendGrad(self, stage: _Stage, buffer_id: int) -> None:
+        self._hold("input", buffer_id, 0)
+        self._queued.append(("input gradient", buffer_id))
+
+    def _CommitP2P(self, stage: _Stage, buffer_id: int) -> None:
+        for message in self._sending:
+            self._hold(*message, 0)
+        self._sending, self._queued = self._queued, []
+        if self._receives:
+            for message in self._sending:
+                self._hold(*message, 0)
+            self._sending = []
+        self._receives = False

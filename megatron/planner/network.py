@@ -1,0 +1,135 @@
+"""Time of collectives and messages on a cluster of equal nodes, by topology.
+
+A node has `node_size` devices that are connected with each other, and one connection to other nodes that they
+share. Ranks fill the nodes in order. A ring collective of n ranks moves (all-reduce: 2) x (n - 1) / n of its
+bytes over every link of the ring (arXiv 1909.08053 and NVIDIA's nccl-tests, "Performance reported by NCCL
+tests", call this factor that of the bus bandwidth). If the ring leaves the node, the rings of all groups that
+the node's devices belong to share the node's connection.
+
+The default rates are those of the vendors' systems, per direction:
+
+    V100   DGX-1: 6 NVLinks of 25 GB/s per device, 4 x 100 Gbit/s per node
+    A100   DGX A100: 12 NVLinks of 25 GB/s, 8 x 200 Gbit/s
+    H100   DGX H100: 18 NVLinks of 25 GB/s, 8 x 400 Gbit/s; H200 the same
+    B200   DGX B200: 18 NVLinks of 50 GB/s, 8 x 400 Gbit/s
+    GB200  GB200 NVL72: 72 devices with 18 NVLinks of 50 GB/s, 72 x 400 Gbit/s
+
+Collectives reach a part of these rates only; `ACHIEVED` is an assumption, as the latencies are. With
+--network-figures the rates are those that preflight has measured, and nothing is taken off. Not modelled:
+congestion, rings over a part of the links, trees, and SHARP.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.cluster.preflight import read_network_figures
+from megatron.config import Config
+from megatron.mpu.layout import ParallelLayout
+from megatron.planner.simulation.passes import Collective, Group
+
+ALL_REDUCE = "allreduce_"
+
+ACHIEVED = 0.75
+"""Part of a link's rate that collectives reach."""
+LATENCY_S = {"intra": 5e-6, "inter": 15e-6}
+"""Of a step of a collective."""
+_BITS = 8e-9
+
+
+def _reached(gbps: float) -> float:
+    return ACHIEVED * gbps / _BITS
+
+
+@dataclass(frozen=True)
+class Network:
+    """The connections of a cluster, per direction.
+
+    node_size: devices per node. intra_bytes_per_s: what a device reaches within its node. inter_bytes_per_s:
+    what the devices of a node reach together, to other nodes.
+    """
+
+    node_size: int
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+
+    @classmethod
+    def of_links(cls, node_size: int, intra_node_gbps: float, inter_node_gbps: float) -> Network:
+        """From the rates of the links in Gbit/s: of a device, and of a node."""
+        return cls(node_size, _reached(intra_node_gbps), _reached(inter_node_gbps))
+
+    def seconds(self, call: Collective, layout: ParallelLayout) -> float:
+        """Time of a collective of the rank of `layout`, if all ranks of the run make such a call at once."""
+        ranks, in_node = self._members(call.group, layout)
+        all_reduce = call.operation == ALL_REDUCE
+        return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, layout.world_size)
+
+    def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
+        """Ranks of a group, and those of them in one node. (Consecutive ranks differ in their tensor-parallel
+        rank, then in their replica.)"""
+        sizes = {"tensor": layout.tp_size, "data": layout.dp_size, "pipeline": layout.pp_size}
+        strides = {"tensor": 1, "data": layout.tp_size, "pipeline": layout.tp_size * layout.dp_size}
+        if not isinstance(group, str):  # some pipeline ranks
+            near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
+            return len(group), len(group) if near else 1
+        axes = {"model": ("tensor", "pipeline"), "world": tuple(sizes)}.get(group, (group,))
+        fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
+        return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)
+
+    def collective_seconds(
+        self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int
+    ) -> float:
+        """Time of an all-reduce, or else of an all-gather or a reduce-scatter, of `size` bytes by a group of
+        `ranks`, of which up to `in_node` are in one node, if all groups of the run communicate at once."""
+        if ranks == 1:
+            return 0.0
+        share = (2 if all_reduce else 1) * (ranks - 1) / ranks
+        steps = 2 * math.ceil(math.log2(ranks))
+        if in_node == ranks:
+            return share * size / self.intra_bytes_per_s + steps * LATENCY_S["intra"]
+        rings = max(min(self.node_size, world_size) // in_node, 1)
+        rate = min(self.inter_bytes_per_s / rings, self.intra_bytes_per_s)
+        return share * size / rate + steps * LATENCY_S["inter"]
+
+    def message_seconds(self, size: float, source: int, destination: int, layout: ParallelLayout) -> float:
+        """Time of a message between two ranks, if all ranks of the two stages exchange one at once."""
+        if source // self.node_size == destination // self.node_size:
+            return size / self.intra_bytes_per_s + LATENCY_S["intra"]
+        senders = min(self.node_size, layout.tp_size * layout.dp_size)
+        rate = min(self.inter_bytes_per_s / senders, self.intra_bytes_per_s)
+        return size / rate + LATENCY_S["inter"]
+
+
+KINDS = {
+    "v100": Network.of_links(8, 1200, 400),
+    "a100": Network.of_links(8, 2400, 1600),
+    "h100": Network.of_links(8, 3600, 3200),
+    "h200": Network.of_links(8, 3600, 3200),
+    "b200": Network.of_links(8, 7200, 3200),
+    "gb200": Network.of_links(72, 7200, 28800),
+}
+
+
+def find_network(config: Config) -> Network | None:
+    """The network of the run: by --node-size, --intra-node-gbps and --inter-node-gbps; what they leave open
+    as measured in --network-figures; what that has not measured by --gpu. None without --gpu.
+
+    ConfigError if the file cannot be used.
+    """
+    if config.training.gpu is None:
+        return None
+    usual = KINDS[config.training.gpu.partition("-")[0]]
+    if (figures := read_network_figures(config)) is not None:
+        usual = Network(
+            figures.node_size,
+            figures.intra_bytes_per_s or usual.intra_bytes_per_s,
+            figures.inter_bytes_per_s or usual.inter_bytes_per_s,
+        )
+    parallel = config.parallel
+    intra, inter = parallel.intra_node_gbps, parallel.inter_node_gbps
+    return Network(
+        parallel.node_size or usual.node_size,
+        usual.intra_bytes_per_s if intra is None else _reached(intra),
+        usual.inter_bytes_per_s if inter is None else _reached(inter),
+    )

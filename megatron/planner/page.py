@@ -1,0 +1,73 @@
+"""The page of `tools/plan.py --html` and `tools/sweep.py --html`: one HTML file that needs no network.
+
+The data, page.css and the scripts are put into page.html. The scripts run in this order: base.js (elements,
+numbers, sortable tables), chart.js (stacked bars, axes, legends), timeline.js (the schedule), plan.js and
+sweep.js (the sections), main.js.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.errors import UserError
+from megatron.files import write_atomically
+
+Kind = Literal["plan", "search", "recipe", "sweep"]
+
+_SOURCES = Path(__file__).parent / "assets"
+_SCRIPTS = ("base.js", "chart.js", "timeline.js", "plan.js", "sweep.js", "main.js")
+_TITLES: dict[Kind, str] = {
+    "plan": "Plan of a run",
+    "search": "Search of a layout",
+    "recipe": "Recipe for a layout",
+    "sweep": "Sweep",
+}
+# Inside a <script> element only these could end the element or begin a comment in it.
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+
+
+def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) -> None:
+    """Writes the page. command: the command line that made it. data: of a plan `Plan.as_dict()`; of a search,
+    a recipe or a sweep the object of --json. UserError if the file cannot be written."""
+    text = page_text(kind, command, data)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"--html {path} cannot be written ({error.strerror}): give another file") from None
+
+
+def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
+    """The page as text."""
+    title = _TITLES[kind]
+    parts = {
+        "title": html.escape(title),
+        "style": (_SOURCES / "page.css").read_text(encoding="utf-8"),
+        "data": _script_json({"kind": kind, "title": title, "command": command, "data": data}),
+        "script": "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+    }
+    template = (_SOURCES / "page.html").read_text(encoding="utf-8")
+    # In one pass: a placeholder inside the data stays as it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _script_json(value: Any) -> str:
+    """JSON that may stand inside a <script> element. JSON has no NaN and no infinity: they become texts."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    return "".join(_ESCAPES.get(character, character) for character in text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value

@@ -1,0 +1,235 @@
+"""How long a kernel runs on a GPU: the rates that kernels reach, as parts of the peaks of the data sheet.
+
+    matrix product    the multiprocessors compute tiles of the result, one each at a time; a last round that
+                      is not full takes as long as a full one (NVIDIA, "Matrix Multiplication Background
+                      User's Guide"), and each tile takes a time to start and to be written
+    fused attention   a part of the peak by implementation, pass, size of a head and length of the sequence
+    other kernels     a part of the memory bandwidth
+
+No kernel is faster than its bytes allow, nor shorter than `Rates.shortest_s`.
+
+`benchmarks/planner_accuracy.py --fit` fits `products`, `tile_s` and `contention` on published training runs.
+They stay below what measurements of single products reach: 0.87 of the peak on an A100, 0.80 on an H100 and
+0.78 on a B200 (S. Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS), which no GPU
+keeps up for hours at its power limit. Attention on the A100: arXiv 2307.08691, figures 4 to 7, and on the
+H100: arXiv 2407.08608, figures 5 to 7. Those of the B200, the Triton kernels' backward pass, and `memory` are
+assumptions; this repository has measured none of the rates.
+
+This program belongs to the plain PyTorch programs of the benchmark
+(`benchmarks.published_programs.classes`): eager PyTorch, cuBLAS, and Triton kernels of its own for
+attention, norms, dropout and loss, without CUDA graphs and without the cuDNN attention of Transformer Engine.
+The best published MFU of such programs is 46.4 % on an H100 (7B), where Transformer Engine reaches 62.5 %.
+The norms and the loss of this program move fewer bytes than theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from megatron.cluster.devices import GPU
+from megatron.planner.simulation.passes import Kernel
+
+NO_TENSOR_CORES = 0
+UNALIGNED = {8: 1.0, 4: 0.7, 2: 0.5, 1: 0.35, NO_TENSOR_CORES: 1 / 16}
+"""Rate of 16-bit matrix products by the alignment of their rows, in elements, relative to rows of multiples
+of 16 bytes, an assumption: since cuBLAS 11 tensor cores multiply others too, and load them in smaller parts
+(NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores: 19.5 instead of 312 TFLOP/s
+on an A100, about as much less on a V100 (`megatron.cluster.devices`)."""
+LAUNCH_S = 8e-6
+"""Host time of one operation in eager PyTorch, an assumption."""
+EAGER_TRAFFIC = 1.55
+"""How much longer the kernels of an eager PyTorch program that are neither products nor attention take than
+their bytes say: fitted on runs of MosaicML's llm-foundry (the class 'fsdp eager' of the benchmark)."""
+
+_TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.92),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.55),
+)
+"""Rows and columns of a tile, and its rate relative to the largest, an assumption: smaller tiles read more
+operands per FLOP."""
+_LARGEST_TILE = 256 * 128
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """The parts of the peak that a fused attention kernel reaches with heads of 128 elements and long
+    sequences.
+
+    half_length: length of the sequence at which it reaches half of that. narrow: factor for heads of 64
+    elements.
+    """
+
+    forward: float
+    backward: float
+    half_length: float
+    narrow: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What kernels of one kind of GPU reach.
+
+    processors: number of multiprocessors. products: part of the peak rate within the tiles of large matrix
+    products. tile_s: time to start and to write a tile of the largest size. memory: part of the memory
+    bandwidth. shortest_s: time of the smallest kernel. contention: by how much a second of a collective
+    lengthens the kernels beside it, whose multiprocessors and bandwidth it shares.
+    """
+
+    processors: int
+    products: float
+    attention: Mapping[str, AttentionRate]
+    memory: float = 0.78
+    tile_s: float = 5e-6
+    shortest_s: float = 3e-6
+    contention: float = 0.37
+
+
+_FLASH, _CUDNN, _TRITON, _EFFICIENT = "flash", "cudnn", "triton", "efficient"
+
+_V100_ATTENTION = {_EFFICIENT: AttentionRate(0.35, 0.25, 350, 0.90)}
+_A100_ATTENTION = {
+    _FLASH: AttentionRate(0.64, 0.56, 350, 0.87),
+    _TRITON: AttentionRate(0.55, 0.42, 350, 0.87),
+    _EFFICIENT: AttentionRate(0.40, 0.30, 350, 0.90),
+}
+_H100_ATTENTION = {
+    _FLASH: AttentionRate(0.345, 0.315, 350, 0.87),
+    _CUDNN: AttentionRate(0.60, 0.52, 700, 0.68),
+    _TRITON: AttentionRate(0.35, 0.27, 350, 0.80),
+    _EFFICIENT: AttentionRate(0.25, 0.18, 350, 0.90),
+}
+_B200_ATTENTION = {
+    _FLASH: AttentionRate(0.14, 0.125, 350, 0.87),
+    _CUDNN: AttentionRate(0.58, 0.42, 1000, 0.70),
+    _TRITON: AttentionRate(0.25, 0.18, 350, 0.80),
+    _EFFICIENT: AttentionRate(0.10, 0.07, 350, 0.90),
+}
+
+RATES = {
+    "v100": Rates(80, 0.79, _V100_ATTENTION),
+    "a100": Rates(108, 0.81, _A100_ATTENTION),
+    "h100": Rates(132, 0.71, _H100_ATTENTION),
+    "h200": Rates(132, 0.71, _H100_ATTENTION),
+    "b200": Rates(148, 0.56, _B200_ATTENTION),
+    "gb200": Rates(152, 0.56, _B200_ATTENTION),
+}
+"""By kind of GPU, which is the part of --gpu before its memory."""
+
+
+def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
+    """The time of a kernel whose operands have this dtype: 'fp32', 'tf32', 'fp16' or 'bf16'.
+
+    Fused attention: `flops` are those that the kernel computes, for causal attention half of the full
+    products' (a backward pass computes 2.5 times as many as the forward pass), and `product` is (queries,
+    keys, elements of a head). Without `product` the sequence is taken to be long, and the heads to have 128
+    elements.
+    """
+    seconds = max(kernel.bytes / (rates.memory * gpu.bandwidth), rates.shortest_s)
+    if not kernel.flops:
+        return seconds
+    peak = gpu.peak_flops[dtype]
+    if is_attention(kernel):
+        return max(seconds, kernel.flops / (peak * attention_part(kernel, rates)))
+    return max(seconds, _product_seconds(kernel, peak * rates.products, rates, dtype))
+
+
+def is_attention(kernel: Kernel) -> bool:
+    """Whether the kernel is fused attention, by its name."""
+    return "attention" in kernel.name
+
+
+def attention_part(kernel: Kernel, rates: Rates) -> float:
+    """The part of the peak rate that a fused attention kernel reaches."""
+    rate = rates.attention[_implementation(kernel.name, rates)]
+    part = rate.backward if "backward" in kernel.name else rate.forward
+    if kernel.product is None:
+        return part
+    _, keys, head = kernel.product
+    # Between heads of 64 and 128 elements the rate grows with their size.
+    width = min(rate.narrow + (1 - rate.narrow) * (head - 64) / 64, 1.0)
+    return (
+        part * width * keys / (keys + rate.half_length) * head / (8 * math.ceil(head / 8))
+    )  # kernels pad it
+
+
+def _implementation(name: str, rates: Rates) -> str:
+    """The implementation of an attention kernel. PyTorch's kernels have it in their names, others are Triton
+    kernels. A GPU that lacks the implementation has only one."""
+    kinds = (_FLASH, _CUDNN, _EFFICIENT)
+    kind = next((kind for kind in kinds if kind in name), _TRITON)
+    return kind if kind in rates.attention else next(iter(rates.attention))
+
+
+def _product_seconds(kernel: Kernel, rate: float, rates: Rates, dtype: str) -> float:
+    """The time of a matrix product, or of a batch of equal products, at `rate` FLOP/s within the tiles."""
+    if kernel.product is None:
+        return kernel.flops / rate
+    rows, columns, inner = kernel.product
+    batch = max(round(kernel.flops / (2 * rows * columns * inner)), 1)
+    elements = _elements_per_processor(rates.processors, rows, columns, batch)
+    part = UNALIGNED[kernel.alignment] if dtype in ("fp16", "bf16") else 1.0
+    flops = 2 * inner * rates.processors / part
+    return elements * (flops / rate + rates.tile_s / _LARGEST_TILE)
+
+
+@cache
+def _elements_per_processor(processors: int, rows: float, columns: float, batch: int) -> float:
+    """Elements of the result that each multiprocessor computes one tile after the other, with the best tiles;
+    those of slower tiles count more."""
+    return min(
+        math.ceil(batch * math.ceil(rows / height) * math.ceil(columns / width) / processors)
+        * (height * width / part)
+        for height, width, part in _TILES
+    )
+
+
+_MOSAICML = "MosaicML's llm-foundry"
+_NEMO = "NVIDIA's NeMo"
+_BEST_A100 = (
+    (1.3e9, 60.7, _MOSAICML),
+    (2.7e9, 63.7, _MOSAICML),
+    (7e9, 64.2, _MOSAICML),
+    (13e9, 61.1, _MOSAICML),
+    (30e9, 56.4, _MOSAICML),
+    (70e9, 53.3, _MOSAICML),
+    (175e9, 56.4, "NVIDIA's Pax"),
+)
+_BEST_H100 = (
+    (1.3e9, 43.2, _MOSAICML),
+    (8e9, 62.5, _NEMO),
+    (15e9, 58.5, _NEMO),
+    (70e9, 54.5, _NEMO),
+    (175e9, 49.9, _NEMO),
+    (340e9, 50.0, _NEMO),
+    (405e9, 55.8, _NEMO),
+)
+_BEST_GB200 = ((340e9, 43.0, _NEMO), (405e9, 47.4, _NEMO))
+_BEST = {
+    "a100": _BEST_A100,
+    "h100": _BEST_H100,
+    "h200": _BEST_H100,
+    "b200": _BEST_GB200,
+    "gb200": _BEST_GB200,
+}
+
+
+def best_published_mfu(gpu: str, parameters: float) -> tuple[float, str] | None:
+    """The best model FLOPs utilisation that was published for the kind of GPU and the nearest size of a
+    model, in percent, and where: 16-bit runs until 2026 that say how they were laid out. The full attention
+    products count, not the causal half, and no recomputation. An H200 has the H100's rates, and a B200 nearly
+    the GB200's. None for kinds without published runs.
+
+    gpu: the kind, as 'a100', or a value of --gpu.
+    """
+    rows = _BEST.get(gpu.partition("-")[0])
+    if rows is None:
+        return None
+    size, percent, source = min(rows, key=lambda row: abs(math.log(row[0] / parameters)))
+    return percent, f"{source}, {size / 1e9:g}B"

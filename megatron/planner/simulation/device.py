@@ -1,0 +1,376 @@
+"""The simulated device 'sim': tensors on it have shapes and dtypes, but no values.
+
+`SimulatedDevice` is a dispatch mode, so it sees every PyTorch operation of the program, in forward and
+backward passes. An operation on the device runs on fake tensors (`FakeTensorMode`, which also raises if
+tensors of two devices meet) and is counted: FLOPs, bytes, collective calls, host synchronizations, memory.
+
+Operations on host tensors run for real, so that the program's own bookkeeping works. Large host tensors
+(offloaded optimizer state, weights before they are moved to the device) are fake too.
+
+Small integer tensors on the device keep their true values, computed on the side. So the pipeline's shape
+messages and partition tables are real, and the code that reads them runs as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from megatron.planner.simulation.collectives import communicator_of, describe_call
+from megatron.planner.simulation.memory_tracker import MemoryTracker
+from megatron.planner.simulation.passes import Kernel
+from megatron.planner.simulation.trace import StepTrace, making_place
+
+NAME = "sim"
+# Integer tensors of at most this many elements keep their values.
+_MOST_VALUES = 1024
+# Host tensors with more elements are fake.
+_MOST_HOST_ELEMENTS = 2**18
+# Storages that are smaller are not worth the time to look for their place.
+_LEAST_NAMED_BYTES = 2**16
+# They launch nothing on a device.
+_NO_KERNEL = frozenset(
+    "empty empty_like new_empty empty_strided new_empty_strided detach _unsafe_view lift_fresh "
+    "_reshape_alias set_ alias is_same_size resize_ record_stream".split()
+)
+# Their output's size depends on values, which the host must wait for.
+_VALUE_SIZED = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive equal".split())
+_PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
+# They change tensors in place and have no implementation for fake tensors.
+_WITHOUT_META = frozenset(["_fused_sgd_"])
+
+
+class Peers(Protocol):
+    """Knows what the other ranks would send."""
+
+    def fill(self, values: Tensor, source: int) -> None:
+        """Writes into `values`, integers on the CPU, what the rank `source` sends in such a message."""
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """Runs what is within its context on the simulated device, and counts it in `trace` and `memory`."""
+
+    def __init__(self, peers: Peers, make_trace: Callable[[MemoryTracker], Any] = StepTrace) -> None:
+        """make_trace: makes what counts the operations and calls, `StepTrace` or with its methods."""
+        super().__init__()
+        self.memory = MemoryTracker()
+        self.host_memory = MemoryTracker()
+        self.trace = make_trace(self.memory)
+        self.communicators: set[tuple[str, int | None] | None] = set()
+        self._peers = peers
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(NAME, 0)
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy of a host tensor in page-locked memory."""
+        copy = tensor.clone()
+        self._pinned.add(copy.untyped_storage())
+        return copy
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage's size was changed in place."""
+        self.memory.resized(storage)
+        self.host_memory.resized(storage)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked for most often, so answered first
+            return args[0].fake_device
+        try:
+            return self._run(func, args, kwargs or {})
+        except Exception:
+            # An exception inside of the autograd engine may end the process without a message.
+            print(
+                f"simulated operation {func} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True
+            )
+            raise
+
+    def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        fakes = [x for x in _tensors(args, kwargs) if isinstance(x, FakeTensor)]
+        device = kwargs.get("device")
+        to_device = device is not None and torch.device(device).type == NAME
+        if not fakes and not to_device:
+            return self._run_on_host(func, args, kwargs)
+        on_device = to_device or any(x.fake_device.type == NAME for x in fakes)
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            return self._run_collective(func, name, args, kwargs)
+        special = self._SPECIAL.get(name)
+        if special is not None and on_device:
+            handled, result = special(self, args, kwargs)
+            if handled:
+                return result
+        if on_device and (name in _VALUE_SIZED or _indexes_by_mask(name, args)):
+            self.trace.add_sync(name)
+        if func.is_view:
+            result = self._view(func, args, kwargs)
+        else:
+            with self._fake:
+                result = None if name in _WITHOUT_META else func(*args, **kwargs)
+        self._account(func, name, args, kwargs, result, on_device)
+        return result
+
+    def _view(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Views are half of all operations: their shapes are found without what else `FakeTensorMode` does,
+        which takes four times as long."""
+        with in_kernel_invocation_manager(self._fake):
+            result = func(*args, **kwargs)
+        return tree_map_only(Tensor, lambda view: FakeTensor(self._fake, view, args[0].fake_device), result)
+
+    def _run_on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not _is_large_factory(args, kwargs):
+            return func(*args, **kwargs)
+        with self._fake:
+            result = func(*args, **kwargs)
+        self.host_memory.add(result.untyped_storage(), making_place())
+        return result
+
+    def _account(
+        self, func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any, on_device: bool
+    ) -> None:
+        outputs = [x for x in _tensors((result,), {}) if isinstance(x, FakeTensor)]
+        for output in outputs:
+            self._count_storage(output)
+        if not on_device:
+            return
+        self._keep_values(func, args, kwargs, outputs)
+        if func.is_view or name in _NO_KERNEL:
+            return
+        inputs = {id(x): x for x in _tensors(args, kwargs)}
+        # An in-place variant counts as the plain operation.
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)
+        shaped = [x for x in args if not isinstance(x, torch.dtype)]
+        flops = (
+            int(flop_registry[packet](*shaped, **kwargs, out_val=result)) if packet in flop_registry else 0
+        )
+        written = {id(x): x for x in (*outputs, *_mutated(func, args, kwargs))}
+        if _overwrites(func, name):
+            inputs = {key: x for key, x in inputs.items() if key not in written}
+        bytes_read, bytes_written = (sum(map(_bytes_of, x.values())) for x in (inputs, written))
+        kernel = Kernel(name, flops, bytes_read + bytes_written)
+        if flops:
+            kernel = replace(kernel, product=_product(func, args), alignment=_alignment(args))
+        self.trace.add_operation(kernel, bytes_written)
+
+    def _count_storage(self, tensor: FakeTensor) -> None:
+        storage = tensor.untyped_storage()
+        tracker = self.memory if tensor.fake_device.type == NAME else self.host_memory
+        named = storage.nbytes() >= _LEAST_NAMED_BYTES
+        tracker.add(storage, making_place() if named else "small tensors")
+
+    # --- operations that connect host and device ---
+
+    def _item(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """The host reads a number. Without a known value it is 1, or true."""
+        (tensor,) = args
+        self.trace.add_sync("item")
+        value = getattr(tensor, "simulated_value", None)
+        if value is not None:
+            return True, value.item()
+        return True, True if tensor.dtype == torch.bool else torch.ones((), dtype=tensor.dtype).item()
+
+    def _to_copy(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """A copy to another device; not handled if the device stays the same."""
+        (source,), device = args, kwargs.get("device")
+        target = source.device.type if device is None else torch.device(device).type
+        if target == source.device.type:
+            return False, None
+        dtype = kwargs.get("dtype") or source.dtype
+        non_blocking = bool(kwargs.get("non_blocking")) and dtype == source.dtype
+        if target == "cpu":
+            if not non_blocking:
+                self.trace.add_sync("copy to host")
+            return True, self._host_copy(source, dtype)
+        self._copy_to_device(source, non_blocking)
+        with self._fake:
+            result = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=self.device)
+        self._count_storage(result)
+        if not isinstance(source, FakeTensor) and _may_have_values(result):
+            result.simulated_value = source.detach().to(dtype=dtype, copy=True)
+        return True, result
+
+    def _host_copy(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        value = getattr(source, "simulated_value", None)
+        if value is not None:
+            return value.to(dtype=dtype, copy=True)
+        if source.numel() <= _MOST_HOST_ELEMENTS:
+            return torch.zeros(source.shape, dtype=dtype)
+        with self._fake:
+            result = torch.empty(source.shape, dtype=dtype, device="cpu")
+        self._count_storage(result)
+        return result
+
+    def _copy_(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """An in-place copy between devices; not handled within one device."""
+        target, source = args[0], args[1]
+        if target.device.type == source.device.type:
+            return False, None
+        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        non_blocking &= source.dtype == target.dtype  # PyTorch converts through pageable memory
+        if target.device.type == "cpu":
+            if not non_blocking or target.untyped_storage() not in self._pinned:
+                self.trace.add_sync("copy to host")
+            return True, target
+        self._copy_to_device(source, non_blocking)
+        value = getattr(target, "simulated_value", None)
+        if value is not None and not isinstance(source, FakeTensor):
+            value.copy_(source)
+        return True, target
+
+    def _copy_to_device(self, source: Tensor, non_blocking: bool) -> None:
+        size = _bytes_of(source)
+        self.trace.add_operation(Kernel("copy to device", 0, 2 * size), size)
+        if not non_blocking or source.untyped_storage() not in self._pinned:
+            self.trace.add_sync("copy to device")
+
+    _SPECIAL: dict[str, Callable[[SimulatedDevice, tuple, dict[str, Any]], tuple[bool, Any]]] = {
+        "_local_scalar_dense": _item,
+        "_to_copy": _to_copy,
+        "copy_": _copy_,
+    }
+
+    # --- collectives ---
+
+    def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.communicators.add(communicator_of(name, args))
+        call = describe_call(name, args)
+        with self._fake:
+            result = func(*args, **kwargs)
+        if call is not None:
+            works = [x for x in _flat_results(result) if isinstance(x, torch.ScriptObject)]
+            self.trace.add_call(call, dist.Work.unbox(works[0]) if works else None)
+        tensors = _tensors(args, kwargs)
+        if any(x.device.type == "cpu" for x in tensors):
+            self.trace.add_sync(f"{name} of host tensors")
+        if name == "recv_" and call is not None:
+            for tensor in tensors:
+                value = getattr(tensor, "simulated_value", None)
+                if value is not None:
+                    self._peers.fill(value, call.ranks[0])
+        return result
+
+    # --- true values of small integer tensors ---
+
+    def _keep_values(self, func: Any, args: tuple, kwargs: dict[str, Any], outputs: list[FakeTensor]) -> None:
+        """Runs the operation on the true values too, if all are known and the outputs are small integers."""
+        if not outputs or not all(map(_may_have_values, outputs)):
+            return
+        inputs = _tensors(args, kwargs)
+        if any(isinstance(x, FakeTensor) and not hasattr(x, "simulated_value") for x in inputs):
+            for tensor in _mutated(func, args, kwargs):
+                if hasattr(tensor, "simulated_value"):
+                    del tensor.simulated_value  # it is not the value any more
+            return
+
+        def real(x: Any) -> Any:
+            if isinstance(x, torch.device):
+                return torch.device("cpu")
+            return x.simulated_value if isinstance(x, FakeTensor) else x
+
+        result = func(*tree_map(real, args), **tree_map(real, kwargs))
+        for output, value in zip(outputs, _tensors((result,), {}), strict=True):
+            output.simulated_value = value
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operation, in order."""
+    return list(_iterate(args)) + list(_iterate(kwargs.values()))
+
+
+def _iterate(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _iterate(value)
+
+
+def _flat_results(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, (list, tuple)) else (result,)
+
+
+def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
+    """(rows, columns, inner length) of a matrix product, or of each product of a batch; (queries, keys,
+    elements of a head) of attention, whose operands are [batch, heads, seq, head_dim] in PyTorch, and
+    [seq, batch, heads, head_dim] in `megatron.kernels`."""
+    name = func.overloadpacket.__name__
+    if "attention" in name:
+        queries, keys = [x for x in args if isinstance(x, Tensor) and x.dim() == 4][:2]
+        seq = 2 if func.namespace == "aten" else 0
+        return queries.shape[seq], keys.shape[seq], queries.shape[-1]
+    if name not in _PRODUCTS:
+        return None
+    left, right = [x for x in args if isinstance(x, Tensor)][-2:]
+    return left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def _alignment(args: tuple) -> int:
+    """Of the operands of a matrix product, see `megatron.planner.simulation.passes.Kernel`."""
+    matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
+    # The stride of the dimension that is not contiguous; cuBLAS needs one that is, so PyTorch copies others.
+    rows = [max(x.stride()[-2:]) if 1 in x.stride()[-2:] else x.shape[-1] for x in matrices]
+    return math.gcd(8, *rows)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Bytes that reading the tensor takes: an expanded tensor is read once."""
+    elements = tensor.numel()
+    if elements and 0 in tensor.stride():
+        elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _may_have_values(tensor: Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and tensor.numel() <= _MOST_VALUES
+
+
+def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the operation writes to."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += _tensors((value,), {})
+    return found
+
+
+def _overwrites(func: Any, name: str) -> bool:
+    """Whether the operation writes its mutated arguments without reading them."""
+    return name in ("copy_", "fill_", "zero_") or func._schema.overload_name == "out"
+
+
+def _indexes_by_mask(name: str, args: tuple) -> bool:
+    return name in ("index", "index_put", "index_put_") and any(
+        x.dtype == torch.bool for x in _iterate(args[1])
+    )
+
+
+def _is_large_factory(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the operation makes a large host tensor from no other tensor."""
+    shape = args[0] if args else None
+    if not isinstance(shape, (list, torch.Size)) or _tensors(args, kwargs):
+        return False
+    elements = 1
+    for size in shape:
+        if not isinstance(size, int):
+            return False
+        elements *= size
+    return elements > _MOST_HOST_ELEMENTS

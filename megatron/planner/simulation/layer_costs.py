@@ -1,0 +1,345 @@
+"""The costs of a run's layers and of its optimizer step, recorded on the simulated device.
+
+A model of the run with few layers, without pipeline parallelism, is made and runs through the run's own code:
+embedding, two transformer layers (or recomputed groups of layers; four with ZeRO-2 and 3, which prefetch),
+final norm, head and loss. A micro-batch is recorded after tables and buffers exist. A stage of the run is put
+together from these layers: transformer layers between the first and the last one of a model cost the same.
+
+The optimizer step is recorded with all parameters of a rank, without passes of micro-batches.
+
+The process that calls this module cannot be used for anything else: see `processes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.cluster import processes
+from megatron.config import Config, ConfigError
+from megatron.config.vocab import padded_vocab_size
+from megatron.engine.pipeline_engine import mixed_precision_optimizer, plain_optimizer
+from megatron.model.layer_context import LayerIO, split_layer_io
+from megatron.model.pipeline_module import GPTModelPipe
+from megatron.mpu.deferred_gradients import accumulate
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.logit_chunks import chunk_sizes
+from megatron.mpu.vector_math import initialize_vector_math
+from megatron.mpu.weight_gradient import device_adds
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
+from megatron.planner.simulation.device import SimulatedDevice
+from megatron.planner.simulation.matching import group_name
+from megatron.planner.simulation.memory_tracker import MemoryTracker
+from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
+from megatron.planner.simulation.rank_process import mark_state, no_values, simulated_process
+from megatron.planner.simulation.record import CollectiveCall
+
+_EOD = 0
+_MOST_CHUNKS = 8192
+
+
+@dataclass
+class _Span:
+    name: tuple[str, int]
+    start: int
+    actions: list[Action] = field(default_factory=list)
+    syncs: int = 0
+    peak: int = 0
+    end: int = 0
+
+    def cost(self) -> PassCost:
+        return PassCost(tuple(self.actions), self.peak - self.start, self.end - self.start, self.syncs)
+
+
+class _Recorder:
+    """Records what happens between two calls of `begin`. See `StepTrace` for the other methods."""
+
+    def __init__(self, memory: MemoryTracker) -> None:
+        self._memory = memory
+        self._layout: ParallelLayout | None = None
+        self._started: list[dist.Work | None] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was recorded."""
+        self.spans: dict[tuple[str, int], _Span] = {}
+        self._current = _Span(("", 0), 0)
+
+    def name_groups(self, layout: ParallelLayout) -> None:
+        """layout: of the rank whose calls follow."""
+        self._layout = layout
+
+    def begin(self, name: str, index: int = 0) -> None:
+        """What follows belongs to the pass `name` of layer `index`."""
+        self.end()
+        self._current = self.spans[name, index] = _Span((name, index), self._memory.total)
+        self._memory.restart_peak()
+
+    def end(self) -> None:
+        """What follows belongs to no pass."""
+        self._current.peak, self._current.end = self._memory.peak, self._memory.total
+        self._current = _Span(("", 0), 0)
+
+    def cost(self, name: str, index: int = 0) -> PassCost:
+        """Of a pass; nothing if it does nothing."""
+        span = self.spans.get((name, index))
+        return PassCost() if span is None else span.cost()
+
+    def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
+        self._current.actions.append(kernel)
+
+    def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
+        assert self._layout is not None
+        self._started.append(work)
+        group = group_name(call.ranks, self._layout)
+        self._current.actions.append(Collective(group, call.operation, call.bytes))
+
+    def add_wait(self, work: dist.Work) -> None:
+        """The host makes the device wait for a collective."""
+        for age, started in enumerate(reversed(self._started)):
+            if started is work:
+                self._current.actions.append(Wait(age))
+                return
+
+    def add_sync(self, cause: str) -> None:
+        self._current.syncs += 1
+
+
+class _ObservedModel(GPTModelPipe):
+    """The run's model, whose layers are recorded one by one."""
+
+    def observe(self, recorder: _Recorder, is_alive: Callable[[int], bool]) -> None:
+        """From now on the layers are recorded."""
+        self.recorder, self._is_alive = recorder, is_alive
+        self.parts: list[tuple[range, tuple[Spec, ...]]] = []
+        self.freed_inputs: list[int] = []
+        self._input: tuple[int, int] | None = None
+
+    def run_layers(self, positions: range, run: Callable[[LayerIO], LayerIO], inputs: LayerIO) -> LayerIO:
+        self._note_input(inputs)
+        index = len(self.parts)
+        self.recorder.begin("forward", index)
+        outputs = super().run_layers(positions, run, inputs)
+        self.parts.append((positions, _specs(outputs)))
+        hidden, _ = split_layer_io(outputs)
+        if hidden.requires_grad and hidden is not split_layer_io(inputs)[0]:
+            hidden.register_hook(lambda gradient: self.recorder.begin("backward", index))
+        return outputs
+
+    def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+        self._note_input(outputs)
+        self.recorder.begin("forward", len(self.parts))
+        return super().loss(outputs, labels_and_mask)
+
+    def begin_backward(self, host_bytes: int) -> None:
+        """The forward pass has ended. host_bytes: that are allocated in host memory."""
+        self.recorder.begin("backward", len(self.parts))
+        self._note_freed_input()
+        self.host_bytes = host_bytes
+
+    def _note_freed_input(self) -> None:
+        """Notes whether the input of the layer that has ended is still allocated."""
+        if self._input is not None:
+            key, size = self._input
+            self.freed_inputs.append(0 if self._is_alive(key) else size)
+            self._input = None
+
+    def _note_input(self, inputs: LayerIO) -> None:
+        self._note_freed_input()
+        storage = split_layer_io(inputs)[0].untyped_storage()
+        self._input = storage._cdata, storage.nbytes()
+
+
+def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bool) -> ModelCosts:
+    """The costs of the layers of a configuration without pipeline parallelism and with few layers.
+    num_entries: of the layer list. ConfigError if the loss is computed in too many chunks to record."""
+    _check_chunks(config, vocab_size)
+    with _rank_on_device(config, vocab_size, (0, num_entries), 0, kernels) as rank:
+        simulated, model, recorder = rank.simulated, rank.model, rank.recorder
+        before = simulated.memory.total
+        model.observe(recorder, simulated.memory.is_alive)
+        if config.parallel.shards_gradients:  # the next micro-batch starts what this one has learned
+            _run_micro_batch(rank)
+        else:
+            _make_tables(rank)
+        recorder.restart()
+        model.observe(recorder, simulated.memory.is_alive)
+        tables, on_host = simulated.memory.total - before, simulated.host_memory.total
+        head_input = _run_micro_batch(rank)
+        parts = [(part.start, part.stop, output) for part, output in model.parts]
+        parts.append((parts[-1][1], num_entries, head_input))
+        layers = tuple(
+            LayerCost(
+                first,
+                end,
+                recorder.cost("forward", index),
+                recorder.cost("backward", index),
+                model.freed_inputs[index],
+                output,
+            )
+            for index, (first, end, output) in enumerate(parts)
+        )
+        return ModelCosts(layers, recorder.cost("weight"), tables, model.host_bytes - on_host)
+
+
+def _check_chunks(config: Config, vocab_size: int) -> None:
+    """Each chunk of the fused loss is recorded, which takes milliseconds."""
+    tokens = config.batch.micro_batch_size * config.model.seq_length
+    tp_size, element_size = (
+        config.parallel.tensor_model_parallel_size,
+        2 + 2 * (config.precision.name == "fp32"),
+    )
+    columns = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
+    sizes = chunk_sizes(tokens, columns, config.model.hidden_size, element_size, on_cpu=False)
+    if tokens > _MOST_CHUNKS * sizes.tokens:
+        raise ConfigError(
+            f"--micro-batch-size {config.batch.micro_batch_size} x --seq-length {config.model.seq_length}: "
+            f"the loss of {tokens:,} tokens has {-(-tokens // sizes.tokens):,} chunks, and at most "
+            f"{_MOST_CHUNKS:,} are planned: reduce one of the two, or increase --tensor-model-parallel-size"
+        )
+
+
+def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
+    """The passes of a micro-batch, as the engine runs them. Returns what the loss is computed from."""
+    model, optimizer, tokens = rank.model, rank.optimizer, rank.tokens()
+    labels = (torch.zeros_like(tokens), torch.ones(tokens.shape, device=tokens.device))
+    optimizer.unit_overlap.begin_micro_batch()
+    with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss():
+        outputs = model(tokens)
+        loss = model.loss(outputs, labels)
+    model.begin_backward(rank.simulated.host_memory.total)
+    (loss * optimizer.scaler.scale).backward()
+    if model.deferred_gradients is not None:
+        model.recorder.begin("weight")
+        accumulate(model.deferred_gradients.take())
+    model.recorder.end()
+    return _specs(outputs)
+
+
+@torch.no_grad()
+def _make_tables(rank: _Rank) -> None:
+    """Runs the layers once: they make what they keep for all micro-batches."""
+    tokens = rank.tokens()
+    with rank.model.dropout_rng.use_samples(range(len(tokens))):
+        rank.model(tokens)
+
+
+def record_update(
+    config: Config, vocab_size: int, bounds: tuple[int, ...], rank: int, kernels: bool
+) -> UpdateCosts:
+    """The state and the optimizer step of a rank of the run. bounds: of the stages."""
+    with _rank_on_device(config, vocab_size, bounds, rank, kernels) as on_device:
+        simulated, optimizer, recorder = on_device.simulated, on_device.optimizer, on_device.recorder
+        memory = simulated.memory
+        _make_optimizer_state(optimizer)
+        optimizer.begin_step()
+        mark_state(simulated, optimizer)
+        memory.begin_step()
+        for index, bucket in enumerate(reversed(optimizer.buckets)):
+            recorder.begin("reduction", index)
+            bucket.start_reduction()
+        recorder.begin("reduce")
+        optimizer.reduce_gradients()
+        recorder.begin("step")
+        optimizer.step()
+        for index, bucket in enumerate(optimizer.buckets):
+            recorder.begin("gather", index)
+            bucket.wait_for_gather()
+        recorder.end()
+        mark_state(simulated, optimizer)
+        now = memory.current_memory()
+        count = len(optimizer.buckets)
+        waits = [len(recorder.cost("gather", index).actions) for index in range(count)]
+        step, gathers = _without_gathers(recorder.cost("step").actions, waits)
+        return UpdateCosts(
+            now.parameters,
+            now.gradients,
+            now.optimizer,
+            simulated.host_memory.total,
+            tuple(recorder.cost("reduction", index).actions for index in range(count)),
+            recorder.cost("reduce").actions,
+            step,
+            gathers,
+            max(recorder.cost("reduce").peak, recorder.cost("step").peak),
+        )
+
+
+def _without_gathers(
+    actions: Sequence[Action], waits: Sequence[int]
+) -> tuple[tuple[Action, ...], tuple[tuple[Action, ...], ...]]:
+    """The actions of an optimizer step without the all-gathers of the buckets, which start last, and these by
+    bucket. waits: number of the collectives of each bucket."""
+    starts = [action for action in actions if isinstance(action, Collective)]
+    first = len(starts) - sum(waits)
+    later = starts[first:]
+    rest = [
+        Wait(action.age - len(later)) if isinstance(action, Wait) and action.age >= len(later) else action
+        for action in actions
+        if not any(action is one for one in later)
+    ]
+    of_buckets = iter(later)
+    return tuple(rest), tuple(tuple(islice(of_buckets, count)) for count in waits)
+
+
+def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
+    """An optimizer makes its state in its first step."""
+    for flat in optimizer.flat:
+        flat.set_master_grad(1.0)
+    optimizer.optimizer.step()
+    for flat in optimizer.flat:
+        flat.master.grad = None
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank on the simulated device."""
+
+    config: Config
+    simulated: SimulatedDevice
+    model: _ObservedModel
+    optimizer: MixedPrecisionOptimizer
+    recorder: _Recorder
+
+    def tokens(self) -> Tensor:
+        """The tokens of a micro-batch, without values."""
+        shape = (self.config.batch.micro_batch_size, self.config.model.seq_length)
+        return torch.zeros(shape, dtype=torch.int64, device=self.simulated.device)
+
+
+@contextmanager
+def _rank_on_device(
+    config: Config, vocab_size: int, bounds: tuple[int, ...], rank: int, kernels: bool
+) -> Iterator[_Rank]:
+    """The model and the optimizer of a rank."""
+    initialize_vector_math()
+    layout = ParallelLayout.from_config(config.parallel, rank)
+    with simulated_process(_NoPeers(), layout, kernels, _Recorder) as (simulated, _):
+        processes.init_distributed(config, FakeStore())
+        recorder: _Recorder = simulated.trace
+        recorder.name_groups(layout)
+        tp_group = layout.make_tp_group()
+        model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
+        device_adds(next(model.parameters()))  # it asks the device once per process
+        plain = plain_optimizer(config, model)
+        optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
+        yield _Rank(config, simulated, model, optimizer, recorder)
+
+
+class _NoPeers:
+    """No messages are received."""
+
+    def fill(self, values: Tensor, source: int) -> None:
+        raise AssertionError("nothing is received")
+
+
+def _specs(layer_io: LayerIO) -> tuple[Spec, ...]:
+    tensors = (layer_io,) if isinstance(layer_io, Tensor) else layer_io
+    return tuple((tuple(x.shape), x.dtype) for x in tensors)

@@ -1,0 +1,167 @@
+"""Do the collective calls of all ranks fit together? A deadlock is found from the calls alone.
+
+Every call is taken to block its rank until it is complete: a collective, when all ranks of its group have
+called it; a send or receive, when the other rank has called its counterpart. Real backends block less, so a
+set of calls that passes here cannot deadlock for its order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.mpu.layout import ParallelLayout
+from megatron.planner.simulation.collectives import POINT_TO_POINT
+from megatron.planner.simulation.passes import Group
+from megatron.planner.simulation.record import CollectiveCall, Instruction, StepRecord
+from megatron.planner.simulation.trace import COMMIT
+
+# Calls that a rank issues together: more than one only for messages that are sent and received as a batch.
+Batch = tuple[CollectiveCall, ...]
+_MOST_NAMED = 4
+
+
+def rank_calls(record: StepRecord, order: tuple[Instruction, ...]) -> list[Batch]:
+    """The calls of the record's rank in a step with the instructions `order`."""
+    batches: list[Batch] = []
+    kinds = [*(instruction.kind for instruction in order), ""]
+    for kind, work in zip(kinds, record.works_of(order), strict=True):
+        if kind.startswith(COMMIT):
+            batches += [work.calls] if work.calls else []
+        else:
+            batches += [(call,) for call in work.calls]
+    return batches
+
+
+def calls_of_other(calls: Sequence[Batch], simulated: ParallelLayout, other: ParallelLayout) -> list[Batch]:
+    """The calls of another rank of the same stage: the same calls in its own process groups."""
+    translated: dict[CollectiveCall, CollectiveCall] = {}
+
+    def translate(call: CollectiveCall) -> CollectiveCall:
+        if call not in translated:
+            ranks = translate_ranks(call.ranks, simulated, other)
+            translated[call] = CollectiveCall(call.operation, ranks, call.dtype, call.elements, call.bytes)
+        return translated[call]
+
+    return [tuple(map(translate, batch)) for batch in calls]
+
+
+def translate_ranks(
+    ranks: Sequence[int], simulated: ParallelLayout, other: ParallelLayout
+) -> tuple[int, ...]:
+    """A group of the rank of `simulated`, as the rank of `other` has it: where all members share a coordinate
+    with the one rank, they share it with the other."""
+    own, wanted = _coordinates(simulated.rank, simulated), _coordinates(other.rank, other)
+    members = [_coordinates(rank, simulated) for rank in ranks]
+    is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(3)]
+    moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(3)] for member in members]
+    tp, dp = simulated.tp_size, simulated.dp_size
+    return tuple(sorted((pipe * dp + data) * tp + tensor for pipe, data, tensor in moved))
+
+
+def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int]:
+    """(pipeline, data, tensor), as in `ParallelLayout`."""
+    rest, tensor = divmod(rank, layout.tp_size)
+    return (*divmod(rest, layout.dp_size), tensor)
+
+
+def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
+    """What the ranks of a process group differ in: 'tensor', 'data', 'pipeline', 'model' (tensor and
+    pipeline) or 'world'; the pipeline ranks of a group that has some of them."""
+    varying = [
+        len(set(axis)) > 1 for axis in zip(*(_coordinates(rank, layout) for rank in ranks), strict=True)
+    ]
+    pipeline, data, tensor = varying
+    if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
+        return tuple(_coordinates(rank, layout)[0] for rank in ranks)
+    names = {
+        (False, False): "data",
+        (True, False): "pipeline",
+        (False, True): "tensor",
+        (True, True): "model",
+    }
+    return "world" if data and (pipeline or tensor) else names[pipeline, tensor]
+
+
+def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
+    """Runs the calls of all ranks; None if all complete. Otherwise a sentence: two calls that meet and do not
+    fit, or ranks that never continue, with what they wait for. calls: global rank -> its calls in order."""
+    world = _World({rank: deque(batches) for rank, batches in calls.items()})
+    return world.run()
+
+
+@dataclass
+class _World:
+    batches: dict[int, deque[Batch]]
+    pending: dict[int, list[CollectiveCall]] = field(default_factory=dict)
+    """Per rank, the calls of its current batch that are not complete."""
+    collectives: dict[tuple[int, ...], dict[int, CollectiveCall]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    channels: dict[tuple[int, int], tuple[deque, deque]] = field(
+        default_factory=lambda: defaultdict(lambda: (deque(), deque()))
+    )
+    """(source, destination) -> sends and receives without their counterpart."""
+
+    def run(self) -> str | None:
+        ready = deque(sorted(self.batches))
+        while ready:
+            rank = ready.popleft()
+            if self.pending.get(rank) or not self.batches[rank]:
+                continue
+            batch = self.batches[rank].popleft()
+            self.pending[rank] = list(batch)
+            for call in batch:
+                problem, free = self._post(rank, call)
+                if problem is not None:
+                    return problem
+                ready.extend(free)
+        return self._waiting()
+
+    def _post(self, rank: int, call: CollectiveCall) -> tuple[str | None, list[int]]:
+        """A rank issues a call. Returns a contradiction if there is one, and the ranks that may go on."""
+        if call.operation in POINT_TO_POINT:
+            return self._post_message(rank, call)
+        waiting = self.collectives[call.ranks]
+        waiting[rank] = call
+        if len(waiting) < len(call.ranks):
+            return None, []
+        del self.collectives[call.ranks]
+        first = waiting[call.ranks[0]]
+        for other, its_call in waiting.items():
+            if its_call != first:
+                return _contradiction(call.ranks[0], first, other, its_call), []
+            self.pending[other].remove(its_call)
+        return None, list(waiting)
+
+    def _post_message(self, rank: int, call: CollectiveCall) -> tuple[str | None, list[int]]:
+        (other,) = call.ranks
+        sends = call.operation == "send"
+        channel = self.channels[(rank, other) if sends else (other, rank)]
+        mine, theirs = channel if sends else channel[::-1]
+        if not theirs:
+            mine.append(call)
+            return None, []
+        its_call = theirs.popleft()
+        if (its_call.dtype, its_call.elements) != (call.dtype, call.elements):
+            return _contradiction(rank, call, other, its_call), []
+        self.pending[rank].remove(call)
+        self.pending[other].remove(its_call)
+        return None, [x for x in (rank, other) if not self.pending[x]]
+
+    def _waiting(self) -> str | None:
+        stuck = [f"rank {rank} in {_text(calls[0])}" for rank, calls in sorted(self.pending.items()) if calls]
+        if not stuck:
+            return None
+        more = f" and {len(stuck) - _MOST_NAMED} more" if len(stuck) > _MOST_NAMED else ""
+        return f"deadlock: {'; '.join(stuck[:_MOST_NAMED])}{more}"
+
+
+def _contradiction(rank: int, call: CollectiveCall, other: int, its_call: CollectiveCall) -> str:
+    return f"calls that do not fit: rank {rank} in {_text(call)}, rank {other} in {_text(its_call)}"
+
+
+def _text(call: CollectiveCall) -> str:
+    ranks = ", ".join(map(str, call.ranks[:_MOST_NAMED])) + (", ..." if len(call.ranks) > _MOST_NAMED else "")
+    return f"{call.operation} with {ranks} of {call.elements:,} {call.dtype}"

@@ -1,0 +1,110 @@
+"""A process that is a rank of a run on the simulated device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import set_accelerator
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import _create_fake_pg
+
+from megatron.engine.profiler_ranges import TRAIN_STEP
+from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.planner.simulation.accelerator import BACKEND, SimulatedAccelerator
+from megatron.planner.simulation.device import Peers, SimulatedDevice
+from megatron.planner.simulation.memory_tracker import MemoryTracker
+from megatron.planner.simulation.record import Instruction
+from megatron.planner.simulation.torch_patches import patched_torch, register_device
+from megatron.planner.simulation.trace import StepTrace
+
+
+class _Ranges:
+    """Reads the ranges that the engine marks for profilers."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        self._simulated = simulated
+        self._open: list[Any] = []
+        self.on_step = lambda: None
+
+    def push(self, message: str) -> None:
+        name, *arguments = message.split(" ")
+        context: Any = nullcontext()
+        if name == TRAIN_STEP:
+            self.on_step()
+            self._simulated.memory.begin_step()
+            self._simulated.trace.begin_step()
+        elif name.isidentifier():
+            values = {key: int(value) for key, _, value in (part.partition("=") for part in arguments)}
+            instruction = Instruction(name, values.get("phase", 0))
+            context = self._simulated.trace.instruction(instruction, values.get("buffer_id", 0))
+        self._open.append(context)
+        context.__enter__()
+
+    def pop(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+@contextmanager
+def simulated_process(
+    peers: Peers,
+    layout: ParallelLayout,
+    kernels: bool,
+    make_trace: Callable[[MemoryTracker], Any] = StepTrace,
+) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
+    """Makes this process the rank of `layout` on a simulated device. It may have been another rank before.
+    make_trace: see `SimulatedDevice`."""
+    _register()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    simulated = SimulatedDevice(peers, make_trace)
+    ranges = _Ranges(simulated)
+    set_accelerator(SimulatedAccelerator(simulated, ranges, kernels))
+    os.environ.update(
+        RANK=str(layout.rank),
+        WORLD_SIZE=str(layout.world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR="localhost",
+        MASTER_PORT="1",
+    )
+    # Backward passes run in this thread, where the mode is active.
+    with patched_torch(simulated), torch.autograd.set_multithreading_enabled(False), simulated:
+        yield simulated, ranges
+
+
+@cache
+def _register() -> None:
+    """Makes the device and its backend known to this process."""
+    register_device()
+    dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", "sim"])
+
+
+def no_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> Tensor:
+    """Parameters on the simulated device have no values."""
+    return torch.empty(local_shape(spec, tp_group))
+
+
+def mark_state(simulated: SimulatedDevice, optimizer: MixedPrecisionOptimizer) -> None:
+    for flat in optimizer.flat:
+        simulated.memory.mark_state("parameters", [flat.weights, flat.local_weights])
+        simulated.memory.mark_state(
+            "gradients", [flat.gradients, flat.local_gradients, flat.reduced_grad_norms]
+        )
+        moments = [
+            x for value in optimizer.optimizer.state.get(flat.master, {}).values() for x in _tensors_of(value)
+        ]
+        simulated.memory.mark_state("optimizer", [flat.master, *moments])
+
+
+def _tensors_of(state: Any) -> list[Tensor]:
+    """The tensors of a moment, which may be quantized."""
+    if isinstance(state, Tensor):
+        return [state]
+    return [x for x in getattr(state, "__dict__", {}).values() if isinstance(x, Tensor)]

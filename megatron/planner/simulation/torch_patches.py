@@ -1,0 +1,229 @@
+"""Changes to PyTorch that a simulated device needs, within a context.
+
+Each is for code that chooses by device type before a dispatch mode sees the operation. Each has a test in
+tests/simulated/test_torch_patches.py that fails without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from megatron.planner.simulation.device import NAME, SimulatedDevice
+
+aten = torch.ops.aten
+# What the collectives of PyTorch's fake process group return.
+_WORK = torch._C._distributed_c10d.FakeWork
+
+
+class _BackendModule(_DummyBackendModule):
+    """`torch.sim`: answers what torch.amp and torch.utils.checkpoint ask of a device's module."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def register_device() -> None:
+    """Makes the device type 'sim' known to this process. It cannot be undone, so simulations run in processes
+    of their own. (A fake 'cuda' aborts the process if PyTorch was built without CUDA.)"""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_BackendModule())
+
+
+@contextmanager
+def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
+    """Applies all patches within this context."""
+    patches: list[tuple[Any, str, Callable]] = [
+        (torch, "tensor", _tensor(torch.tensor)),
+        (nn.Module, "_apply", _apply),
+        (FakeTensor, "tolist", _tolist),
+        (torch.UntypedStorage, "resize_", _resize_(torch.UntypedStorage.resize_, simulated)),
+        (F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)),
+        (F, "rms_norm", _rms_norm(F.rms_norm)),
+        (F, "silu", _silu(F.silu)),
+        (_WORK, "wait", _wait(_WORK.wait, simulated)),
+        (dist, "all_gather_object", _all_gather_object),
+        (dist, "broadcast_object_list", _broadcast_object_list),
+    ]
+    with ExitStack() as undo:
+        for owner, name, patch in patches:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, patch)
+        yield
+
+
+def _tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor(data, device=...)` fills the tensor outside of any mode: here it is made on the host and
+    copied, as CUDA does."""
+
+    def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is None or torch.device(device).type != NAME:
+            return original(data, *args, device=device, **kwargs)
+        return original(data, *args, device="cpu", **kwargs).to(device)
+
+    return tensor
+
+
+def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`Module._apply` would make new parameters, without the attributes of the old ones; for real devices it
+    changes them in place."""
+    for child in self.children() if recurse else ():
+        child._apply(function)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            _convert(parameter, function)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = function(buffer)
+    return self
+
+
+@torch.no_grad()
+def _convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> None:
+    converted = function(parameter)
+    if not isinstance(converted, FakeTensor):
+        parameter.data = converted
+    elif converted is not parameter:
+        converted.requires_grad_(parameter.requires_grad)._is_param = True
+        for name, value in vars(parameter).items():
+            vars(converted).setdefault(name, value)
+        # As torch.utils.swap_tensors, which refuses tensors with weak references; fake tensors may have one.
+        parameter.__class__, converted.__class__ = converted.__class__, parameter.__class__
+        parameter.__dict__, converted.__dict__ = converted.__dict__, parameter.__dict__
+        torch._C._swap_tensor_impl(parameter, converted)
+
+
+def _tolist(self: FakeTensor) -> Any:
+    """Fake tensors would read their elements one by one; a device tensor is copied to the host once."""
+    return self.to("cpu").tolist()
+
+
+def _resize_(original: Callable, simulated: SimulatedDevice) -> Callable:
+    """ZeRO-2 and 3 free and allocate buffers by resizing their storage, which is not an operation."""
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        simulated.resized(storage)
+
+    return resize_
+
+
+def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel that CUDA would choose: flash attention without a bias, the memory-efficient one with a bias
+    and for fp32."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if query.device.type != NAME:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+        if attn_mask is None and query.dtype != torch.float32:
+            flash = aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        efficient = aten._scaled_dot_product_efficient_attention
+        needs_backward = torch.is_grad_enabled() and query.requires_grad
+        return efficient(query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale)[0]
+
+    return attention
+
+
+def _rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """CUDA's fused kernel, which keeps the reciprocal deviation of each row. On other devices PyTorch
+    composes the norm of elementary operations, which keep several tensors of the input's size."""
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        if x.device.type != NAME:
+            return original(x, shape, weight, eps)
+        return _FusedRMSNorm.apply(x, weight, eps)
+
+    return rms_norm
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        result, deviation = _fused_rms_norm(x, weight)
+        ctx.save_for_backward(x, deviation, weight)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, deviation, weight = ctx.saved_tensors
+        backward = aten._fused_rms_norm_backward
+        return (*backward(grad, x, list(weight.shape), deviation, weight, [True, True]), None)
+
+
+@torch.library.custom_op("megatron_simulation::fused_rms_norm", mutates_args=())
+def _fused_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Shapes and dtypes of `aten::_fused_rms_norm` on CUDA, without values."""
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@_fused_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+def _silu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One kernel in the backward pass, as on CUDA. PyTorch composes it of seven for an unknown device."""
+
+    def silu(x: Tensor, inplace: bool = False) -> Tensor:
+        return original(x, inplace) if x.device.type != NAME else _FusedSiLU.apply(x)
+
+    return silu
+
+
+class _FusedSiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return aten.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _silu_backward(grad, *ctx.saved_tensors)
+
+
+@torch.library.custom_op("megatron_simulation::silu_backward", mutates_args=())
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Shape and dtype of `aten::silu_backward`, without values."""
+    return torch.empty_like(x)
+
+
+@_silu_backward.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _wait(original: Callable, simulated: SimulatedDevice) -> Callable:
+    """The end of a collective is not an operation."""
+
+    def wait(work: dist.Work, *args: Any) -> Any:
+        simulated.trace.add_wait(work)
+        return original(work, *args)
+
+    return wait
+
+
+def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
+    """Objects travel as bytes, which the simulated device does not keep: every rank has what this one has."""
+    objects[:] = [mine] * len(objects)
+
+
+def _broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
+    """See `_all_gather_object`."""

@@ -1,0 +1,421 @@
+"""The predicted time of a training step: stages, pipeline schedule, reduction of the gradients, optimizer.
+
+    pass of a stage   a replay of its kernels and collectives (`simulation.passes`), which are
+                      recorded from the run's own layers; `rates` has the time of a
+                      kernel, `network` that of a collective
+    step              the pipeline schedule's simulation (`megatron.pipeline.schedule`) with these times,
+                      then the reduction of the gradients, the optimizer and the all-gather of the weights
+
+No GPU was at hand: the rates are fitted on published runs of other programs.
+
+Not modelled: --cpu-offload and --checkpoint-in-cpu (transfers to the host), --compile, data loading, logging,
+evaluation and checkpoints, jitter between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron.cluster.devices import GPU, find_gpu
+from megatron.config import BatchSchedule, Config
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.vocab import padded_vocab_size
+from megatron.model.flops import model_iteration_flops, recomputes_scores, tflops_per_device
+from megatron.mpu.layout import ParallelLayout
+from megatron.pipeline.schedule import Timeline, simulate_schedule
+from megatron.pipeline.stages import StagePlan
+from megatron.planner.network import Network, find_network
+from megatron.planner.rates import (
+    EAGER_TRAFFIC,
+    LAUNCH_S,
+    RATES,
+    best_published_mfu,
+    is_attention,
+    kernel_seconds,
+)
+from megatron.planner.simulation.costs import UpdateCosts, spec_bytes
+from megatron.planner.simulation.passes import Action, Busy, Collective, Kernel, PassTime, Wait, pass_time
+from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
+
+_FULLY_SIMULATED = 2
+"""Micro-batches per stage up to which a step is simulated in full."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices and the network of a prediction. kind: of the GPU, as 'a100'."""
+
+    kind: str
+    gpu: GPU
+    network: Network
+    launch_s = LAUNCH_S
+
+    @property
+    def contention(self) -> float:
+        """See `megatron.planner.rates.Rates`."""
+        return RATES[self.kind].contention
+
+    def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
+        """Time of a kernel. The flops of attention are those of all scores: fused kernels without a bias
+        compute the causal half."""
+        if not kernel.flops:
+            kernel = replace(kernel, bytes=EAGER_TRAFFIC * kernel.bytes)
+        elif is_attention(kernel) and "efficient" not in kernel.name:
+            kernel = replace(kernel, flops=kernel.flops / 2)
+        return kernel_seconds(kernel, self.gpu, RATES[self.kind], dtype)
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of a pass of one micro-batch through a stage."""
+
+    stage: int
+    rank: int
+    forward: float
+    backward: float
+    matmul: float
+    """Of both passes, in matrix products."""
+    memory: float
+    """Of both passes, in other kernels, and in waits for launches."""
+    communication: float
+    """Of both passes, in collectives that nothing hides."""
+    weight: float = 0.0
+    """The part of `backward` that --pipeline-schedule zero-bubble runs as a pass of its own."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted step, in seconds. `pipeline` to `gather` add up to `total`."""
+
+    stages: tuple[StageTime, ...]
+    transfers: tuple[float, ...]
+    """Of a message between stages s and s + 1."""
+    micro_batches: int
+    pipeline: float
+    reduction: float
+    """Of the gradients over all groups, as far as no backward pass hides it."""
+    optimizer: float
+    gather: float
+    """Of the weights, after the update (ZeRO-1), as far as no forward pass hides it."""
+    bubble: float
+    """Fraction of the pipeline's time in which the ranks are idle, their mean."""
+    exposed_communication: float
+    """Seconds per step in which the busiest rank communicates and computes nothing."""
+    tokens_per_second: float
+    logged_tflops: float
+    """Per GPU, by the formula that a run logs."""
+    mfu: float
+    """Model FLOPs utilisation: without recomputation, of the peak rate."""
+    doubt: str
+    """A sentence if no published run has reached this utilisation; '' otherwise."""
+    days: float | None
+    """Of the whole run, ramp-up of the batch included; None if its length is not known."""
+
+    @property
+    def total(self) -> float:
+        return self.pipeline + self.reduction + self.optimizer + self.gather
+
+
+def find_cluster(config: Config) -> Cluster | None:
+    """The cluster of --gpu and the network's flags; None without --gpu."""
+    gpu, network = find_gpu(config), find_network(config)
+    if gpu is None or network is None or config.training.gpu is None:
+        return None
+    kind = config.training.gpu.partition("-")[0]
+    return Cluster(kind, gpu, network)
+
+
+def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime | None:
+    """The predicted step on the cluster of --gpu and the network's flags; None without --gpu."""
+    cluster = find_cluster(config)
+    return None if cluster is None else predict_step(config, plan, vocab_size, cluster)
+
+
+def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster) -> StepTime:
+    """The predicted step."""
+    ranks = config.parallel.pipeline_model_parallel_size
+    costs = [stage_costs(config, plan, vocab_size, stage) for stage in range(config.parallel.num_stages)]
+    updates = [rank_update(config, plan, vocab_size, rank) for rank in range(ranks)]
+    stages = stage_times(config, plan, costs, cluster)
+    transfers = _transfers(config, plan, costs, cluster)
+    micro_batches = config.micro_batches_per_step
+    pipeline = PipelineTime.measure(config.parallel, stages, transfers, micro_batches)
+    timeline = pipeline.timeline(pipeline.simulated)
+    after = [
+        _after_pipeline(Rank(config, cluster, rank), update, stages, timeline)
+        for rank, update in enumerate(updates)
+    ]
+    reduction, optimizer, gather = (max(0.0, *parts) for parts in zip(*after, strict=True))
+    outside = reduction + gather + optimizer
+    step = pipeline.seconds(micro_batches) + outside
+    mfu = _iteration_flops(config, vocab_size, False) / (
+        step * config.parallel.world_size * cluster.gpu.peak_flops[_dtype(config)]
+    )
+    busy = [0.0] * ranks
+    waits = [0.0] * ranks
+    for time in stages:
+        busy[time.rank] += micro_batches * (time.forward + time.backward)
+        waits[time.rank] += micro_batches * time.communication
+    return StepTime(
+        stages=tuple(stages),
+        transfers=tuple(transfers),
+        micro_batches=micro_batches,
+        pipeline=pipeline.seconds(micro_batches),
+        reduction=reduction,
+        optimizer=optimizer,
+        gather=gather,
+        bubble=1 - sum(busy) / ranks / pipeline.seconds(micro_batches),
+        exposed_communication=max(waits) + reduction + gather,
+        tokens_per_second=config.batch.global_batch_size * config.model.seq_length / step,
+        logged_tflops=tflops_per_device(
+            _iteration_flops(config, vocab_size, config.training.recomputes_layers),
+            step,
+            config.parallel.world_size,
+        ),
+        mfu=mfu,
+        doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
+        days=_days(config, pipeline, outside),
+    )
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The first tensor and data rank of a pipeline rank."""
+
+    config: Config
+    cluster: Cluster
+    pipeline_rank: int
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """Of this rank."""
+        parallel = self.config.parallel
+        per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
+        return ParallelLayout.from_config(parallel, self.pipeline_rank * per_stage)
+
+    def time(self, actions: Iterable[Action]) -> PassTime:
+        """The time of some actions."""
+        cluster, dtype = self.cluster, _dtype(self.config)
+        window = self.config.model.attention_window
+        return pass_time(
+            actions,
+            lambda kernel: cluster.kernel_seconds(_within(window, kernel), dtype),
+            lambda call: cluster.network.seconds(call, self.layout),
+            cluster.launch_s,
+            cluster.contention,
+        )
+
+
+def _within(window: int | None, kernel: Kernel) -> Kernel:
+    """A kernel of attention with the FLOPs of the scores within --window-size: of each query and the `window`
+    keys up to it, where causal attention has all keys up to it."""
+    if window is None or kernel.product is None or not is_attention(kernel):
+        return kernel
+    share = min(window / kernel.product[1], 1.0)
+    return replace(kernel, flops=kernel.flops * (2 * share - share**2))
+
+
+def stage_times(
+    config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster
+) -> list[StageTime]:
+    """The times of the passes, in the order of the stages."""
+    times = []
+    for stage, cost in enumerate(costs):
+        rank = Rank(config, cluster, plan.rank_of(stage))
+        forward, backward, weight = map(rank.time, cost.passes.values())
+        whole = forward + backward + weight
+        times.append(
+            StageTime(
+                stage,
+                rank.pipeline_rank,
+                forward.total,
+                backward.total + weight.total,
+                whole.products,
+                whole.others,
+                whole.waits,
+                weight.total,
+            )
+        )
+    return times
+
+
+def _dtype(config: Config) -> str:
+    return config.precision.name
+
+
+def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster) -> list[float]:
+    """Seconds of a message between stages s and s + 1."""
+    parallel, times = config.parallel, []
+    per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
+    for stage, cost in enumerate(costs[:-1]):
+        source, destination = (plan.rank_of(s) * per_stage for s in (stage, stage + 1))
+        layout = ParallelLayout.from_config(parallel, source)
+        size = spec_bytes(cost.outputs) / cost.sends
+        is_sent = source != destination
+        times.append(cluster.network.message_seconds(size, source, destination, layout) if is_sent else 0.0)
+    return times
+
+
+def _waits(actions: Sequence[Action]) -> list[Wait]:
+    """Waits for all collectives of the actions."""
+    return [Wait(age) for age in range(sum(isinstance(action, Collective) for action in actions))]
+
+
+def _after_pipeline(
+    rank: Rank, update: UpdateCosts, stages: Sequence[StageTime], timeline: Timeline
+) -> tuple[float, float, float]:
+    """Seconds that a step of the rank takes beyond its pipeline: (reduction of the gradients, optimizer and
+    norms, all-gather of the weights). What runs during the last backward pass and the first forward pass of
+    the next step takes none. A rank that starts later or ends earlier waits less."""
+    own = [time for time in stages if time.rank == rank.pipeline_rank]
+    spans = timeline.spans[rank.pipeline_rank]
+    # The gradients are final in the last pass.
+    last = min(time.weight or time.backward for time in own)
+    share = 1 / (len(update.reductions) + 1)
+    during = [action for part in update.reductions for action in (Busy(last * share), *part)]
+    in_last_pass = [*during, Busy(last * share), *_waits(during)]
+    reduce = rank.time([*in_last_pass, *update.reduce])
+    later = max(spans[-1].end + reduce.total - timeline.makespan, 0.0)
+    norms = min(reduce.products + reduce.others - rank.time(in_last_pass).others, later)
+    starts = [call for part in update.gathers for call in part]
+    actions: list[Action] = [*update.step, *starts]
+    if starts:
+        actions.append(Busy(spans[0].start))
+        share = min(time.forward for time in own) / len(update.gathers)
+        left = len(starts)
+        for part in update.gathers:
+            actions += [*(Wait(left - 1 - index) for index in range(len(part))), Busy(share)]
+            left -= len(part)
+    update_time = rank.time(actions)
+    return later - norms, norms + update_time.products + update_time.others, update_time.waits
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """The time of the pipeline for any number of micro-batches: simulated, beyond `simulated` extrapolated.
+
+    Once the pipeline is full, every further micro-batch takes as long as the one before.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfers: tuple[float, ...]
+    simulated: int
+    at_simulated: float
+    per_micro_batch: float
+
+    @classmethod
+    def measure(
+        cls,
+        parallel: ParallelConfig,
+        stages: Sequence[StageTime],
+        transfers: Sequence[float],
+        micro_batches: int,
+    ) -> PipelineTime:
+        """Simulates the schedule with up to `micro_batches`."""
+        forward = tuple(time.forward for time in stages)
+        backward = tuple(time.backward for time in stages)
+        weight = tuple(time.weight for time in stages)
+        name, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
+        most = min(micro_batches, _FULLY_SIMULATED * len(stages))
+        # With groups of micro-batches the time of a group is constant, not that of one.
+        step = parallel.micro_batch_multiple
+        fewer = max(most - max(len(stages) // 2 // step * step, step), step)
+        times = [
+            simulate_schedule(name, forward, backward, transfers, count, per_rank, weight).makespan
+            for count in ((most, fewer) if micro_batches > most else (most,))
+        ]
+        slope = (times[0] - times[1]) / (most - fewer) if len(times) == 2 else 0.0
+        return cls(name, per_rank, forward, backward, weight, tuple(transfers), most, times[0], slope)
+
+    def seconds(self, micro_batches: int) -> float:
+        """Of a step of this many micro-batches."""
+        if micro_batches >= self.simulated:
+            return self.at_simulated + (micro_batches - self.simulated) * self.per_micro_batch
+        return self.timeline(micro_batches).makespan
+
+    def timeline(self, micro_batches: int) -> Timeline:
+        """The simulation of a step."""
+        return simulate_schedule(
+            self.schedule,
+            self.forward,
+            self.backward,
+            self.transfers,
+            micro_batches,
+            self.stages_per_rank,
+            self.weight,
+        )
+
+
+def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:
+    model = config.model
+    return model_iteration_flops(
+        model,
+        seq_length=model.seq_length,
+        padded_vocab_size=padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size),
+        batch_size=config.batch.global_batch_size,
+        recompute=recompute,
+        recompute_attention=recompute and recomputes_scores(config),
+    )
+
+
+def _doubt(kind: str, parameters: int, mfu: float) -> str:
+    best = best_published_mfu(kind, parameters)
+    if best is None or 100 * mfu <= best[0]:
+        return ""
+    return (
+        f"no published run has reached an MFU of {100 * mfu:.1f} %: the best one of this kind of GPU and "
+        f"about this size is {best[0]:.1f} % ({best[1]})"
+    )
+
+
+def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | None:
+    """Days of training; a smaller batch of the ramp-up has fewer micro-batches."""
+    training, schedule = config.training, BatchSchedule.from_config(config.batch)
+    if training.train_samples is None and training.train_iters is None:
+        return None
+    total = schedule.total_iterations(training, config.model.seq_length, config.curriculum)
+    unit = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    seconds, done = 0.0, 0
+    for size in schedule.sizes():
+        last = size == config.batch.global_batch_size
+        following = size + (config.batch.rampup_batch_size or (0, 0))[1]
+        until = total if last else min(schedule.iterations_until(schedule.consumed_at_size(following)), total)
+        # A run that resumes may be past the batches of the ramp-up that the schedule does not support.
+        multiple = config.parallel.micro_batch_multiple
+        micro_batches = max(-(-size // unit // multiple) * multiple, config.parallel.min_micro_batches)
+        seconds += (until - done) * (pipeline.seconds(micro_batches) + outside)
+        done = until
+    return seconds / 86400
+
+
+def time_lines(step: StepTime) -> str:
+    """The predicted step: its total, rates, and where the time goes."""
+    days = f", {step.days:.1f} days for the whole run" if step.days is not None else ""
+    return (
+        f"step       {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} %{days}\n"
+        f"time       {time_shares(step)}{step.doubt and chr(10) + 'note       ' + step.doubt}"
+    )
+
+
+def time_shares(step: StepTime) -> str:
+    """Where the time of the busiest rank goes, in percent of the step."""
+    by_rank: dict[int, list[float]] = {}
+    for stage in step.stages:
+        parts = by_rank.setdefault(stage.rank, [0.0, 0.0, 0.0])
+        for index, seconds in enumerate((stage.matmul, stage.memory, stage.communication)):
+            parts[index] += step.micro_batches * seconds
+    busiest = max(by_rank.values(), key=sum)
+    names = ("matrix products", "other kernels", "tensor-parallel and ZeRO collectives")
+    shares = dict(zip(names, busiest, strict=True))
+    shares["waits in the pipeline"] = max(step.pipeline - sum(busiest), 0.0)
+    shares["gradient reduction"] = step.reduction
+    shares["optimizer"] = step.optimizer
+    shares["weight gather"] = step.gather
+    return ", ".join(f"{name} {100 * part / step.total:.0f} %" for name, part in shares.items())

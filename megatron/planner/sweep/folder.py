@@ -1,0 +1,249 @@
+"""The folder of a sweep: sweep.json, the record of what is run, and one file per finished run.
+
+    sweep.json               base command, combinations, predictions, commit, host
+    runs/ROW-REPEAT.json     the result of a run, written at its end
+    runs/ROW-REPEAT.log      its console output
+    lock                     held while a local sweep runs
+
+A row keeps its number for the life of the folder, so that a sweep can be resumed and extended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import megatron
+from megatron.cluster.launch import node_name
+from megatron.errors import UserError
+from megatron.files import expect_layout, open_own, read_json, write_json
+from megatron.planner.sweep.axes import checked_row, label_of
+from megatron.planner.sweep.file_checks import check_record, check_result
+
+FORMAT = 1
+ROOT = Path(megatron.__path__[0]).parent
+_MAX_WAIT_FOR_LOCK_S = 60.0
+
+
+@dataclass(frozen=True)
+class RecordedRow:
+    """A combination in sweep.json. refused: the sentence of the configuration that refuses it."""
+
+    index: int
+    settings: dict[str, str]
+    words: list[str]
+    processes: int
+    numbers: str
+    tolerance: float
+    tokens_per_step: int
+    predicted: dict[str, Any] | None
+    refused: str | None
+
+    @property
+    def label(self) -> str:
+        return label_of(self.settings)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of sweep.json. script: of examples/slurm, with --sbatch. base: the flags of all runs."""
+
+    base: list[str]
+    steps: int
+    repeat: int
+    script: str | None = None
+    rows: list[RecordedRow] = field(default_factory=list)
+    command: str = ""
+    commit: str = ""
+    host: str = ""
+    python: str = ""
+    created: str = ""
+    format: int = FORMAT
+
+    @property
+    def runnable(self) -> list[RecordedRow]:
+        return [row for row in self.rows if row.refused is None]
+
+    def tasks(self) -> Iterator[tuple[RecordedRow, int]]:
+        """The runs in their order. Repeats are interleaved (A B C A B C), so that a change of the machine's
+        speed affects all rows."""
+        for repeat in range(1, self.repeat + 1):
+            for row in self.runnable:
+                yield row, repeat
+
+
+class SweepFolder:
+    """Reads and writes the files of a sweep."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> Record:
+        """The record. UserError if the folder has none, or a damaged one."""
+        file = self.path / "sweep.json"
+        try:
+            content = read_json(file)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path} has no sweep.json: expected the folder of tools/sweep.py run"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}): give another folder") from error
+        with expect_layout(file, "the record of a sweep"):
+            if content["format"] != FORMAT:
+                raise UserError(
+                    f"{file} has format {content['format']!r:.60}, expected {FORMAT}: use the program that "
+                    "wrote it"
+                )
+            check_record(content)
+            return Record(**{**content, "rows": [RecordedRow(**row) for row in content["rows"]]})
+
+    def begin(self, record: Record) -> Record:
+        """Writes the record, or extends the one of this folder; returns what is run.
+
+        Rows of the folder keep their numbers, new combinations are added. Raises UserError if the base
+        command, the number of steps or the script differ, and for rows that no command could have added.
+        """
+        if (self.path / "sweep.json").exists():
+            record = _extend(self.read(), record, self.path)
+            for row in record.runnable:
+                checked_row(row.settings, record.base)
+        (self.path / "runs").mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "sweep.json", asdict(record))
+        return record
+
+    def result_file(self, row: int, repeat: int) -> Path:
+        return self.path / "runs" / f"{row:03d}-{repeat}.json"
+
+    def results(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """(row, repeat) -> result of every finished run."""
+        found = {}
+        for file in sorted((self.path / "runs").glob("*-*.json")):
+            try:
+                result = read_json(file)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{file} cannot be read ({error}): delete it, the run is repeated") from error
+            with expect_layout(file, "the result of a run"):
+                check_result(result, file.stem)
+            found[result["row"], result["repeat"]] = result
+        return found
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """Writes the result of a run, complete or not at all."""
+        write_json(self.result_file(result["row"], result["repeat"]), result)
+
+    def pending(self, record: Record, retry_failed: bool = False) -> list[tuple[RecordedRow, int]]:
+        """The runs to do: those without a result. A row that failed is not repeated; retry_failed: its failed
+        runs count as not done."""
+        results = self.results()
+        if retry_failed:
+            results = {key: result for key, result in results.items() if result["status"] == "ok"}
+        failed = {row for (row, _), result in results.items() if result["status"] != "ok"}
+        return [
+            (row, repeat)
+            for row, repeat in record.tasks()
+            if (row.index, repeat) not in results and row.index not in failed
+        ]
+
+    @contextmanager
+    def lock(self) -> Iterator[int]:
+        """Holds the folder; yields the descriptor, which a started run inherits, so that the folder stays
+        locked while a run of a killed sweep still ends. UserError if another sweep holds it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = open_own(self.path / "lock", 0)
+        try:
+            deadline = time.monotonic() + _MAX_WAIT_FOR_LOCK_S
+            while not _try_lock(descriptor):
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{self.path}: another sweep or its last run uses this folder: wait, or end it"
+                    )
+                time.sleep(0.2)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _extend(old: Record, new: Record, path: Path) -> Record:
+    """The record of the folder with the rows of the new command, checked to be the same sweep."""
+    for what, before, now in (
+        ("base command", shlex.join(old.base), shlex.join(new.base)),
+        ("--steps", old.steps, new.steps),
+        ("--sbatch", old.script, new.script),
+    ):
+        if before != now:
+            raise UserError(
+                f"{path} has a sweep with another {what} ({before}; now {now}): its results cannot be "
+                "compared with these, give another folder"
+            )
+    rows = list(old.rows)
+    places = {row.label: place for place, row in enumerate(rows)}
+    for row in new.rows:
+        place = places.get(row.label)
+        if place is None:
+            rows.append(replace(row, index=len(rows)))
+        else:
+            rows[place] = replace(row, index=rows[place].index)
+    # The first commit and host stay: they are those of the oldest results. Each result has its own.
+    return replace(old, rows=rows, repeat=max(old.repeat, new.repeat))
+
+
+def new_record(
+    command: Sequence[str],
+    base: Sequence[str],
+    steps: int,
+    repeat: int,
+    rows: list[RecordedRow],
+    script: str | None,
+) -> Record:
+    """A record of this machine and commit. command: the words of the sweep's own command line."""
+    return Record(
+        base=list(base),
+        steps=steps,
+        repeat=repeat,
+        script=script,
+        rows=rows,
+        command=shlex.join(command),
+        created=now_text(),
+        **machine_facts(),
+    )
+
+
+def machine_facts() -> dict[str, Any]:
+    """Commit of this repository ('+' if files are changed), host and Python version."""
+    return {"commit": _commit(), "host": node_name(os.environ), "python": platform.python_version()}
+
+
+def now_text() -> str:
+    """The time, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
+        return run.stdout.strip()
+
+    try:
+        commit, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return commit + ("+" if changed else "")

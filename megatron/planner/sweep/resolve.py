@@ -1,0 +1,196 @@
+"""The configuration of each combination, found before anything runs, and what the planner predicts for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.checkpoint.saved_config import read_saved_config
+from megatron.config import Config, read_command_line
+from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.errors import UserError
+from megatron.pipeline.layer_times import needs_profiling, read_layer_times
+from megatron.pipeline.schedule import mean_bubble
+from megatron.pipeline.stages import plan_stages, stage_flops
+from megatron.planner.memory import planned_bytes
+from megatron.planner.step_time import planned_step
+from megatron.planner.sweep.axes import Row, num_processes, run_words
+from megatron.tokenizer.vocabulary import find_vocabulary
+
+# Stages x micro-batches of the largest simulated schedule, which takes a second.
+_MAX_SIMULATED = 50_000
+# Settings that do not change the losses, by section: how the work is distributed and logged (the first
+# section of docs/parallelism.md). All other settings do, so rows that differ in one of them are not compared.
+_SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
+    "parallel": None,  # all of the section
+    "logging": None,
+    "batch": ("micro_batch_size",),
+    "data": ("num_workers", "valid_num_workers", "data_cache_path", "max_epochs_per_dataset"),
+    "optimizer": ("use_apex",),
+    "stability": ("check_invariants_interval", "sync_tp_duplicated_parameters"),
+    "training": (
+        "eval_interval",
+        "eval_iters",
+        "eval_harness_tasks",
+        "eval_harness_interval",
+        "eval_harness_tasks_path",
+        "eval_harness_limit",
+        "dry_run",
+        "simulate",
+        "gpu",
+        "device_memory",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "exit_signal",
+        "kill_switch_path",
+        "hang_timeout",
+        "no_preflight",
+        "checkpoint_activations",
+        "checkpoint_num_layers",
+        "recompute_granularity",
+        "partition_activations",
+        "checkpoint_in_cpu",
+        "compile",
+        "loss_implementation",
+        "deepspeed_config",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner predicts; None where it cannot.
+
+    memory_bytes: per pipeline rank. bubble: mean share of a step in which a rank is idle. max_over_mean:
+    FLOPs of the heaviest pipeline rank relative to the mean. step_s: seconds. note: why values are missing.
+    """
+
+    layers: list[str] | None = None
+    memory_bytes: list[float] | None = None
+    bubble: float | None = None
+    max_over_mean: float | None = None
+    step_s: float | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedRow:
+    """A combination and its configuration, or the sentence with which it is refused.
+
+    numbers: digest of the settings on which the losses depend. tolerance: relative difference of losses that
+    the precision explains.
+    """
+
+    row: Row
+    processes: int = 0
+    numbers: str = ""
+    tolerance: float = 0.0
+    tokens_per_step: int = 0
+    prediction: Prediction | None = None
+    refused: str | None = None
+
+
+def resolve_row(
+    base: Sequence[str], row: Row, steps: int, processes: int | None, dry_run: bool
+) -> ResolvedRow:
+    """Checks and plans one combination.
+
+    processes: None for --world-size, or TP x PP without that flag. dry_run: the files may be missing.
+    """
+    try:
+        words = run_words(base, row.words, steps)
+        processes = processes or num_processes(words)
+        more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
+        command_line = read_command_line([*words, *more], {"WORLD_SIZE": str(processes)}, read_saved_config)
+        config = read_deepspeed_config(command_line.config).config
+        _check_full_batch(config)
+        prediction = predict(config)
+    except UserError as error:
+        return ResolvedRow(row, refused=str(error))
+    tokens = config.batch.global_batch_size * config.model.seq_length
+    return ResolvedRow(row, processes, numbers_digest(config), _tolerance(config), tokens, prediction)
+
+
+def resolve_rows(
+    base: Sequence[str],
+    rows: Sequence[Row],
+    steps: int,
+    *,
+    processes: int | None = None,
+    dry_run: bool = False,
+) -> list[ResolvedRow]:
+    """Checks and plans all combinations, see `resolve_row`. UserError if each of them is refused: the base
+    is at fault."""
+    resolved = [resolve_row(base, row, steps, processes, dry_run) for row in rows]
+    if all(row.refused for row in resolved):
+        raise UserError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
+    return resolved
+
+
+def _check_full_batch(config: Config) -> None:
+    if config.batch.rampup_batch_size is not None:
+        raise UserError(
+            "--rampup-batch-size: a sweep would measure its first, small batches; remove it (in the scripts "
+            "of examples/slurm: RAMPUP_BATCH_SIZE=)"
+        )
+    if config.curriculum is not None:
+        raise UserError(
+            "curriculum_learning in --deepspeed_config: a sweep would measure its first, short sequences; "
+            "remove it"
+        )
+
+
+def _tolerance(config: Config) -> float:
+    """Invariant 1: 1e-5 for fp32, otherwise the rounding of the format."""
+    return {"fp32": 1e-5, "fp16": 2.0**-10, "bf16": 2.0**-7}[config.precision.name]
+
+
+def numbers_digest(config: Config) -> str:
+    """A digest of the settings on which the losses depend. Equal digests: the losses must be equal."""
+    settings = {
+        section: {
+            name: value
+            for name, value in fields.items()
+            if section not in _SAME_LOSSES or name not in (_SAME_LOSSES[section] or fields)
+        }
+        for section, fields in config.to_dict().items()
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def predict(config: Config) -> Prediction:
+    """Memory and bubble by the planner; with --gpu also the time of a step, and the bubble with its times.
+    UserError for a partition that is not possible."""
+    vocab = find_vocabulary(config)
+    times = read_layer_times(config, vocab.size)
+    if times is None and needs_profiling(config):
+        return Prediction(note="the partition is measured when the run starts (--partition-method profile)")
+    plan = plan_stages(config, vocab.size, times)
+    work = stage_flops(config, plan, vocab.size)
+    ranks = plan.sum_by_rank(work)
+    step = planned_step(config, plan, vocab.size)
+    return Prediction(
+        layers=[plan.layer_range(stage) for stage in range(len(work))],
+        memory_bytes=planned_bytes(config, vocab.size, plan),
+        bubble=predicted_bubble(config, work) if step is None else step.bubble,
+        max_over_mean=max(ranks) * len(ranks) / sum(ranks),
+        step_s=None if step is None else step.total,
+    )
+
+
+def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
+    """Mean idle share of the ranks in a step, with times proportional to FLOPs. None for a schedule that is
+    too long to simulate."""
+    micro_batches = config.micro_batches_per_step
+    if len(work) * micro_batches > _MAX_SIMULATED:
+        return None
+    parallel = config.parallel
+    return mean_bubble(parallel.pipeline_schedule, work, micro_batches, parallel.stages_per_rank)
+
+
+def prediction_json(prediction: Prediction | None) -> dict[str, Any] | None:
+    """The JSON object of a prediction."""
+    return None if prediction is None else dict(vars(prediction))

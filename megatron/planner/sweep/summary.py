@@ -1,0 +1,208 @@
+"""All that a sweep has found, as one JSON object: the source of the table, the files and the picture.
+
+docs/sweep.md describes the object.
+
+Layout, partition, schedule, micro-batch size and recomputation do not change the losses (the first section of
+docs/parallelism.md), so runs that differ in nothing else are compared. Rows that differ in other settings,
+such as precision or learning rate, form separate groups.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from megatron.planner.sweep.folder import FORMAT, Record, RecordedRow
+
+Results = Mapping[tuple[int, int], dict[str, Any]]
+# The memory that is compared with the plan: of PyTorch's allocator, or of the process on a CPU.
+_PEAKS = ("peak allocated", "peak resident")
+
+
+def summarize(record: Record, results: Results) -> dict[str, Any]:
+    """The summary of a sweep, finished or not. results: by row and repeat."""
+    groups = group_numbers(record.rows)
+    rows = [_summary_of(row, record, results, groups.get(row.index)) for row in record.rows]
+    _add_ratios(rows)
+    agreements = [
+        {
+            "group": number,
+            "rows": found.rows,
+            "runs": found.runs,
+            "tolerance": found.tolerance,
+            "largest_difference": found.largest,
+            "agrees": found.agrees,
+            "sentence": found.sentence(number),
+            "disagreeing": found.disagreeing,
+        }
+        for number, found in enumerate(check_losses(record.rows, results), start=1)
+        if found.runs
+    ]
+    sweep = {name: value for name, value in vars(record).items() if name not in ("rows", "format")}
+    # A sweep may be continued later: after a change of the program, or elsewhere.
+    for facts in ("commit", "host"):
+        sweep[f"{facts}s"] = sorted({result[facts] for result in results.values() if facts in result})
+    return {
+        "format": FORMAT,
+        "sweep": sweep,
+        "axes": axis_flags(record.rows),
+        "rows": rows,
+        "losses": agreements,
+    }
+
+
+def axis_flags(rows: Sequence[RecordedRow]) -> list[str]:
+    """The flags that are varied, in their order."""
+    return list(dict.fromkeys(flag for row in rows for flag in row.settings))
+
+
+def _summary_of(row: RecordedRow, record: Record, results: Results, group: int | None) -> dict[str, Any]:
+    runs = [result for (index, _), result in sorted(results.items()) if index == row.index]
+    good = [run for run in runs if run["status"] == "ok"]
+    bad = [run for run in runs if run["status"] != "ok"]
+    if row.refused is not None:
+        status, reason = "refused", row.refused
+    elif bad:
+        status, reason = bad[-1]["status"], bad[-1]["reason"]
+    elif len(good) >= record.repeat:
+        status, reason = "ok", None
+    else:
+        status, reason = "pending", f"{len(good)} of {record.repeat} runs are done"
+    return {
+        "row": row.index,
+        "settings": row.settings,
+        "label": row.label,
+        "processes": row.processes,
+        "group": group,
+        "status": status,
+        "reason": reason,
+        "predicted": row.predicted,
+        "measured": _measured(row, good),
+    }
+
+
+def _measured(row: RecordedRow, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The median over the repeats, the fastest and the slowest one; memory of the largest."""
+    if not runs:
+        return None
+    seconds = [float(run["step_s"]) for run in runs]
+    median = statistics.median(seconds)
+    return {
+        "repeats": len(runs),
+        "step_s": median,
+        "step_s_least": min(seconds),
+        "step_s_most": max(seconds),
+        "spread": (max(seconds) - min(seconds)) / median,
+        "tokens_per_s": row.tokens_per_step / median,
+        "loss": runs[-1]["steps"][-1]["loss"],
+        "memory_bytes": peak_memory(runs),
+        "bubble": _median([run["bubble"] for run in runs if run.get("bubble") is not None]),
+    }
+
+
+def peak_memory(runs: Sequence[dict[str, Any]]) -> list[float] | None:
+    """Per pipeline rank, the largest peak of its ranks and of the runs, in bytes. None if it was not
+    logged."""
+    largest: dict[int, float] = {}
+    for run in runs:
+        for entry in run["memory"]:
+            if entry["name"] in _PEAKS:
+                largest[entry["stage"]] = max(largest.get(entry["stage"], 0.0), entry["most_bytes"])
+    return [largest[stage] for stage in sorted(largest)] or None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Adds the time relative to the first measured row of the same group: other groups do other work."""
+    first: dict[int, float] = {}
+    for row in rows:
+        if row["measured"]:
+            measured = row["measured"]
+            measured["ratio"] = measured["step_s"] / first.setdefault(row["group"], measured["step_s"])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The comparison of a group's losses. rows: that were compared. largest: the largest relative difference
+    of a loss at the same step. disagreeing: a sentence for each run whose losses differ by more than the
+    tolerance."""
+
+    rows: list[int]
+    runs: int
+    tolerance: float
+    largest: float
+    disagreeing: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        return not self.disagreeing
+
+    def sentence(self, number: int) -> str:
+        """One line for the report. number: of the group, from 1."""
+        rows = ", ".join(map(str, self.rows))
+        what = f"losses of group {number} (rows {rows}; {self.runs} runs)"
+        if self.runs < 2:
+            return f"{what}: one run, nothing to compare"
+        found = f"largest relative difference {self.largest:.1e}, allowed {self.tolerance:.1e}"
+        return f"{what} agree: {found}" if self.agrees else f"{what} DISAGREE: {found}"
+
+
+def check_losses(
+    rows: Sequence[RecordedRow], results: Mapping[tuple[int, int], dict[str, Any]]
+) -> list[Agreement]:
+    """Compares all runs of each group, repeats included, step by step. Failed runs count up to their end."""
+    grouped = sorted((row for row in rows if row.refused is None), key=lambda row: (row.numbers, row.index))
+    groups = [list(group) for _, group in groupby(grouped, key=lambda row: row.numbers)]
+    return [_compare(group, results) for group in sorted(groups, key=lambda group: group[0].index)]
+
+
+def group_numbers(rows: Sequence[RecordedRow]) -> dict[int, int]:
+    """Row -> number of its group, from 1 in the order of the rows; refused rows have none."""
+    numbers: dict[str, int] = {}
+    for row in rows:
+        if row.refused is None:
+            numbers.setdefault(row.numbers, len(numbers) + 1)
+    return {row.index: numbers[row.numbers] for row in rows if row.refused is None}
+
+
+def _compare(group: Sequence[RecordedRow], results: Mapping[tuple[int, int], dict[str, Any]]) -> Agreement:
+    indices = {row.index for row in group}
+    curves = {
+        key: {step["iteration"]: float(step["loss"]) for step in result["steps"] if step["loss"] is not None}
+        for key, result in sorted(results.items())
+        if key[0] in indices
+    }
+    curves = {key: curve for key, curve in curves.items() if curve}
+    # A comparison of two precisions is not possible: the precision is one of the settings of a group.
+    tolerance = max(row.tolerance for row in group)
+    largest, first_difference = 0.0, dict[tuple[int, int], str]()
+    for step in sorted({step for curve in curves.values() for step in curve}):
+        losses = {key: curve[step] for key, curve in curves.items() if step in curve}
+        reference = statistics.median_low(losses.values())
+        is_like = next(key for key, loss in losses.items() if loss == reference or math.isnan(reference))
+        largest = max(largest, _difference(min(losses.values()), max(losses.values())))
+        for key, loss in losses.items():
+            difference = _difference(loss, reference)
+            largest = max(largest, difference)
+            if difference > tolerance and key not in first_difference:
+                first_difference[key] = (
+                    f"row {key[0]}, repeat {key[1]} has loss {loss:.6g} at step {step}, row {is_like[0]}, "
+                    f"repeat {is_like[1]} has {reference:.6g}: {difference:.1e} apart"
+                )
+    return Agreement(
+        sorted({row for row, _ in curves}), len(curves), tolerance, largest, list(first_difference.values())
+    )
+
+
+def _difference(a: float, b: float) -> float:
+    """Relative difference; infinite if only one of them is a number."""
+    if math.isfinite(a) and math.isfinite(b):
+        return abs(a - b) / max(abs(a), abs(b), 1e-30)
+    return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else math.inf

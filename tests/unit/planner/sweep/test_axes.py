@@ -1,0 +1,99 @@
+"""The axes of tools/sweep.py: how they are typed, their product, and what they cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.planner.sweep.axes import Axis, label_of, make_rows, run_words, split_command
+
+BASE = ["--num-layers", "4", "--micro-batch-size", "1", "--bf16"]
+
+
+def test_a_command_is_split_into_words_axes_and_base() -> None:
+    typed = "run --vary --partition-method type:a|b memory --steps 5 --vary --zero-stage 0 1 -- --lr 1 -- --x"
+    words, axes, base = split_command(typed.split())
+    assert words == ["run", "--steps", "5"]
+    assert axes == [Axis("--partition-method", ("type:a|b", "memory")), Axis("--zero-stage", ("0", "1"))]
+    assert base == ["--lr", "1", "--", "--x"]
+
+
+def test_a_negative_number_is_a_value() -> None:
+    assert split_command(["--vary", "--lr", "-1", "2"])[1] == [Axis("--lr", ("-1", "2"))]
+
+
+def test_the_rows_are_the_product_and_the_last_axis_varies_fastest() -> None:
+    axes = [Axis("--partition-method", ("memory", "time")), Axis("--micro-batch-size", ("1", "2", "4"))]
+    rows = make_rows(axes, BASE)
+    assert [tuple(row.settings.values()) for row in rows] == [
+        ("memory", "1"),
+        ("memory", "2"),
+        ("memory", "4"),
+        ("time", "1"),
+        ("time", "2"),
+        ("time", "4"),
+    ]
+    assert rows[4].words == ("--partition-method", "time", "--micro-batch-size", "2")
+    assert run_words(BASE, rows[4].words, 5)[: len(BASE) + 4] == [*BASE, *rows[4].words]
+
+
+def test_without_an_axis_the_base_command_is_the_only_row() -> None:
+    (row,) = make_rows([], BASE)
+    assert row.words == () and row.label == "the base command"
+
+
+def test_switches_omitted_flags_and_flags_with_several_values() -> None:
+    axes = [
+        Axis("--checkpoint-activations", ("on", "off")),
+        Axis("--exit-signal", ("", "SIGUSR1 SIGUSR2")),
+    ]
+    assert [row.words for row in make_rows(axes, BASE)] == [
+        ("--checkpoint-activations",),
+        ("--checkpoint-activations", "--exit-signal", "SIGUSR1", "SIGUSR2"),
+        (),
+        ("--exit-signal", "SIGUSR1", "SIGUSR2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axes", "base", "expected"),
+    [
+        ([Axis("--mikro-batch-size", ("1",))], BASE, "did you mean --micro-batch-size"),
+        ([Axis("--lr", ())], BASE, "--lr has no value"),
+        ([Axis("--lr", ("1", "1"))], BASE, "value twice"),
+        ([Axis("--fp16", ("yes",))], BASE, "on and off"),
+        ([Axis("--bf16", ("on", "off"))], BASE, "--bf16 is in the base command"),
+        ([Axis("--micro-batch-size", ("", "2"))], BASE, "--micro-batch-size is in the base command"),
+        ([Axis("--save", ("x",))], BASE, "save nothing"),
+        ([Axis("--exit-interval", ("2",))], BASE, "the sweep sets it"),
+        ([Axis("--deepspeed", ("on",))], BASE, "deprecated"),
+        (
+            [Axis("--partition-method", ("time",)), Axis("--pp-partition-method", ("memory",))],
+            BASE,
+            "same flag",
+        ),
+        (
+            [Axis("--seed", tuple(map(str, range(40)))), Axis("--lr", tuple(map(str, range(26))))],
+            BASE,
+            "1,040",
+        ),
+        ([], [*BASE, "--save", "x"], "--save in the base command"),
+        ([], [*BASE, "--dry-run"], "plan command"),
+        ([], ["pretrain_gpt.py", *BASE], "unknown word 'pretrain_gpt.py'"),
+    ],
+)
+def test_what_an_axis_or_a_base_command_cannot_be(axes: list[Axis], base: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        make_rows(axes, base)
+
+
+def test_vary_needs_a_flag() -> None:
+    with pytest.raises(UserError, match="--vary without a flag"):
+        split_command(["run", "--vary", "memory", "--", "--lr", "1"])
+
+
+def test_a_label_can_be_typed() -> None:
+    assert (
+        label_of({"--partition-method": "type:a|b", "--bf16": "on"})
+        == "--partition-method 'type:a|b' --bf16 on"
+    )

@@ -1,0 +1,64 @@
+"""The replay of a pass: kernels beside collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.planner.simulation.passes import Action, Busy, Collective, Kernel, PassTime, Wait, pass_time
+
+
+def time_of(*actions: Action, launch: float = 0.0, contention: float = 0.0) -> PassTime:
+    """A kernel takes a second per FLOP or byte, a collective one per byte."""
+    return pass_time(
+        actions, lambda kernel: kernel.flops or kernel.bytes, lambda call: call.bytes, launch, contention
+    )
+
+
+def product(seconds: float) -> Kernel:
+    return Kernel("mm", seconds, 1.0)
+
+
+def other(seconds: float) -> Kernel:
+    return Kernel("add", 0.0, seconds)
+
+
+def gather(seconds: float, group: str = "tensor") -> Collective:
+    return Collective(group, "_allgather_base_", seconds)
+
+
+def test_kernels_run_one_after_the_other() -> None:
+    assert time_of(product(3), other(2), product(1)) == PassTime(4, 2, 0)
+
+
+@pytest.mark.parametrize(("between", "wait"), [(0.0, 5.0), (3.0, 2.0), (5.0, 0.0), (9.0, 0.0)])
+def test_kernels_hide_a_collective_until_it_is_waited_for(between: float, wait: float) -> None:
+    found = time_of(product(1), gather(5), other(between), Wait(0), product(1))
+    assert found == PassTime(2, between, wait)
+    assert found.total == 2 + between + wait
+
+
+def test_collectives_of_a_group_queue_and_those_of_two_groups_do_not() -> None:
+    one = time_of(gather(4), gather(3), other(1), Wait(0))
+    assert one.waits == 6
+    two = time_of(gather(4, "data"), gather(3), other(1), Wait(0), Wait(1))
+    assert two.waits == 2 + 1
+
+
+def test_waits_name_collectives_by_their_age() -> None:
+    assert time_of(gather(2), gather(3), Wait(1), other(1), Wait(0)) == PassTime(0, 1, 2 + 2)
+    # That of an earlier pass is complete.
+    assert time_of(Wait(0), gather(2), Wait(1), Wait(0)).waits == 2
+
+
+def test_the_host_limits_a_pass_of_short_kernels() -> None:
+    assert time_of(*[other(1)] * 10, launch=3).total == 30
+    assert time_of(*[other(1)] * 10, product(25), launch=3).total == 35
+
+
+def test_collectives_lengthen_the_kernels_beside_them() -> None:
+    assert time_of(gather(4), other(10), Wait(0), contention=0.5).total == 10 + 0.5 * 4
+    assert time_of(gather(4), other(1), Wait(0), contention=0.5).total == 4 + 0.5 * 1
+
+
+def test_other_work_takes_its_time_and_is_not_counted() -> None:
+    assert time_of(gather(4), Busy(3), Wait(0)) == PassTime(0, 0, 1)
