@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron.planner.simulation.collectives import describe_call
+from megatron.planner.simulation.device import describe_call
 from megatron.planner.simulation.processes import run_in_processes
 from megatron.planner.simulation.record import StepRecord
 from megatron.planner.simulation.stage_costs import inputs_of_stages

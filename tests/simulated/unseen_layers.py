@@ -141,7 +141,9 @@ def _report(flags: str) -> dict[str, Any]:
     records = simulate_ranks(config, range(0, parallel.world_size, per_stage))
     return {
         "disagreements": disagreements(config, records),
-        "operations": sorted({name for record in records for name in record.operations}),
+        "operations": sorted(
+            {name for record in records for work in record.works for name in work.operations}
+        ),
         "parameters": [record.parameters for record in records],
     }
 

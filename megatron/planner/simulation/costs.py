@@ -88,12 +88,16 @@ class UpdateCosts:
     def plus(self, times: float, fewer: UpdateCosts, more: UpdateCosts) -> UpdateCosts:
         """These costs and `times` the difference of two others; their buckets stay."""
 
-        def of(name: str) -> int:
-            return round(getattr(self, name) + times * (getattr(more, name) - getattr(fewer, name)))
+        def extrapolated(own: int, few: int, many: int) -> int:
+            return round(own + times * (many - few))
 
         return replace(
             self,
-            **{name: of(name) for name in ("parameters", "gradients", "optimizer", "host", "peak")},
+            parameters=extrapolated(self.parameters, fewer.parameters, more.parameters),
+            gradients=extrapolated(self.gradients, fewer.gradients, more.gradients),
+            optimizer=extrapolated(self.optimizer, fewer.optimizer, more.optimizer),
+            host=extrapolated(self.host, fewer.host, more.host),
+            peak=extrapolated(self.peak, fewer.peak, more.peak),
             reduce=_sum(self.reduce, times, fewer.reduce, more.reduce),
             step=_sum(self.step, times, fewer.step, more.step),
         )

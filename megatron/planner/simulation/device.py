@@ -17,7 +17,7 @@ import math
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,10 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron.planner.simulation.collectives import communicator_of, describe_call
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.passes import Kernel
+from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall
 from megatron.planner.simulation.trace import StepTrace, making_place
 
 NAME = "sim"
@@ -73,10 +74,15 @@ class SimulatedDevice(TorchDispatchMode):
         self._peers = peers
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._values: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     @property
     def device(self) -> torch.device:
         return torch.device(NAME, 0)
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The true value of a tensor on the device, on the CPU; None if it is not known."""
+        return self._values.get(tensor)
 
     def pin(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor in page-locked memory."""
@@ -170,7 +176,8 @@ class SimulatedDevice(TorchDispatchMode):
             kernel = replace(kernel, product=_product(func, args), alignment=_alignment(args))
         self.trace.add_operation(kernel, bytes_written)
 
-    def _count_storage(self, tensor: FakeTensor) -> None:
+    def _count_storage(self, tensor: Tensor) -> None:
+        assert isinstance(tensor, FakeTensor)
         storage = tensor.untyped_storage()
         tracker = self.memory if tensor.fake_device.type == NAME else self.host_memory
         named = storage.nbytes() >= _LEAST_NAMED_BYTES
@@ -182,7 +189,7 @@ class SimulatedDevice(TorchDispatchMode):
         """The host reads a number. Without a known value it is 1, or true."""
         (tensor,) = args
         self.trace.add_sync("item")
-        value = getattr(tensor, "simulated_value", None)
+        value = self.value_of(tensor)
         if value is not None:
             return True, value.item()
         return True, True if tensor.dtype == torch.bool else torch.ones((), dtype=tensor.dtype).item()
@@ -204,11 +211,11 @@ class SimulatedDevice(TorchDispatchMode):
             result = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=self.device)
         self._count_storage(result)
         if not isinstance(source, FakeTensor) and _may_have_values(result):
-            result.simulated_value = source.detach().to(dtype=dtype, copy=True)
+            self._values[result] = source.detach().to(dtype=dtype, copy=True)
         return True, result
 
     def _host_copy(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        value = getattr(source, "simulated_value", None)
+        value = self.value_of(source)
         if value is not None:
             return value.to(dtype=dtype, copy=True)
         if source.numel() <= _MOST_HOST_ELEMENTS:
@@ -230,7 +237,7 @@ class SimulatedDevice(TorchDispatchMode):
                 self.trace.add_sync("copy to host")
             return True, target
         self._copy_to_device(source, non_blocking)
-        value = getattr(target, "simulated_value", None)
+        value = self.value_of(target)
         if value is not None and not isinstance(source, FakeTensor):
             value.copy_(source)
         return True, target
@@ -250,7 +257,7 @@ class SimulatedDevice(TorchDispatchMode):
     # --- collectives ---
 
     def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.communicators.add(communicator_of(name, args))
+        self.communicators.add(_communicator_of(name, args))
         call = describe_call(name, args)
         with self._fake:
             result = func(*args, **kwargs)
@@ -262,7 +269,7 @@ class SimulatedDevice(TorchDispatchMode):
             self.trace.add_sync(f"{name} of host tensors")
         if name == "recv_" and call is not None:
             for tensor in tensors:
-                value = getattr(tensor, "simulated_value", None)
+                value = self.value_of(tensor)
                 if value is not None:
                     self._peers.fill(value, call.ranks[0])
         return result
@@ -274,20 +281,19 @@ class SimulatedDevice(TorchDispatchMode):
         if not outputs or not all(map(_may_have_values, outputs)):
             return
         inputs = _tensors(args, kwargs)
-        if any(isinstance(x, FakeTensor) and not hasattr(x, "simulated_value") for x in inputs):
+        if any(isinstance(x, FakeTensor) and x not in self._values for x in inputs):
             for tensor in _mutated(func, args, kwargs):
-                if hasattr(tensor, "simulated_value"):
-                    del tensor.simulated_value  # it is not the value any more
+                self._values.pop(tensor, None)  # it is not the value any more
             return
 
         def real(x: Any) -> Any:
             if isinstance(x, torch.device):
                 return torch.device("cpu")
-            return x.simulated_value if isinstance(x, FakeTensor) else x
+            return self._values[x] if isinstance(x, FakeTensor) else x
 
         result = func(*tree_map(real, args), **tree_map(real, kwargs))
         for output, value in zip(outputs, _tensors((result,), {}), strict=True):
-            output.simulated_value = value
+            self._values[output] = value
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -305,6 +311,45 @@ def _iterate(values: Any) -> Iterator[Tensor]:
 
 def _flat_results(result: Any) -> Sequence[Any]:
     return result if isinstance(result, (list, tuple)) else (result,)
+
+
+def describe_call(name: str, args: tuple) -> CollectiveCall | None:
+    """The call of the c10d operation `name`; None for operations that exchange no tensors."""
+    lists = [_tensors((argument,), {}) for argument in args]
+    # The longest list of tensors is the full tensor: the output of an all-gather, the input of a
+    # reduce-scatter.
+    full = max(lists, key=lambda tensors: sum(x.numel() for x in tensors), default=[])
+    if not full:
+        return None
+    elements = sum(x.numel() for x in full)
+    ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(_group_of(args)))
+    ranks = (ranks[int(args[2])],) if name in POINT_TO_POINT else tuple(sorted(ranks))
+    return CollectiveCall(
+        name, ranks, str(full[0].dtype).removeprefix("torch."), elements, elements * full[0].element_size()
+    )
+
+
+def _group_of(args: tuple) -> dist.ProcessGroup:
+    """The process group among the arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            name = dist.ProcessGroup.unbox(argument).group_name
+            return dist.distributed_c10d._resolve_process_group(name)
+    raise ValueError("a collective call without a process group")
+
+
+def _communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
+    """What NCCL keeps a communicator for: (name of the process group, None), or for a message outside a batch
+    (name, the other rank). None for a group of one rank, which needs no buffers. name: of the operation.
+
+    Messages of the default group are sent one at a time, those of other groups in batches
+    (`engine.executor`).
+    """
+    group = _group_of(args)
+    if dist.get_world_size(group) == 1:
+        return None
+    alone = name in POINT_TO_POINT and group == dist.group.WORLD
+    return group.group_name, int(args[2]) if alone else None
 
 
 def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:

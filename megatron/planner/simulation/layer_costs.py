@@ -119,16 +119,16 @@ class _ObservedModel(GPTModelPipe):
     def observe(self, recorder: _Recorder, is_alive: Callable[[int], bool]) -> None:
         """From now on the layers are recorded."""
         self.recorder, self._is_alive = recorder, is_alive
-        self.parts: list[tuple[range, tuple[Spec, ...]]] = []
+        self.entries: list[tuple[range, tuple[Spec, ...]]] = []
         self.freed_inputs: list[int] = []
         self._input: tuple[int, int] | None = None
 
     def run_layers(self, positions: range, run: Callable[[LayerIO], LayerIO], inputs: LayerIO) -> LayerIO:
         self._note_input(inputs)
-        index = len(self.parts)
+        index = len(self.entries)
         self.recorder.begin("forward", index)
         outputs = super().run_layers(positions, run, inputs)
-        self.parts.append((positions, _specs(outputs)))
+        self.entries.append((positions, _specs(outputs)))
         hidden, _ = split_layer_io(outputs)
         if hidden.requires_grad and hidden is not split_layer_io(inputs)[0]:
             hidden.register_hook(lambda gradient: self.recorder.begin("backward", index))
@@ -136,12 +136,12 @@ class _ObservedModel(GPTModelPipe):
 
     def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         self._note_input(outputs)
-        self.recorder.begin("forward", len(self.parts))
+        self.recorder.begin("forward", len(self.entries))
         return super().loss(outputs, labels_and_mask)
 
     def begin_backward(self, host_bytes: int) -> None:
         """The forward pass has ended. host_bytes: that are allocated in host memory."""
-        self.recorder.begin("backward", len(self.parts))
+        self.recorder.begin("backward", len(self.entries))
         self._note_freed_input()
         self.host_bytes = host_bytes
 
@@ -174,8 +174,8 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
         model.observe(recorder, simulated.memory.is_alive)
         tables, on_host = simulated.memory.total - before, simulated.host_memory.total
         head_input = _run_micro_batch(rank)
-        parts = [(part.start, part.stop, output) for part, output in model.parts]
-        parts.append((parts[-1][1], num_entries, head_input))
+        entries = [(part.start, part.stop, output) for part, output in model.entries]
+        entries.append((entries[-1][1], num_entries, head_input))
         layers = tuple(
             LayerCost(
                 first,
@@ -185,7 +185,7 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
                 model.freed_inputs[index],
                 output,
             )
-            for index, (first, end, output) in enumerate(parts)
+            for index, (first, end, output) in enumerate(entries)
         )
         return ModelCosts(layers, recorder.cost("weight"), tables, model.host_bytes - on_host)
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.simulation.collectives import POINT_TO_POINT
 from megatron.planner.simulation.passes import Group
-from megatron.planner.simulation.record import CollectiveCall, Instruction, StepRecord
+from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall, Instruction, StepRecord
 from megatron.planner.simulation.trace import COMMIT
 
 # Calls that a rank issues together: more than one only for messages that are sent and received as a batch.

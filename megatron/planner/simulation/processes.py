@@ -13,9 +13,11 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stdout, suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +33,26 @@ def run_in_processes(
     function: Callable[..., Any], arguments: Iterable[Sequence[Any]], processes: int | None = None
 ) -> list[Any]:
     """`function(*a)` for each tuple `a` of arguments, each in a fresh process, `processes` at a time
-    (default: one per core). function: of a module, by name.
+    (default: one per core); errors as those of `Worker.run`. function: of a module, by name."""
+    workers: list[Worker] = []
 
-    A UserError of the function is raised here, and one if a process is killed. SimulationError if a process
-    fails in another way, with the last lines that it has printed.
-    """
-    context = _server()
-    tasks = list(enumerate(arguments))[::-1]
-    limit = processes or len(os.sched_getaffinity(0))
-    results: dict[int, Any] = {}
-    running: dict[Connection, tuple[int, Any, Path]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    def run_one(values: Sequence[Any]) -> Any:
+        workers.append(worker := Worker({}))
         try:
-            while tasks or running:
-                while tasks and len(running) < limit:
-                    index, values = tasks.pop()
-                    receiver, sender = context.Pipe(duplex=False)
-                    output = Path(folder) / str(index)
-                    process = context.Process(target=_run, args=(function, values, sender, str(output)))
-                    process.start()
-                    sender.close()
-                    running[receiver] = index, process, output
-                for receiver in wait(list(running)):
-                    index, process, output = running.pop(receiver)  # type: ignore[index]
-                    results[index] = _result(receiver, process, output)  # type: ignore[arg-type]
-                    process.join()
+            return worker.run(function, *values)
         finally:
-            for _, process, _ in running.values():
-                process.terminate()
-    return [results[index] for index in sorted(results)]
+            worker.end()
+
+    with ThreadPoolExecutor(processes or len(os.sched_getaffinity(0))) as threads:
+        tasks = [threads.submit(run_one, values) for values in arguments]
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        finally:  # after an error nothing else is started, and what runs ends
+            threads.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.end()
+    return [task.result() for task in tasks]
 
 
 class Worker:
@@ -77,14 +70,40 @@ class Worker:
         theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result; errors as those of `run_in_processes`."""
-        with suppress(BrokenPipeError):  # the process has ended, which `_result` reports
+        """The function's result. A UserError of the function is raised here, and one if the process is
+        killed. SimulationError if the process fails in another way, with the last lines that it has printed.
+        """
+        with suppress(BrokenPipeError):  # the process has ended, which is reported below
             self._connection.send((function, arguments))
-        return _result(self._connection, self._process, self._output)
+        try:
+            succeeded, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._failure() from None
+        if not succeeded:
+            raise UserError(value)
+        return value
+
+    def _failure(self) -> Exception:
+        """The error for a process that has ended."""
+        self._process.join()
+        if self._process.exitcode == -signal.SIGKILL:
+            return UserError(
+                "a process that simulates this run was killed, probably since the machine's memory is full: "
+                "stop other programs, or plan on a machine with more memory"
+            )
+        lines = self._output.read_text(errors="replace").splitlines() if self._output.exists() else []
+        return SimulationError(
+            f"a simulating process failed (exit code {self._process.exitcode}):\n"
+            + "\n".join(lines[-_SHOWN_LINES:])
+        )
 
     def is_alive(self) -> bool:
         """Whether the process can run another function."""
-        return bool(self._process.is_alive())
+        return self._process.is_alive()
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.terminate()
 
 
 def _serve(connection: Connection, output: str, environment: dict[str, str]) -> None:
@@ -103,20 +122,14 @@ def start_server() -> None:
     _server()
 
 
-def _server() -> BaseContext:
+def _server() -> ForkServerContext:
     """The server that processes are forked from. It starts with few variables of the environment changed:
     DeepSpeed must not look for a GPU, and the simulation needs one thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with temporary_environment({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}):
-        multiprocessing.forkserver.ensure_running()
+        forkserver.ensure_running()
     return context
-
-
-def _run(function: Callable[..., Any], arguments: Sequence[Any], sender: Connection, output: str) -> None:
-    """In the new process."""
-    with _to_file(output):
-        sender.send(_answer(function, arguments))
 
 
 @contextmanager
@@ -143,23 +156,3 @@ def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[boo
             f"a tensor of this model is larger than any device can hold ({one_line(error)}): reduce the "
             "sizes of the model, --seq-length or --micro-batch-size"
         )
-
-
-def _result(receiver: Connection, process: Any, output: Path) -> Any:
-    try:
-        succeeded, value = receiver.recv()
-    except (EOFError, ConnectionResetError):
-        process.join()
-        if process.exitcode == -signal.SIGKILL:
-            raise UserError(
-                "a process that simulates this run was killed, probably since the machine's memory is full: "
-                "stop other programs, or plan on a machine with more memory"
-            ) from None
-        lines = output.read_text(errors="replace").splitlines() if output.exists() else []
-        raise SimulationError(
-            f"a simulating process failed (exit code {process.exitcode}):\n"
-            + "\n".join(lines[-_SHOWN_LINES:])
-        ) from None
-    if not succeeded:
-        raise UserError(value)
-    return value

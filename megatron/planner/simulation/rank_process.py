@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
@@ -18,12 +19,14 @@ from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.planner.simulation.accelerator import BACKEND, SimulatedAccelerator
-from megatron.planner.simulation.device import Peers, SimulatedDevice
+from megatron.planner.simulation.device import NAME, Peers, SimulatedDevice
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.record import Instruction
 from megatron.planner.simulation.torch_patches import patched_torch, register_device
 from megatron.planner.simulation.trace import StepTrace
+
+_BACKEND = "simulated"
+"""Name of the process group's backend."""
 
 
 class _Ranges:
@@ -52,6 +55,91 @@ class _Ranges:
         self._open.pop().__exit__(None, None, None)
 
 
+class _SimulatedAccelerator(CPU_Accelerator):
+    """DeepSpeed's accelerator for the simulated device. It answers as a GPU would: asynchronous, with
+    page-locked host memory and with fp16."""
+
+    def __init__(self, simulated: SimulatedDevice, ranges: _Ranges, kernels: bool) -> None:
+        """kernels: whether it runs Triton kernels, as GPUs since the A100 do."""
+        super().__init__()
+        self._kernels = kernels
+        self._name = NAME
+        self._communication_backend_name = _BACKEND
+        self._simulated = simulated
+        self._ranges = ranges
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return NAME if device_index is None else f"{NAME}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return self._simulated.device
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return str(self._simulated.device)
+
+    def device_count(self) -> int:
+        return 1
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self._simulated.trace.add_sync("synchronize")
+
+    def pin_memory(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self._simulated.pin(tensor)
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return self._simulated.memory.total
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return self._simulated.memory.peak
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return self._simulated.memory.peak
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == NAME
+
+    def is_triton_supported(self) -> bool:
+        return self._kernels
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        self._ranges.push(msg)
+
+    def range_pop(self, domain: Any = None) -> None:
+        self._ranges.pop()
+
+    @property
+    def Event(self) -> type[_Event]:
+        return _Event
+
+
+class _Event:
+    """A device event; waiting for one synchronizes with the device."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1.0
+
+    def synchronize(self) -> None:
+        get_accelerator().synchronize()
+
+
 @contextmanager
 def simulated_process(
     peers: Peers,
@@ -66,7 +154,7 @@ def simulated_process(
         dist.destroy_process_group()
     simulated = SimulatedDevice(peers, make_trace)
     ranges = _Ranges(simulated)
-    set_accelerator(SimulatedAccelerator(simulated, ranges, kernels))
+    set_accelerator(_SimulatedAccelerator(simulated, ranges, kernels))
     os.environ.update(
         RANK=str(layout.rank),
         WORLD_SIZE=str(layout.world_size),
@@ -83,7 +171,7 @@ def simulated_process(
 def _register() -> None:
     """Makes the device and its backend known to this process."""
     register_device()
-    dist.Backend.register_backend(BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", "sim"])
+    dist.Backend.register_backend(_BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 
 
 def no_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,19 +25,9 @@ class OperationCount:
     bytes_read: int
     bytes_written: int
 
-    def __add__(self, other: OperationCount) -> OperationCount:
-        return OperationCount(
-            self.calls + other.calls,
-            self.flops + other.flops,
-            self.bytes_read + other.bytes_read,
-            self.bytes_written + other.bytes_written,
-        )
 
-    def times(self, count: int) -> OperationCount:
-        """The sum of `count` equal summands."""
-        return OperationCount(
-            count * self.calls, count * self.flops, count * self.bytes_read, count * self.bytes_written
-        )
+POINT_TO_POINT = ("send", "recv_")
+"""c10d's names of messages."""
 
 
 @dataclass(frozen=True)
@@ -164,18 +154,9 @@ class StepRecord:
         """`works_of` the simulated step."""
         return self.works_of(self.order)
 
-    @cached_property
-    def operations(self) -> dict[str, OperationCount]:
-        """All operations of the step by name."""
-        return sum_operations(work.operations for work in self.works)
-
     @property
     def flops(self) -> int:
         return sum(work.flops for work in self.works)
-
-    @property
-    def launched(self) -> int:
-        return sum(work.launched for work in self.works)
 
     @property
     def calls(self) -> tuple[CollectiveCall, ...]:
@@ -190,12 +171,3 @@ class StepRecord:
         for kind, work in zip(kinds, self.works, strict=True):
             counts.update((kind, sync) for sync in work.syncs)
         return dict(counts)
-
-
-def sum_operations(parts: Iterable[Mapping[str, OperationCount]]) -> dict[str, OperationCount]:
-    """The sums by operation."""
-    sums: dict[str, OperationCount] = {}
-    for part in parts:
-        for name, count in part.items():
-            sums[name] = sums[name] + count if name in sums else count
-    return sums

@@ -94,10 +94,14 @@ def _convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> N
         converted.requires_grad_(parameter.requires_grad)._is_param = True
         for name, value in vars(parameter).items():
             vars(converted).setdefault(name, value)
-        # As torch.utils.swap_tensors, which refuses tensors with weak references; fake tensors may have one.
-        parameter.__class__, converted.__class__ = converted.__class__, parameter.__class__
-        parameter.__dict__, converted.__dict__ = converted.__dict__, parameter.__dict__
-        torch._C._swap_tensor_impl(parameter, converted)
+        _swap(parameter, converted)
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    """As torch.utils.swap_tensors, which refuses tensors with weak references; fake tensors may have one."""
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+    torch._C._swap_tensor_impl(one, other)
 
 
 def _tolist(self: FakeTensor) -> Any:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType
 
 import torch.distributed as dist
@@ -159,25 +160,26 @@ def difference(expected: Work, found: Work) -> str:
 
 def calling_place() -> str:
     """The innermost frames of this repository and of DeepSpeed, as 'file:line function'."""
-    places: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(places) < _FRAMES:
-        file = _shown(frame.f_code.co_filename)
-        if file:
-            places.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
+    places = [
+        f"{file}:{frame.f_lineno} {frame.f_code.co_name}" for file, frame in islice(_callers(), _FRAMES)
+    ]
     return " < ".join(places) or "unknown place"
 
 
 def making_place() -> str:
     """The innermost frame of this repository or of DeepSpeed, as 'file function'."""
+    for file, frame in _callers():
+        return f"{file} {frame.f_code.co_name}"
+    return "unknown place"
+
+
+def _callers() -> Iterator[tuple[str, FrameType]]:
+    """The frames of this repository and of DeepSpeed with their files, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = _shown(frame.f_code.co_filename)
-        if file:
-            return f"{file} {frame.f_code.co_name}"
+        if file := _shown(frame.f_code.co_filename):
+            yield file, frame
         frame = frame.f_back
-    return "unknown place"
 
 
 def _shown(file: str) -> str:

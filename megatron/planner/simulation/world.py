@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import cycle, pairwise
 
 import numpy as np
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint.compatibility import resumed_schedule
@@ -31,7 +35,6 @@ from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.simulation.costs import Spec
 from megatron.planner.simulation.device import SimulatedDevice
-from megatron.planner.simulation.peers import Neighbours
 from megatron.planner.simulation.rank_process import mark_state, no_values, simulated_process
 from megatron.planner.simulation.record import StepRecord
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
@@ -46,6 +49,8 @@ _NEVER = 2**40
 _LEAST_MICRO_BATCHES = 4
 # Of 'interleaved': the warm-up, and each pair of passes of the steady state more than once.
 _GROUPS = 4
+_MESSAGE_ELEMENTS = 256
+"""Length of DeepSpeed's message with shapes (TENSOR_META_SIZE)."""
 
 
 def simulated_micro_batches(config: Config) -> int:
@@ -81,7 +86,7 @@ def simulate_rank(
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
-    neighbours = Neighbours(config, layout, inputs_of_stages)
+    neighbours = _Neighbours(config, layout, inputs_of_stages)
     with simulated_process(neighbours, layout, counts_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
@@ -95,7 +100,8 @@ def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -
     """The run's configuration with another number of micro-batches, without what writes or reads files,
     evaluates or logs, and with an exit after `last_iteration`.
 
-    The first of the two steps, which is not recorded, has as few micro-batches as the layout allows.
+    The first of the two steps, which is not recorded, only makes the state, with as few micro-batches as the
+    layout allows.
     """
     batch, parallel = config.batch, config.parallel
     unit = batch.micro_batch_size * parallel.data_parallel_size
@@ -124,6 +130,41 @@ def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -
             "stability.skip_train_iteration_range": (),
         }
     )
+
+
+class _Neighbours:
+    """Fills the messages with shapes that a rank receives, from the plan of the stages."""
+
+    def __init__(
+        self, config: Config, layout: ParallelLayout, inputs_of_stages: Sequence[tuple[Spec, ...]]
+    ) -> None:
+        """inputs_of_stages: what each stage but the first one receives."""
+        self._layout = layout
+        holders = config.parallel.rank_of_stage
+        received: dict[int, list[tuple[Spec, ...]]] = {}
+        for stage, (source, holder) in enumerate(pairwise(holders), start=1):
+            if holder == layout.pipeline_stage != source:
+                received.setdefault(source, []).append(inputs_of_stages[stage - 1])
+        # The shapes of each stage's input come in the order of the rank's stages, and may come again.
+        self._inputs = {source: cycle(specs) for source, specs in received.items()}
+        self._parts = layout.tp_size if config.parallel.sends_parts else 1
+
+    def fill(self, values: Tensor, source: int) -> None:
+        """See `device.Peers`."""
+        other = source // (self._layout.tp_size * self._layout.dp_size)
+        if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
+            message = self._shape_message(next(self._inputs[other]))
+            values[: len(message)] = torch.tensor(message, dtype=torch.int32)
+
+    def _shape_message(self, specs: Sequence[Spec]) -> list[int]:
+        """In the format of `PipelineEngine._send_tensor_meta`."""
+        ((*shape, hidden), dtype), *others = specs
+        described = [
+            number
+            for shape, dtype in [((*shape, hidden // self._parts), dtype), *others]
+            for number in (PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape)
+        ]
+        return [2, len(specs), *described]
 
 
 class _EmptySamples:
@@ -163,18 +204,12 @@ def _make_trainer(
     vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
     tp_group = layout.make_tp_group()
     engine = build_engine(config, layout, tp_group, vocab, plan.bounds, no_values)
-    size, unit = config.batch.global_batch_size, config.batch.micro_batch_size * layout.dp_size
-    batches = BatchSchedule(size)
-    least = config.parallel.min_micro_batches * unit
-    if size > least:
-        # As few micro-batches as possible in the first step, which only makes the state.
-        batches = BatchSchedule(size, (least, size - least, least))
     return build_trainer(
         config,
         engine,
         vocab,
-        RunLength(_NEVER, _STEPS * size),
-        batches,
+        RunLength(_NEVER, _STEPS * config.batch.global_batch_size),
+        BatchSchedule.from_config(config.batch),
         resumed_schedule(None, config),
         make_metrics(config, vocab.size, rank),
         Watchdog(RankReport(None, str(rank))),
