@@ -144,8 +144,7 @@ def main() -> None:
 def print_fits(card: str) -> None:
     """A line per preset for a GPU, by the plan of its memory."""
     from megatron.pipeline.stages import plan_stages
-    from megatron.planner.fit import fit_summary
-    from megatron.planner.memory import plan_memory
+    from megatron.planner.memory import fit_summary, plan_memory
 
     for name in PRESETS.keys() - {"cpu-small"}:
         preset, (row,) = PRESETS[name], rows_of(name)

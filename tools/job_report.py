@@ -29,7 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
-from megatron.planner.figure import new_figure
+from megatron.planner.pictures import new_figure
 from megatron.text_table import format_table
 from megatron.training.log_lines import ParsedLine, parse_log_line, read_log_lines
 

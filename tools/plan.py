@@ -31,6 +31,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
 from megatron.planner.page import Kind, write_page
+from megatron.planner.pictures import draw_plan
 
 RECIPES = ("nodes", "micro-batch")
 
@@ -105,7 +106,7 @@ def main() -> None:
     if arguments.json:
         _write_json(Path(arguments.json), report.data)
     if arguments.plot:
-        plan_tool.draw(report.plan, arguments.plot)
+        draw_plan(report.plan, arguments.plot)
         print(f"picture    {arguments.plot}")
     if arguments.html:
         kind: Kind = "search" if arguments.search else "recipe" if arguments.recipe else "plan"

@@ -33,10 +33,10 @@ from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import read_json, write_atomically, write_json
 from megatron.planner.page import write_page
+from megatron.planner.pictures import draw_summary
 from megatron.planner.sweep.axes import check_base, make_rows, split_command
 from megatron.planner.sweep.file_checks import MAX_REPEAT
-from megatron.planner.sweep.folder import Record, RecordedRow, SweepFolder, new_record
-from megatron.planner.sweep.picture import draw_summary
+from megatron.planner.sweep.folder import Record, SweepFolder, new_record
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import remarks, report_csv, report_markdown, report_text
 
@@ -112,25 +112,11 @@ def plan_sweep(options: argparse.Namespace) -> Record:
         check_base(base)
         rows = make_rows(options.axes, base)
     configure_logging(LoggingConfig())
-    from megatron.planner.sweep.resolve import prediction_json, resolve_rows
+    from megatron.planner.sweep.resolve import resolve_rows
 
     # The files may be on the cluster only.
     dry_run = options.action == "plan" or bool(options.sbatch)
-    resolved = resolve_rows(base, rows, options.steps, processes=processes, dry_run=dry_run)
-    recorded = [
-        RecordedRow(
-            index,
-            dict(found.row.settings),
-            list(found.row.words),
-            found.processes,
-            found.numbers,
-            found.tolerance,
-            found.tokens_per_step,
-            prediction_json(found.prediction),
-            found.refused,
-        )
-        for index, found in enumerate(resolved)
-    ]
+    recorded = resolve_rows(base, rows, options.steps, processes=processes, dry_run=dry_run)
     command = ["tools/sweep.py", *(sys.argv[1:] if options.argv is None else options.argv)]
     return new_record(command, base, options.steps, options.repeat, recorded, options.sbatch)
 

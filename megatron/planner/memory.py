@@ -1,25 +1,42 @@
-"""The planned memory of each pipeline rank: a replay of its instructions over the costs of its stages.
+"""The planned memory of each pipeline rank, and whether it fits the device.
 
-`simulation.stage_costs` has the bytes that a pass through a layer allocates, keeps and frees. The
-replay adds what the engine holds between passes (received and sent activations and gradients) and the
-weights, gradients and optimizer state. `tests/simulated` compares the sums with a whole simulated step.
+The memory is a replay of the rank's instructions over the costs of its stages: `simulation.stage_costs` has
+the bytes that a pass through a layer allocates, keeps and frees. The replay adds what the engine holds
+between passes (received and sent activations and gradients) and the weights, gradients and optimizer state.
+`tests/simulated` compares the sums with a whole simulated step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
+from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.engine.instructions import pipeline_schedule
-from megatron.pipeline.stages import StagePlan
+from megatron.errors import UserError
+from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.in_flight import filling_micro_batches
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
+from megatron.training.out_of_memory import memory_flags
+from megatron.units import GIB
 
 _LABEL_BYTES = 8 + 4
 """A token's label and its weight in the loss."""
+# What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,
+# and the buffers of NCCL's communicators, for which 0.5 to 0.7 GB each were published for A100s. Assumptions,
+# never measured here.
+CONTEXT_BYTES = GIB
+COMMUNICATOR_BYTES = 600_000_000
+# Memory that the allocator has reserved and cannot use, as a share of the plan, with expandable segments,
+# which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
+FRAGMENTATION = 0.05
+_MAX_FLAGS = 3
+# A flag must reduce the planned memory by this share to be named.
+_MIN_SAVING = 0.02
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ class StageMemory:
 
 
 def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageMemory]:
-    """By pipeline rank. The device also needs `fit.reserve_bytes`."""
+    """By pipeline rank. The device also needs `reserve_bytes`."""
     return [
         _plan_rank(config, vocab_size, plan, rank)
         for rank in range(config.parallel.pipeline_model_parallel_size)
@@ -219,3 +236,78 @@ class _Replay:
                 self._hold(*message, 0)
             self._sending = []
         self._receives = False
+
+
+def communicators(config: Config) -> int:
+    """NCCL's communicators of the rank that has most.
+
+    One for each process group of several ranks: all ranks; tensor parallel; data parallel; pipeline parallel;
+    model parallel (TP x PP); the two stages of the tied embedding. One for each neighbour in the pipeline.
+    """
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = (parallel.world_size, tensor, parallel.data_parallel_size, pipeline, tensor * pipeline)
+    holders = parallel.rank_of_stage
+    exchanges = {frozenset(pair) for pair in pairwise(holders)}
+    pairs = [pair for pair in exchanges if len(pair) == 2]
+    if not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]:
+        pairs.append(frozenset((holders[0], holders[-1])))
+    most = max(sum(rank in pair for pair in pairs) for rank in holders)
+    return sum(size > 1 for size in sizes) + most
+
+
+def reserve_bytes(config: Config, planned: float) -> float:
+    """Memory that a device needs beside `planned` bytes of tensors: see the constants of this module."""
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators(config) + FRAGMENTATION * planned
+
+
+def fits(config: Config, planned: float) -> bool:
+    """Whether a rank with `planned` bytes of tensors fits the device of --gpu or --device-memory; any does
+    without both."""
+    device = device_memory_bytes(config)
+    return device is None or planned + reserve_bytes(config, planned) <= device
+
+
+def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
+    """(whether the plan fits the device, a sentence); (True, '') without --gpu and --device-memory."""
+    device = device_memory_bytes(config)
+    if device is None:
+        return True, ""
+    planned = [part.total for part in memory]
+    largest = max(planned)
+    reserve = reserve_bytes(config, largest)
+    name = config.training.gpu or f"{config.training.device_memory:g} GiB"
+    needs = (
+        f"stage {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
+        f"NCCL ({communicators(config)} communicators) and the allocator, the device ({name}) has "
+        f"{_gib(device)}"
+    )
+    spare = device - largest - reserve
+    if fits(config, largest):
+        return True, f"fits with {_gib(spare)} to spare: {needs}"
+    over = [i for i, size in enumerate(planned) if not fits(config, size)]
+    flags = ", ".join(
+        f"{flag} ({_gib(size)}{', fits' if fits(config, size) else ''})"
+        for flag, size in most_effective_flags(config, vocab_size, largest)
+    )
+    stages = f"stage {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} stages"
+    return False, f"does not fit ({stages}), {_gib(-spare)} too much: {needs}; try {flags or 'more devices'}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def most_effective_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
+    """The flags that reduce the planned memory of the largest stage most: (flag and value, planned bytes with
+    it).
+
+    planned: bytes now. At most three, in the order of their effect. They keep the model and the batches.
+    """
+    found = []
+    for flag, changed in memory_flags(config):
+        with suppress(UserError):
+            size = max(planned_bytes(changed, vocab_size, plan_stages(changed, vocab_size)))
+            if size < (1 - _MIN_SAVING) * planned:
+                found.append((flag, size))
+    return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]

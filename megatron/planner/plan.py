@@ -17,9 +17,8 @@ from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages
-from megatron.planner.fit import reserve_bytes
 from megatron.planner.in_flight import in_flight_micro_batches
-from megatron.planner.memory import StageMemory, plan_memory
+from megatron.planner.memory import StageMemory, plan_memory, reserve_bytes
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
@@ -91,7 +90,7 @@ class Plan:
     """By pipeline rank."""
     device_bytes: int | None
     reserve_bytes: float
-    """What the fullest rank needs beside its tensors (`megatron.planner.fit`)."""
+    """What the fullest rank needs beside its tensors (see `memory.reserve_bytes`)."""
     step: StepTime | None
     """None without --gpu."""
     communication: tuple[CommunicationRow, ...]
@@ -107,12 +106,8 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether the fullest rank fits; None if the device is not known."""
-        return None if self.device_bytes is None else self.spare_bytes >= 0
-
-    @property
-    def spare_bytes(self) -> float:
-        """What the fullest rank leaves of the device; negative if it does not fit, and without a device."""
-        return (self.device_bytes or 0) - self.peak_bytes - self.reserve_bytes
+        needed = self.peak_bytes + self.reserve_bytes
+        return None if self.device_bytes is None else needed <= self.device_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """The plan in JSON types, with the totals that are computed from it."""

@@ -14,19 +14,16 @@ import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron.config import Config, ConfigError
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.command import replaced
-from megatron.planner.figure import new_figure
-from megatron.planner.fit import fit_summary
+from megatron.planner.command import PROGRAM, replaced
+from megatron.planner.dry_run import planned_run_report
+from megatron.planner.memory import fit_summary
 from megatron.planner.network import find_network
 from megatron.planner.plan import Plan, WhatIf, assemble_plan, make_plan, recomputation_of
-from megatron.planner.planned_report import planned_run_report
-from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import (
     NO_GPU,
     PARTITION_METHODS,
@@ -137,57 +134,6 @@ def _nothing_fits(config: Config, planned: Sequence[Candidate]) -> str:
             f": the smallest planned needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
         )
     return f"{text}; add devices, or --checkpoint-activations, --sequence-parallel or --cpu-offload"
-
-
-def draw(plan: Plan, path: str) -> None:
-    """Writes the picture of a plan: memory of each rank by part, and the timeline of the schedule."""
-    rows = 2 if plan.timeline else 1
-    try:
-        with new_figure(Path(path), rows, figsize=(11, 4 * rows)) as (_, axes):
-            _draw_memory(axes[0, 0], plan)
-            if plan.timeline:
-                _draw_timeline(axes[1, 0], plan)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written ({error}): give another file") from None
-
-
-def _draw_memory(axis: Any, plan: Plan) -> None:
-    ranks = range(len(plan.memory))
-    below = [0.0] * len(ranks)
-    for name in ("state", "activations", "head", "temporaries", "tables"):
-        sizes = [getattr(part, name) / GIB for part in plan.memory]
-        axis.bar(ranks, sizes, bottom=below, label=name)
-        below = [a + b for a, b in zip(below, sizes, strict=True)]
-    if plan.device_bytes is not None:
-        usable = plan.device_bytes - plan.reserve_bytes
-        axis.axhline(usable / GIB, color="black", linestyle="--", label="device, less the reserve")
-    axis.set_xlabel("pipeline rank")
-    axis.set_ylabel("GiB per device")
-    axis.legend()
-
-
-def _draw_timeline(axis: Any, plan: Plan) -> None:
-    # One colour per kind of pass; with two stages per rank the second one is lighter.
-    colours = {"forward": "tab:blue", "backward": "tab:green", "weight": "tab:orange"}
-    ranks = len(plan.memory)
-    for kind, colour in colours.items():
-        for rank in range(ranks):
-            for second in (False, True):
-                events = [
-                    event
-                    for event in plan.timeline
-                    if event.rank == rank and event.kind == kind and (event.stage >= ranks) == second
-                ]
-                spans = [(event.start, event.end - event.start) for event in events]
-                alpha = 0.55 if second else 1.0
-                axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colour, edgecolor="white", alpha=alpha)
-    axis.set_yticks(range(ranks))
-    axis.invert_yaxis()
-    axis.set_ylabel("pipeline rank")
-    axis.set_xlabel(
-        f"seconds, first {plan.timeline_micro_batches} micro-batches; forward blue, backward green"
-        f"{', gradients of weights orange' * any(event.kind == 'weight' for event in plan.timeline)}"
-    )
 
 
 def layout_words(config: Config) -> str:

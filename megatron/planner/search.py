@@ -24,9 +24,8 @@ from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages
-from megatron.planner.fit import fits
 from megatron.planner.layer_memory import bytes_per_parameter
-from megatron.planner.memory import StageMemory, plan_memory
+from megatron.planner.memory import StageMemory, fits, plan_memory
 from megatron.planner.network import ALL_REDUCE
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective, Kernel

@@ -10,7 +10,7 @@ import pytest
 from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.errors import UserError
 from megatron.pipeline.stages import stage_flops
-from megatron.planner.fit import communicators
+from megatron.planner.memory import communicators
 from megatron.planner.network import ALL_REDUCE
 from megatron.planner.simulation.matching import find_deadlock
 from megatron.planner.simulation.memory_tracker import ROUNDING

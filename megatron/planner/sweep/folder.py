@@ -37,17 +37,21 @@ _MAX_WAIT_FOR_LOCK_S = 60.0
 
 @dataclass(frozen=True)
 class RecordedRow:
-    """A combination in sweep.json. refused: the sentence of the configuration that refuses it."""
+    """A combination in sweep.json, with what is known of its configuration.
+
+    numbers: digest of the settings on which the losses depend. tolerance: relative difference of losses that
+    the precision explains. refused: the sentence of the configuration that refuses it.
+    """
 
     index: int
     settings: dict[str, str]
     words: list[str]
-    processes: int
-    numbers: str
-    tolerance: float
-    tokens_per_step: int
-    predicted: dict[str, Any] | None
-    refused: str | None
+    processes: int = 0
+    numbers: str = ""
+    tolerance: float = 0.0
+    tokens_per_step: int = 0
+    predicted: dict[str, Any] | None = None
+    refused: str | None = None
 
     @property
     def label(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.saved_config import read_saved_config
@@ -18,6 +18,7 @@ from megatron.pipeline.stages import plan_stages, stage_flops
 from megatron.planner.memory import planned_bytes
 from megatron.planner.step_time import planned_step
 from megatron.planner.sweep.axes import Row, num_processes, run_words
+from megatron.planner.sweep.folder import RecordedRow
 from megatron.tokenizer.vocabulary import find_vocabulary
 
 # Stages x micro-batches of the largest simulated schedule, which takes a second.
@@ -60,58 +61,10 @@ _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
 }
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What the planner predicts; None where it cannot.
-
-    memory_bytes: per pipeline rank. bubble: mean share of a step in which a rank is idle. max_over_mean:
-    FLOPs of the heaviest pipeline rank relative to the mean. step_s: seconds. note: why values are missing.
-    """
-
-    layers: list[str] | None = None
-    memory_bytes: list[float] | None = None
-    bubble: float | None = None
-    max_over_mean: float | None = None
-    step_s: float | None = None
-    note: str | None = None
-
-
-@dataclass(frozen=True)
-class ResolvedRow:
-    """A combination and its configuration, or the sentence with which it is refused.
-
-    numbers: digest of the settings on which the losses depend. tolerance: relative difference of losses that
-    the precision explains.
-    """
-
-    row: Row
-    processes: int = 0
-    numbers: str = ""
-    tolerance: float = 0.0
-    tokens_per_step: int = 0
-    prediction: Prediction | None = None
-    refused: str | None = None
-
-
-def resolve_row(
-    base: Sequence[str], row: Row, steps: int, processes: int | None, dry_run: bool
-) -> ResolvedRow:
-    """Checks and plans one combination.
-
-    processes: None for --world-size, or TP x PP without that flag. dry_run: the files may be missing.
-    """
-    try:
-        words = run_words(base, row.words, steps)
-        processes = processes or num_processes(words)
-        more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
-        command_line = read_command_line([*words, *more], {"WORLD_SIZE": str(processes)}, read_saved_config)
-        config = read_deepspeed_config(command_line.config).config
-        _check_full_batch(config)
-        prediction = predict(config)
-    except UserError as error:
-        return ResolvedRow(row, refused=str(error))
-    tokens = config.batch.global_batch_size * config.model.seq_length
-    return ResolvedRow(row, processes, numbers_digest(config), _tolerance(config), tokens, prediction)
+# What the planner predicts; None where it cannot. memory_bytes: per pipeline rank. bubble: mean share of a
+# step in which a rank is idle. max_over_mean: FLOPs of the heaviest pipeline rank relative to the mean.
+# step_s: seconds. note: why values are missing.
+_PREDICTION = dict.fromkeys(("layers", "memory_bytes", "bubble", "max_over_mean", "step_s", "note"))
 
 
 def resolve_rows(
@@ -121,13 +74,39 @@ def resolve_rows(
     *,
     processes: int | None = None,
     dry_run: bool = False,
-) -> list[ResolvedRow]:
-    """Checks and plans all combinations, see `resolve_row`. UserError if each of them is refused: the base
-    is at fault."""
-    resolved = [resolve_row(base, row, steps, processes, dry_run) for row in rows]
+) -> list[RecordedRow]:
+    """Checks and plans all combinations. UserError if each of them is refused: the base is at fault.
+
+    processes: None for --world-size, or TP x PP without that flag. dry_run: the files may be missing.
+    """
+    resolved = [_resolve_row(index, base, row, steps, processes, dry_run) for index, row in enumerate(rows)]
     if all(row.refused for row in resolved):
         raise UserError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
     return resolved
+
+
+def _resolve_row(
+    index: int, base: Sequence[str], row: Row, steps: int, processes: int | None, dry_run: bool
+) -> RecordedRow:
+    found = RecordedRow(index, dict(row.settings), list(row.words))
+    try:
+        words = run_words(base, row.words, steps)
+        processes = processes or num_processes(words)
+        more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
+        command_line = read_command_line([*words, *more], {"WORLD_SIZE": str(processes)}, read_saved_config)
+        config = read_deepspeed_config(command_line.config).config
+        _check_full_batch(config)
+        predicted = predict(config)
+    except UserError as error:
+        return replace(found, refused=str(error))
+    return replace(
+        found,
+        processes=processes,
+        numbers=numbers_digest(config),
+        tolerance=_tolerance(config),
+        tokens_per_step=config.batch.global_batch_size * config.model.seq_length,
+        predicted=predicted,
+    )
 
 
 def _check_full_batch(config: Config) -> None:
@@ -161,27 +140,29 @@ def numbers_digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def predict(config: Config) -> Prediction:
+def predict(config: Config) -> dict[str, Any]:
     """Memory and bubble by the planner; with --gpu also the time of a step, and the bubble with its times.
     UserError for a partition that is not possible."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     if times is None and needs_profiling(config):
-        return Prediction(note="the partition is measured when the run starts (--partition-method profile)")
+        note = "the partition is measured when the run starts (--partition-method profile)"
+        return {**_PREDICTION, "note": note}
     plan = plan_stages(config, vocab.size, times)
     work = stage_flops(config, plan, vocab.size)
     ranks = plan.sum_by_rank(work)
     step = planned_step(config, plan, vocab.size)
-    return Prediction(
-        layers=[plan.layer_range(stage) for stage in range(len(work))],
-        memory_bytes=planned_bytes(config, vocab.size, plan),
-        bubble=predicted_bubble(config, work) if step is None else step.bubble,
-        max_over_mean=max(ranks) * len(ranks) / sum(ranks),
-        step_s=None if step is None else step.total,
-    )
+    return {
+        **_PREDICTION,
+        "layers": [plan.layer_range(stage) for stage in range(len(work))],
+        "memory_bytes": planned_bytes(config, vocab.size, plan),
+        "bubble": _predicted_bubble(config, work) if step is None else step.bubble,
+        "max_over_mean": max(ranks) * len(ranks) / sum(ranks),
+        "step_s": None if step is None else step.total,
+    }
 
 
-def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
+def _predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
     """Mean idle share of the ranks in a step, with times proportional to FLOPs. None for a schedule that is
     too long to simulate."""
     micro_batches = config.micro_batches_per_step
@@ -189,8 +170,3 @@ def predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
         return None
     parallel = config.parallel
     return mean_bubble(parallel.pipeline_schedule, work, micro_batches, parallel.stages_per_rank)
-
-
-def prediction_json(prediction: Prediction | None) -> dict[str, Any] | None:
-    """The JSON object of a prediction."""
-    return None if prediction is None else dict(vars(prediction))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron.errors import UserError, exit_on_user_error, one_line
 from megatron.files import expect_layout, read_json, write_json
-from megatron.planner.script_command import ScriptCommand, read_script, script_environment
+from megatron.planner.command import ScriptCommand, read_script, script_environment
 from megatron.planner.sweep.axes import checked_row, run_words
 from megatron.planner.sweep.file_checks import is_count
 from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text

@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from megatron.planner.sweep.folder import FORMAT, Record, RecordedRow
@@ -28,20 +26,7 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
     groups = group_numbers(record.rows)
     rows = [_summary_of(row, record, results, groups.get(row.index)) for row in record.rows]
     _add_ratios(rows)
-    agreements = [
-        {
-            "group": number,
-            "rows": found.rows,
-            "runs": found.runs,
-            "tolerance": found.tolerance,
-            "largest_difference": found.largest,
-            "agrees": found.agrees,
-            "sentence": found.sentence(number),
-            "disagreeing": found.disagreeing,
-        }
-        for number, found in enumerate(check_losses(record.rows, results), start=1)
-        if found.runs
-    ]
+    losses = [found for found in check_losses(record.rows, results) if found["runs"]]
     sweep = {name: value for name, value in vars(record).items() if name not in ("rows", "format")}
     # A sweep may be continued later: after a change of the program, or elsewhere.
     for facts in ("commit", "host"):
@@ -51,7 +36,7 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
         "sweep": sweep,
         "axes": axis_flags(record.rows),
         "rows": rows,
-        "losses": agreements,
+        "losses": losses,
     }
 
 
@@ -128,39 +113,14 @@ def _add_ratios(rows: list[dict[str, Any]]) -> None:
             measured["ratio"] = measured["step_s"] / first.setdefault(row["group"], measured["step_s"])
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The comparison of a group's losses. rows: that were compared. largest: the largest relative difference
-    of a loss at the same step. disagreeing: a sentence for each run whose losses differ by more than the
-    tolerance."""
-
-    rows: list[int]
-    runs: int
-    tolerance: float
-    largest: float
-    disagreeing: list[str]
-
-    @property
-    def agrees(self) -> bool:
-        return not self.disagreeing
-
-    def sentence(self, number: int) -> str:
-        """One line for the report. number: of the group, from 1."""
-        rows = ", ".join(map(str, self.rows))
-        what = f"losses of group {number} (rows {rows}; {self.runs} runs)"
-        if self.runs < 2:
-            return f"{what}: one run, nothing to compare"
-        found = f"largest relative difference {self.largest:.1e}, allowed {self.tolerance:.1e}"
-        return f"{what} agree: {found}" if self.agrees else f"{what} DISAGREE: {found}"
-
-
-def check_losses(
-    rows: Sequence[RecordedRow], results: Mapping[tuple[int, int], dict[str, Any]]
-) -> list[Agreement]:
-    """Compares all runs of each group, repeats included, step by step. Failed runs count up to their end."""
-    grouped = sorted((row for row in rows if row.refused is None), key=lambda row: (row.numbers, row.index))
-    groups = [list(group) for _, group in groupby(grouped, key=lambda row: row.numbers)]
-    return [_compare(group, results) for group in sorted(groups, key=lambda group: group[0].index)]
+def check_losses(rows: Sequence[RecordedRow], results: Results) -> list[dict[str, Any]]:
+    """Compares all runs of each group, repeats included, step by step: an object of `losses` in docs/sweep.md
+    for each group. Failed runs count up to their end."""
+    numbers = group_numbers(rows)
+    groups = (
+        [row for row in rows if numbers.get(row.index) == group] for group in sorted(set(numbers.values()))
+    )
+    return [_compare(number, group, results) for number, group in enumerate(groups, start=1)]
 
 
 def group_numbers(rows: Sequence[RecordedRow]) -> dict[int, int]:
@@ -172,7 +132,10 @@ def group_numbers(rows: Sequence[RecordedRow]) -> dict[int, int]:
     return {row.index: numbers[row.numbers] for row in rows if row.refused is None}
 
 
-def _compare(group: Sequence[RecordedRow], results: Mapping[tuple[int, int], dict[str, Any]]) -> Agreement:
+def _compare(number: int, group: Sequence[RecordedRow], results: Results) -> dict[str, Any]:
+    """The comparison of a group's losses. rows: that were compared. largest_difference: relative, of the
+    losses at one step. disagreeing: a sentence for each run whose losses differ by more than the
+    tolerance."""
     indices = {row.index for row in group}
     curves = {
         key: {step["iteration"]: float(step["loss"]) for step in result["steps"] if step["loss"] is not None}
@@ -196,9 +159,23 @@ def _compare(group: Sequence[RecordedRow], results: Mapping[tuple[int, int], dic
                     f"row {key[0]}, repeat {key[1]} has loss {loss:.6g} at step {step}, row {is_like[0]}, "
                     f"repeat {is_like[1]} has {reference:.6g}: {difference:.1e} apart"
                 )
-    return Agreement(
-        sorted({row for row, _ in curves}), len(curves), tolerance, largest, list(first_difference.values())
-    )
+    compared, disagreeing = sorted({row for row, _ in curves}), list(first_difference.values())
+    what = f"losses of group {number} (rows {', '.join(map(str, compared))}; {len(curves)} runs)"
+    found = f"largest relative difference {largest:.1e}, allowed {tolerance:.1e}"
+    if len(curves) < 2:
+        sentence = f"{what}: one run, nothing to compare"
+    else:
+        sentence = f"{what} {'DISAGREE' if disagreeing else 'agree'}: {found}"
+    return {
+        "group": number,
+        "rows": compared,
+        "runs": len(curves),
+        "tolerance": tolerance,
+        "largest_difference": largest,
+        "agrees": not disagreeing,
+        "sentence": sentence,
+        "disagreeing": disagreeing,
+    }
 
 
 def _difference(a: float, b: float) -> float:

@@ -8,16 +8,17 @@ import pytest
 
 from megatron.config.cli import parse_args
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.fit import (
+from megatron.planner.dry_run import memory_table, planned_run_report
+from megatron.planner.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
     fit_summary,
     most_effective_flags,
+    plan_memory,
+    planned_bytes,
     reserve_bytes,
 )
-from megatron.planner.memory import plan_memory, planned_bytes
-from megatron.planner.planned_report import memory_table, planned_run_report
 from megatron.units import GIB
 
 VOCAB = 50_000

@@ -17,9 +17,9 @@ from megatron.config.checks.rules import unused_setting_notes
 from megatron.config.cli import parse_args
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
+from megatron.planner.dry_run import planned_run_report
 from megatron.planner.memory import plan_memory
 from megatron.planner.network import Network, find_network
-from megatron.planner.planned_report import planned_run_report
 from megatron.planner.step_time import StepTime, planned_step
 from tests.unit.planner.test_step_time import VOCAB, config_of
 

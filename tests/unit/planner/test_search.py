@@ -11,11 +11,10 @@ import pytest
 from megatron.config import parse_args, read_command_line
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.command import replaced, run_flags, script_flags, with_defaults
+from megatron.planner.command import PROGRAM, replaced, run_flags, script_flags, with_defaults
 from megatron.planner.memory import plan_memory
 from megatron.planner.plan import make_plan
 from megatron.planner.plan_tool import explain, plan_report, recipe_report, search_report, what_if
-from megatron.planner.script_command import PROGRAM
 from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
 from megatron.planner.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT

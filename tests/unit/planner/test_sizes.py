@@ -14,8 +14,8 @@ from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
+from megatron.planner.dry_run import planned_run_report
 from megatron.planner.memory import plan_memory
-from megatron.planner.planned_report import planned_run_report
 from tests.unit.config.command_lines import SMALL
 
 HUGE = 10**13

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
+from megatron.planner.pictures import draw_summary
 from megatron.planner.sweep.folder import SweepFolder
-from megatron.planner.sweep.picture import draw_summary
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import report_csv, report_markdown, report_text, table_cells
 from tests.unit.planner.sweep.made import GIB, make_record, make_result, make_row

@@ -15,7 +15,8 @@ from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory import planned_bytes
 from megatron.planner.step_time import find_cluster, predict_step
 from megatron.planner.sweep.axes import Axis, make_rows
-from megatron.planner.sweep.resolve import _SAME_LOSSES, ResolvedRow, numbers_digest, resolve_rows
+from megatron.planner.sweep.folder import RecordedRow
+from megatron.planner.sweep.resolve import _SAME_LOSSES, numbers_digest, resolve_rows
 from tools import sweep
 
 BASE = (
@@ -24,7 +25,7 @@ BASE = (
 ).split()
 
 
-def resolve(*axes: Axis, base: list[str] | None = None) -> list[ResolvedRow]:
+def resolve(*axes: Axis, base: list[str] | None = None) -> list[RecordedRow]:
     base = BASE if base is None else base
     return resolve_rows(base, make_rows(axes, base), 5, dry_run=True)
 
@@ -32,7 +33,7 @@ def resolve(*axes: Axis, base: list[str] | None = None) -> list[ResolvedRow]:
 def test_a_combination_that_the_configuration_refuses_is_a_row_with_its_reason() -> None:
     found = resolve(Axis("--pipeline-model-parallel-size", ("1", "2")), Axis("--zero-stage", ("1", "2")))
     assert [row.refused is None for row in found] == [True, True, True, False]
-    assert "--zero-stage" in found[3].refused and found[3].prediction is None
+    assert "--zero-stage" in found[3].refused and found[3].predicted is None
 
 
 def test_the_number_of_processes_follows_from_the_flags() -> None:
@@ -57,8 +58,8 @@ def test_a_prediction_is_that_of_the_planner() -> None:
     ]
     config = read_command_line([*words, "--dry-run"], {}).config
     plan = plan_stages(config, 1000)
-    assert row.prediction.memory_bytes == planned_bytes(config, 1000, plan)
-    assert row.prediction.layers == [plan.layer_range(0), plan.layer_range(1)]
+    assert row.predicted["memory_bytes"] == planned_bytes(config, 1000, plan)
+    assert row.predicted["layers"] == [plan.layer_range(0), plan.layer_range(1)]
     assert row.tokens_per_step == 32 * 32
 
 
@@ -67,31 +68,31 @@ def test_the_predicted_bubble_is_that_of_1f1b() -> None:
     small_head = [*BASE, "--pipeline-model-parallel-size", "4", "--make-vocab-size-divisible-by", "1"]
     small_head[small_head.index("--vocab-size") + 1] = "2"
     first, second = resolve(Axis("--global-batch-size", ("8", "32")), base=small_head)
-    assert first.prediction.bubble == pytest.approx(3 / 11, rel=0.01)
-    assert second.prediction.bubble == pytest.approx(3 / 35, rel=0.02)
-    assert first.prediction.max_over_mean == pytest.approx(1, abs=0.01)
+    assert first.predicted["bubble"] == pytest.approx(3 / 11, rel=0.01)
+    assert second.predicted["bubble"] == pytest.approx(3 / 35, rel=0.02)
+    assert first.predicted["max_over_mean"] == pytest.approx(1, abs=0.01)
 
 
 def test_with_a_gpu_the_step_is_predicted() -> None:
     base = [*BASE, "--bf16", "--pipeline-model-parallel-size", "2"]
     (without,) = resolve(base=base)
-    assert without.prediction.step_s is None
+    assert without.predicted["step_s"] is None
     base += ["--gpu", "a100-80gb"]
     (found,) = resolve(base=base)
     config = read_command_line([*base, "--train-iters", "5", "--world-size", "2", "--dry-run"], {}).config
     cluster = find_cluster(config)
     assert cluster is not None
     step = predict_step(config, plan_stages(config, 1000), 1000, cluster)
-    assert (found.prediction.step_s, found.prediction.bubble) == (step.total, step.bubble)
+    assert (found.predicted["step_s"], found.predicted["bubble"]) == (step.total, step.bubble)
     assert found.numbers == without.numbers
 
 
 def test_a_partition_that_is_measured_at_the_start_has_no_prediction() -> None:
     axis = Axis("--partition-method", ("profile", "time"))
     profile, time = resolve(axis, base=[*BASE, "--pipeline-model-parallel-size", "2"])
-    assert profile.refused is None and profile.prediction.memory_bytes is None
-    assert "measured when the run starts" in profile.prediction.note
-    assert time.prediction.memory_bytes is not None
+    assert profile.refused is None and profile.predicted["memory_bytes"] is None
+    assert "measured when the run starts" in profile.predicted["note"]
+    assert time.predicted["memory_bytes"] is not None
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.cluster.node_processes import is_running
 from megatron.errors import UserError
-from megatron.planner import script_command
-from megatron.planner.script_command import read_script, script_environment
+from megatron.planner import command
+from megatron.planner.command import read_script, script_environment
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
@@ -55,15 +55,15 @@ def wait_for_end(*pids: int) -> None:
 
 
 def test_a_hostile_script_that_prints_without_end_is_stopped(tmp_path: Path) -> None:
-    for command in ("yes", "yes >&2", "cat /dev/zero"):
-        assert "prints more than 1,048,576 bytes" in refusal(tmp_path, command)
+    for loop in ("yes", "yes >&2", "cat /dev/zero"):
+        assert "prints more than 1,048,576 bytes" in refusal(tmp_path, loop)
 
 
 def test_all_processes_of_a_hostile_script_end_at_the_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
-    monkeypatch.setattr(script_command, "_TIMEOUT_S", 3)
+    monkeypatch.setattr(command, "_TIMEOUT_S", 3)
     text = f"trap '' TERM INT HUP\nsleep 1000 & echo $! >> {pids}\necho $$ >> {pids}\nsleep 1000"
     assert "has not ended after 3 s" in refusal(tmp_path, text)
     found = [int(line) for line in pids.read_text().split()]
