@@ -22,7 +22,7 @@ from megatron.planner.memory import StageMemory, plan_memory, reserve_bytes
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
-from megatron.planner.step_time import PipelineTime, StepTime, planned_step
+from megatron.planner.step_time import StepTime, planned_step, timeline
 
 _MOST_EVENTS = 4000
 
@@ -242,8 +242,7 @@ def _shown_micro_batches(config: Config) -> int:
 
 
 def _timeline(config: Config, step: StepTime, micro_batches: int) -> tuple[Event, ...]:
-    pipeline = PipelineTime.measure(config.parallel, step.stages, step.transfers, micro_batches)
-    spans = pipeline.timeline(micro_batches).spans
+    spans = timeline(config.parallel, step.stages, step.transfers, micro_batches).spans
     return tuple(
         Event(rank, span.work.chunk, span.work.kind, span.work.micro_batch, span.start, span.end)
         for rank, of_rank in enumerate(spans)

@@ -141,17 +141,16 @@ def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Clus
     stages = stage_times(config, plan, costs, cluster)
     transfers = _transfers(config, plan, costs, cluster)
     micro_batches = config.micro_batches_per_step
-    pipeline = PipelineTime.measure(config.parallel, stages, transfers, micro_batches)
-    timeline = pipeline.timeline(pipeline.simulated)
+    pipeline = PipelineTime(config.parallel, stages, transfers, micro_batches)
     after = [
-        _after_pipeline(Rank(config, cluster, rank), update, stages, timeline)
+        _after_pipeline(Rank(config, cluster, rank), update, stages, pipeline.timeline)
         for rank, update in enumerate(updates)
     ]
     reduction, optimizer, gather = (max(0.0, *parts) for parts in zip(*after, strict=True))
     outside = reduction + gather + optimizer
     step = pipeline.seconds(micro_batches) + outside
     mfu = _iteration_flops(config, vocab_size, False) / (
-        step * config.parallel.world_size * cluster.gpu.peak_flops[_dtype(config)]
+        step * config.parallel.world_size * cluster.gpu.peak_flops[config.precision.name]
     )
     busy = [0.0] * ranks
     waits = [0.0] * ranks
@@ -197,7 +196,7 @@ class Rank:
 
     def time(self, actions: Iterable[Action]) -> PassTime:
         """The time of some actions."""
-        cluster, dtype = self.cluster, _dtype(self.config)
+        cluster, dtype = self.cluster, self.config.precision.name
         window = self.config.model.attention_window
         return pass_time(
             actions,
@@ -241,10 +240,6 @@ def stage_times(
     return times
 
 
-def _dtype(config: Config) -> str:
-    return config.precision.name
-
-
 def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster) -> list[float]:
     """Seconds of a message between stages s and s + 1."""
     parallel, times = config.parallel, []
@@ -264,20 +259,20 @@ def _waits(actions: Sequence[Action]) -> list[Wait]:
 
 
 def _after_pipeline(
-    rank: Rank, update: UpdateCosts, stages: Sequence[StageTime], timeline: Timeline
+    rank: Rank, update: UpdateCosts, stages: Sequence[StageTime], pipeline: Timeline
 ) -> tuple[float, float, float]:
     """Seconds that a step of the rank takes beyond its pipeline: (reduction of the gradients, optimizer and
     norms, all-gather of the weights). What runs during the last backward pass and the first forward pass of
     the next step takes none. A rank that starts later or ends earlier waits less."""
     own = [time for time in stages if time.rank == rank.pipeline_rank]
-    spans = timeline.spans[rank.pipeline_rank]
+    spans = pipeline.spans[rank.pipeline_rank]
     # The gradients are final in the last pass.
     last = min(time.weight or time.backward for time in own)
     share = 1 / (len(update.reductions) + 1)
     during = [action for part in update.reductions for action in (Busy(last * share), *part)]
     in_last_pass = [*during, Busy(last * share), *_waits(during)]
     reduce = rank.time([*in_last_pass, *update.reduce])
-    later = max(spans[-1].end + reduce.total - timeline.makespan, 0.0)
+    later = max(spans[-1].end + reduce.total - pipeline.makespan, 0.0)
     norms = min(reduce.products + reduce.others - rank.time(in_last_pass).others, later)
     starts = [call for part in update.gathers for call in part]
     actions: list[Action] = [*update.step, *starts]
@@ -292,64 +287,51 @@ def _after_pipeline(
     return later - norms, norms + update_time.products + update_time.others, update_time.waits
 
 
-@dataclass(frozen=True)
+def timeline(
+    parallel: ParallelConfig, stages: Sequence[StageTime], transfers: Sequence[float], micro_batches: int
+) -> Timeline:
+    """The simulated pipeline of a step with this many micro-batches."""
+    return simulate_schedule(
+        parallel.pipeline_schedule,
+        [time.forward for time in stages],
+        [time.backward for time in stages],
+        transfers,
+        micro_batches,
+        parallel.stages_per_rank,
+        [time.weight for time in stages],
+    )
+
+
 class PipelineTime:
     """The time of the pipeline for any number of micro-batches: simulated, beyond `simulated` extrapolated.
 
     Once the pipeline is full, every further micro-batch takes as long as the one before.
     """
 
-    schedule: str
-    stages_per_rank: int
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    transfers: tuple[float, ...]
-    simulated: int
-    at_simulated: float
-    per_micro_batch: float
-
-    @classmethod
-    def measure(
-        cls,
+    def __init__(
+        self,
         parallel: ParallelConfig,
         stages: Sequence[StageTime],
         transfers: Sequence[float],
         micro_batches: int,
-    ) -> PipelineTime:
+    ) -> None:
         """Simulates the schedule with up to `micro_batches`."""
-        forward = tuple(time.forward for time in stages)
-        backward = tuple(time.backward for time in stages)
-        weight = tuple(time.weight for time in stages)
-        name, per_rank = parallel.pipeline_schedule, parallel.stages_per_rank
-        most = min(micro_batches, _FULLY_SIMULATED * len(stages))
-        # With groups of micro-batches the time of a group is constant, not that of one.
-        step = parallel.micro_batch_multiple
-        fewer = max(most - max(len(stages) // 2 // step * step, step), step)
-        times = [
-            simulate_schedule(name, forward, backward, transfers, count, per_rank, weight).makespan
-            for count in ((most, fewer) if micro_batches > most else (most,))
-        ]
-        slope = (times[0] - times[1]) / (most - fewer) if len(times) == 2 else 0.0
-        return cls(name, per_rank, forward, backward, weight, tuple(transfers), most, times[0], slope)
+        self._pipeline = parallel, stages, transfers
+        self.simulated = most = min(micro_batches, _FULLY_SIMULATED * len(stages))
+        self.timeline = timeline(*self._pipeline, most)
+        self._per_micro_batch = 0.0
+        if micro_batches > most:
+            # With groups of micro-batches the time of a group is constant, not that of one.
+            step = parallel.micro_batch_multiple
+            fewer = max(most - max(len(stages) // 2 // step * step, step), step)
+            more = self.timeline.makespan - timeline(*self._pipeline, fewer).makespan
+            self._per_micro_batch = more / (most - fewer)
 
     def seconds(self, micro_batches: int) -> float:
         """Of a step of this many micro-batches."""
         if micro_batches >= self.simulated:
-            return self.at_simulated + (micro_batches - self.simulated) * self.per_micro_batch
-        return self.timeline(micro_batches).makespan
-
-    def timeline(self, micro_batches: int) -> Timeline:
-        """The simulation of a step."""
-        return simulate_schedule(
-            self.schedule,
-            self.forward,
-            self.backward,
-            self.transfers,
-            micro_batches,
-            self.stages_per_rank,
-            self.weight,
-        )
+            return self.timeline.makespan + (micro_batches - self.simulated) * self._per_micro_batch
+        return timeline(*self._pipeline, micro_batches).makespan
 
 
 def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:

@@ -13,18 +13,11 @@ from megatron.planner.simulation.device import SimulatedDevice
 from megatron.planner.simulation.processes import run_in_processes
 
 
-class NoPeers:
-    """Sends nothing."""
-
-    def fill(self, values: torch.Tensor, source: int) -> None:
-        raise AssertionError("nothing is received")
-
-
 @contextmanager
 def simulated_device(patched: bool = True) -> Any:
     """A simulated device in this process, with or without the patches of PyTorch."""
     torch_patches.register_device()
-    device = SimulatedDevice(NoPeers())
+    device = SimulatedDevice()
     patches = torch_patches.patched_torch(device) if patched else nullcontext()
     with patches, torch.autograd.set_multithreading_enabled(False), device:
         yield device

@@ -25,13 +25,12 @@ class PassCost:
     """A pass of a micro-batch through a layer.
 
     peak: the most bytes that are allocated, beyond those at its begin. change: the bytes at its end, minus
-    those at its begin. syncs: how often the host waits for the device.
+    those at its begin.
     """
 
     actions: tuple[Action, ...] = ()
     peak: int = 0
     change: int = 0
-    syncs: int = 0
 
 
 @dataclass(frozen=True)

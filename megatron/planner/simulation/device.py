@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,24 +54,28 @@ _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 _WITHOUT_META = frozenset(["_fused_sgd_"])
 
 
-class Peers(Protocol):
-    """Knows what the other ranks would send."""
+Receive = Callable[[Tensor, int], None]
+"""Writes into a tensor, integers on the CPU, what the rank of this number sends in such a message."""
 
-    def fill(self, values: Tensor, source: int) -> None:
-        """Writes into `values`, integers on the CPU, what the rank `source` sends in such a message."""
+
+def receive_nothing(values: Tensor, source: int) -> None:
+    """For a rank that receives no messages."""
+    raise AssertionError("nothing is received")
 
 
 class SimulatedDevice(TorchDispatchMode):
     """Runs what is within its context on the simulated device, and counts it in `trace` and `memory`."""
 
-    def __init__(self, peers: Peers, make_trace: Callable[[MemoryTracker], Any] = StepTrace) -> None:
+    def __init__(
+        self, receive: Receive = receive_nothing, make_trace: Callable[[MemoryTracker], Any] = StepTrace
+    ) -> None:
         """make_trace: makes what counts the operations and calls, `StepTrace` or with its methods."""
         super().__init__()
         self.memory = MemoryTracker()
         self.host_memory = MemoryTracker()
         self.trace = make_trace(self.memory)
         self.communicators: set[tuple[str, int | None] | None] = set()
-        self._peers = peers
+        self._receive = receive
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._values: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -271,7 +275,7 @@ class SimulatedDevice(TorchDispatchMode):
             for tensor in tensors:
                 value = self.value_of(tensor)
                 if value is not None:
-                    self._peers.fill(value, call.ranks[0])
+                    self._receive(value, call.ranks[0])
         return result
 
     # --- true values of small integer tensors ---

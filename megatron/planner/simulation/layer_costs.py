@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -35,7 +35,7 @@ from megatron.mpu.vector_math import initialize_vector_math
 from megatron.mpu.weight_gradient import device_adds
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
-from megatron.planner.simulation.device import SimulatedDevice
+from megatron.planner.simulation.device import SimulatedDevice, receive_nothing
 from megatron.planner.simulation.matching import group_name
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
@@ -44,19 +44,6 @@ from megatron.planner.simulation.record import CollectiveCall
 
 _EOD = 0
 _MOST_CHUNKS = 8192
-
-
-@dataclass
-class _Span:
-    name: tuple[str, int]
-    start: int
-    actions: list[Action] = field(default_factory=list)
-    syncs: int = 0
-    peak: int = 0
-    end: int = 0
-
-    def cost(self) -> PassCost:
-        return PassCost(tuple(self.actions), self.peak - self.start, self.end - self.start, self.syncs)
 
 
 class _Recorder:
@@ -70,8 +57,9 @@ class _Recorder:
 
     def restart(self) -> None:
         """Forgets what was recorded."""
-        self.spans: dict[tuple[str, int], _Span] = {}
-        self._current = _Span(("", 0), 0)
+        self._costs: dict[tuple[str, int], PassCost] = {}
+        self._pass: tuple[str, int] | None = None
+        self._start, self._actions = 0, list[Action]()
 
     def name_groups(self, layout: ParallelLayout) -> None:
         """layout: of the rank whose calls follow."""
@@ -80,37 +68,38 @@ class _Recorder:
     def begin(self, name: str, index: int = 0) -> None:
         """What follows belongs to the pass `name` of layer `index`."""
         self.end()
-        self._current = self.spans[name, index] = _Span((name, index), self._memory.total)
+        self._pass, self._start, self._actions = (name, index), self._memory.total, []
         self._memory.restart_peak()
 
     def end(self) -> None:
         """What follows belongs to no pass."""
-        self._current.peak, self._current.end = self._memory.peak, self._memory.total
-        self._current = _Span(("", 0), 0)
+        if self._pass is not None:
+            peak, total = self._memory.peak - self._start, self._memory.total - self._start
+            self._costs[self._pass] = PassCost(tuple(self._actions), peak, total)
+        self._pass = None
 
     def cost(self, name: str, index: int = 0) -> PassCost:
         """Of a pass; nothing if it does nothing."""
-        span = self.spans.get((name, index))
-        return PassCost() if span is None else span.cost()
+        return self._costs.get((name, index), PassCost())
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
-        self._current.actions.append(kernel)
+        self._actions.append(kernel)
 
     def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
         assert self._layout is not None
         self._started.append(work)
         group = group_name(call.ranks, self._layout)
-        self._current.actions.append(Collective(group, call.operation, call.bytes))
+        self._actions.append(Collective(group, call.operation, call.bytes))
 
     def add_wait(self, work: dist.Work) -> None:
         """The host makes the device wait for a collective."""
         for age, started in enumerate(reversed(self._started)):
             if started is work:
-                self._current.actions.append(Wait(age))
+                self._actions.append(Wait(age))
                 return
 
     def add_sync(self, cause: str) -> None:
-        self._current.syncs += 1
+        """The prediction has no time for a host that waits."""
 
 
 class _ObservedModel(GPTModelPipe):
@@ -321,7 +310,7 @@ def _rank_on_device(
     """The model and the optimizer of a rank."""
     initialize_vector_math()
     layout = ParallelLayout.from_config(config.parallel, rank)
-    with simulated_process(_NoPeers(), layout, kernels, _Recorder) as (simulated, _):
+    with simulated_process(receive_nothing, layout, kernels, _Recorder) as (simulated, _):
         processes.init_distributed(config, FakeStore())
         recorder: _Recorder = simulated.trace
         recorder.name_groups(layout)
@@ -331,13 +320,6 @@ def _rank_on_device(
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)
-
-
-class _NoPeers:
-    """No messages are received."""
-
-    def fill(self, values: Tensor, source: int) -> None:
-        raise AssertionError("nothing is received")
 
 
 def _specs(layer_io: LayerIO) -> tuple[Spec, ...]:

@@ -19,7 +19,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.planner.simulation.device import NAME, Peers, SimulatedDevice
+from megatron.planner.simulation.device import NAME, Receive, SimulatedDevice
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.record import Instruction
 from megatron.planner.simulation.torch_patches import patched_torch, register_device
@@ -142,7 +142,7 @@ class _Event:
 
 @contextmanager
 def simulated_process(
-    peers: Peers,
+    receive: Receive,
     layout: ParallelLayout,
     kernels: bool,
     make_trace: Callable[[MemoryTracker], Any] = StepTrace,
@@ -152,7 +152,7 @@ def simulated_process(
     _register()
     if dist.is_initialized():
         dist.destroy_process_group()
-    simulated = SimulatedDevice(peers, make_trace)
+    simulated = SimulatedDevice(receive, make_trace)
     ranges = _Ranges(simulated)
     set_accelerator(_SimulatedAccelerator(simulated, ranges, kernels))
     os.environ.update(

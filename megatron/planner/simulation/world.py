@@ -87,7 +87,7 @@ def simulate_rank(
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
     neighbours = _Neighbours(config, layout, inputs_of_stages)
-    with simulated_process(neighbours, layout, counts_kernels(config)) as (simulated, ranges):
+    with simulated_process(neighbours.fill, layout, counts_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: mark_state(simulated, optimizer)
@@ -150,7 +150,7 @@ class _Neighbours:
         self._parts = layout.tp_size if config.parallel.sends_parts else 1
 
     def fill(self, values: Tensor, source: int) -> None:
-        """See `device.Peers`."""
+        """See `device.Receive`."""
         other = source // (self._layout.tp_size * self._layout.dp_size)
         if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
             message = self._shape_message(next(self._inputs[other]))

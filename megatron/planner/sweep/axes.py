@@ -41,19 +41,28 @@ class Axis:
 
 @dataclass(frozen=True)
 class Row:
-    """One combination. settings: flag -> value as typed. words: the flags of the command line."""
+    """A combination of values, and what is known of its configuration: an object of `rows` in sweep.json.
 
-    settings: Mapping[str, str]
-    words: tuple[str, ...]
+    settings: flag -> value as typed. words: the flags of the command line. numbers: digest of the settings on
+    which the losses depend. tolerance: relative difference of losses that the precision explains. refused:
+    the sentence of the configuration that refuses it.
+    """
+
+    index: int
+    settings: dict[str, str]
+    words: list[str]
+    processes: int = 0
+    numbers: str = ""
+    tolerance: float = 0.0
+    tokens_per_step: int = 0
+    predicted: dict[str, Any] | None = None
+    refused: str | None = None
 
     @property
     def label(self) -> str:
-        return label_of(self.settings)
-
-
-def label_of(settings: Mapping[str, str]) -> str:
-    """'--partition-method memory --micro-batch-size 2'; 'the base command' without an axis."""
-    return " ".join(f"{flag} {shlex.quote(value)}" for flag, value in settings.items()) or "the base command"
+        """'--partition-method memory --micro-batch-size 2'; 'the base command' without an axis."""
+        words = (f"{flag} {shlex.quote(value)}" for flag, value in self.settings.items())
+        return " ".join(words) or "the base command"
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]]:
@@ -110,16 +119,12 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
             )
     if (count := math.prod(len(axis.values) for axis in axes)) > MAX_ROWS:
         raise UserError(f"the axes have {count:,} combinations: expected {MAX_ROWS:,} at most")
-    return [
-        make_row({axis.flag: value for axis, value in zip(axes, values, strict=True)})
-        for values in itertools.product(*(axis.values for axis in axes))
-    ]
-
-
-def make_row(settings: Mapping[str, str]) -> Row:
-    """The row of these settings, see `words_of`."""
-    words = [word for flag, value in settings.items() for word in words_of(flag, value)]
-    return Row(dict(settings), tuple(words))
+    rows = []
+    for index, values in enumerate(itertools.product(*(axis.values for axis in axes))):
+        settings = {axis.flag: value for axis, value in zip(axes, values, strict=True)}
+        words = [word for flag, value in settings.items() for word in _words_of(flag, value)]
+        rows.append(Row(index, settings, words))
+    return rows
 
 
 def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
@@ -135,7 +140,7 @@ def num_processes(words: Sequence[str]) -> int:
     return int(given.get("parallel.world_size") or sizes[0] * sizes[1])
 
 
-def words_of(flag: str, value: str) -> list[str]:
+def _words_of(flag: str, value: str) -> list[str]:
     """The words of a flag on the command line: none for the value '', and for a switch that is off.
     UserError for a value that the command line would take for another flag."""
     action = _actions()[flag]

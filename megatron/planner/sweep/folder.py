@@ -27,35 +27,12 @@ import megatron
 from megatron.cluster.launch import node_name
 from megatron.errors import UserError
 from megatron.files import expect_layout, open_own, read_json, write_json
-from megatron.planner.sweep.axes import checked_row, label_of
+from megatron.planner.sweep.axes import Row, checked_row
 from megatron.planner.sweep.file_checks import check_record, check_result
 
 FORMAT = 1
 ROOT = Path(megatron.__path__[0]).parent
 _MAX_WAIT_FOR_LOCK_S = 60.0
-
-
-@dataclass(frozen=True)
-class RecordedRow:
-    """A combination in sweep.json, with what is known of its configuration.
-
-    numbers: digest of the settings on which the losses depend. tolerance: relative difference of losses that
-    the precision explains. refused: the sentence of the configuration that refuses it.
-    """
-
-    index: int
-    settings: dict[str, str]
-    words: list[str]
-    processes: int = 0
-    numbers: str = ""
-    tolerance: float = 0.0
-    tokens_per_step: int = 0
-    predicted: dict[str, Any] | None = None
-    refused: str | None = None
-
-    @property
-    def label(self) -> str:
-        return label_of(self.settings)
 
 
 @dataclass(frozen=True)
@@ -66,7 +43,7 @@ class Record:
     steps: int
     repeat: int
     script: str | None = None
-    rows: list[RecordedRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     command: str = ""
     commit: str = ""
     host: str = ""
@@ -75,10 +52,10 @@ class Record:
     format: int = FORMAT
 
     @property
-    def runnable(self) -> list[RecordedRow]:
+    def runnable(self) -> list[Row]:
         return [row for row in self.rows if row.refused is None]
 
-    def tasks(self) -> Iterator[tuple[RecordedRow, int]]:
+    def tasks(self) -> Iterator[tuple[Row, int]]:
         """The runs in their order. Repeats are interleaved (A B C A B C), so that a change of the machine's
         speed affects all rows."""
         for repeat in range(1, self.repeat + 1):
@@ -110,7 +87,7 @@ class SweepFolder:
                     "wrote it"
                 )
             check_record(content)
-            return Record(**{**content, "rows": [RecordedRow(**row) for row in content["rows"]]})
+            return Record(**{**content, "rows": [Row(**row) for row in content["rows"]]})
 
     def begin(self, record: Record) -> Record:
         """Writes the record, or extends the one of this folder; returns what is run.
@@ -146,7 +123,7 @@ class SweepFolder:
         """Writes the result of a run, complete or not at all."""
         write_json(self.result_file(result["row"], result["repeat"]), result)
 
-    def pending(self, record: Record, retry_failed: bool = False) -> list[tuple[RecordedRow, int]]:
+    def pending(self, record: Record, retry_failed: bool = False) -> list[tuple[Row, int]]:
         """The runs to do: those without a result. A row that failed is not repeated; retry_failed: its failed
         runs count as not done."""
         results = self.results()
@@ -215,7 +192,7 @@ def new_record(
     base: Sequence[str],
     steps: int,
     repeat: int,
-    rows: list[RecordedRow],
+    rows: list[Row],
     script: str | None,
 ) -> Record:
     """A record of this machine and commit. command: the words of the sweep's own command line."""

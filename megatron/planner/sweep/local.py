@@ -17,8 +17,8 @@ from typing import IO, Any
 from megatron.cluster.launch import TORCH_VARIABLES
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.files import open_own
-from megatron.planner.sweep.axes import checked_row, num_processes, run_words
-from megatron.planner.sweep.folder import ROOT, Record, RecordedRow, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.axes import Row, checked_row, num_processes, run_words
+from megatron.planner.sweep.folder import ROOT, Record, SweepFolder, machine_facts, now_text
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
 
@@ -58,7 +58,7 @@ def run_sweep(
                 print_fn(f"  {result['status']}: {result['reason']}")
 
 
-def run_command(base: list[str], row: RecordedRow, steps: int) -> list[str]:
+def run_command(base: list[str], row: Row, steps: int) -> list[str]:
     """The command of a run: torch's launcher, or plain Python for one process. UserError for settings that
     no --vary could have made."""
     # From the settings: sweep.json may have been changed since its rows were checked.
@@ -80,7 +80,7 @@ def run_environment(env: dict[str, str]) -> dict[str, str]:
 
 
 def _run_one(
-    folder: SweepFolder, record: Record, row: RecordedRow, repeat: int, lock: int, timeout_s: float | None
+    folder: SweepFolder, record: Record, row: Row, repeat: int, lock: int, timeout_s: float | None
 ) -> dict[str, Any]:
     log = folder.result_file(row.index, repeat).with_suffix(".log")
     started, start = now_text(), time.monotonic()

@@ -18,7 +18,6 @@ from megatron.pipeline.stages import plan_stages, stage_flops
 from megatron.planner.memory import planned_bytes
 from megatron.planner.step_time import planned_step
 from megatron.planner.sweep.axes import Row, num_processes, run_words
-from megatron.planner.sweep.folder import RecordedRow
 from megatron.tokenizer.vocabulary import find_vocabulary
 
 # Stages x micro-batches of the largest simulated schedule, which takes a second.
@@ -74,21 +73,18 @@ def resolve_rows(
     *,
     processes: int | None = None,
     dry_run: bool = False,
-) -> list[RecordedRow]:
+) -> list[Row]:
     """Checks and plans all combinations. UserError if each of them is refused: the base is at fault.
 
     processes: None for --world-size, or TP x PP without that flag. dry_run: the files may be missing.
     """
-    resolved = [_resolve_row(index, base, row, steps, processes, dry_run) for index, row in enumerate(rows)]
+    resolved = [_resolve_row(base, row, steps, processes, dry_run) for row in rows]
     if all(row.refused for row in resolved):
         raise UserError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
     return resolved
 
 
-def _resolve_row(
-    index: int, base: Sequence[str], row: Row, steps: int, processes: int | None, dry_run: bool
-) -> RecordedRow:
-    found = RecordedRow(index, dict(row.settings), list(row.words))
+def _resolve_row(base: Sequence[str], row: Row, steps: int, processes: int | None, dry_run: bool) -> Row:
     try:
         words = run_words(base, row.words, steps)
         processes = processes or num_processes(words)
@@ -98,9 +94,9 @@ def _resolve_row(
         _check_full_batch(config)
         predicted = predict(config)
     except UserError as error:
-        return replace(found, refused=str(error))
+        return replace(row, refused=str(error))
     return replace(
-        found,
+        row,
         processes=processes,
         numbers=numbers_digest(config),
         tolerance=_tolerance(config),

@@ -6,7 +6,7 @@ import re
 import statistics
 from typing import Any
 
-from megatron.planner.sweep.folder import RecordedRow
+from megatron.planner.sweep.axes import Row
 from megatron.training.log_lines import parse_log_line, parse_number
 from megatron.units import GIB
 
@@ -73,7 +73,7 @@ def step_seconds(steps: list[dict[str, Any]], wanted: int) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def read_result(row: RecordedRow, repeat: int, log: str, exit_code: int, steps: int) -> dict[str, Any]:
+def read_result(row: Row, repeat: int, log: str, exit_code: int, steps: int) -> dict[str, Any]:
     """The result of a run as docs/sweep.md describes it, without its times and its machine."""
     logged = parse_steps(log)
     status, reason = "ok", None

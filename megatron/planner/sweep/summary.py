@@ -14,7 +14,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.planner.sweep.folder import FORMAT, Record, RecordedRow
+from megatron.planner.sweep.axes import Row
+from megatron.planner.sweep.folder import FORMAT, Record
 
 Results = Mapping[tuple[int, int], dict[str, Any]]
 # The memory that is compared with the plan: of PyTorch's allocator, or of the process on a CPU.
@@ -40,12 +41,12 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
     }
 
 
-def axis_flags(rows: Sequence[RecordedRow]) -> list[str]:
+def axis_flags(rows: Sequence[Row]) -> list[str]:
     """The flags that are varied, in their order."""
     return list(dict.fromkeys(flag for row in rows for flag in row.settings))
 
 
-def _summary_of(row: RecordedRow, record: Record, results: Results, group: int | None) -> dict[str, Any]:
+def _summary_of(row: Row, record: Record, results: Results, group: int | None) -> dict[str, Any]:
     runs = [result for (index, _), result in sorted(results.items()) if index == row.index]
     good = [run for run in runs if run["status"] == "ok"]
     bad = [run for run in runs if run["status"] != "ok"]
@@ -70,7 +71,7 @@ def _summary_of(row: RecordedRow, record: Record, results: Results, group: int |
     }
 
 
-def _measured(row: RecordedRow, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The median over the repeats, the fastest and the slowest one; memory of the largest."""
     if not runs:
         return None
@@ -113,7 +114,7 @@ def _add_ratios(rows: list[dict[str, Any]]) -> None:
             measured["ratio"] = measured["step_s"] / first.setdefault(row["group"], measured["step_s"])
 
 
-def check_losses(rows: Sequence[RecordedRow], results: Results) -> list[dict[str, Any]]:
+def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:
     """Compares all runs of each group, repeats included, step by step: an object of `losses` in docs/sweep.md
     for each group. Failed runs count up to their end."""
     numbers = group_numbers(rows)
@@ -123,7 +124,7 @@ def check_losses(rows: Sequence[RecordedRow], results: Results) -> list[dict[str
     return [_compare(number, group, results) for number, group in enumerate(groups, start=1)]
 
 
-def group_numbers(rows: Sequence[RecordedRow]) -> dict[int, int]:
+def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
     """Row -> number of its group, from 1 in the order of the rows; refused rows have none."""
     numbers: dict[str, int] = {}
     for row in rows:
@@ -132,7 +133,7 @@ def group_numbers(rows: Sequence[RecordedRow]) -> dict[int, int]:
     return {row.index: numbers[row.numbers] for row in rows if row.refused is None}
 
 
-def _compare(number: int, group: Sequence[RecordedRow], results: Results) -> dict[str, Any]:
+def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, Any]:
     """The comparison of a group's losses. rows: that were compared. largest_difference: relative, of the
     losses at one step. disagreeing: a sentence for each run whose losses differ by more than the
     tolerance."""

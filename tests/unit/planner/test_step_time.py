@@ -124,7 +124,7 @@ def test_more_micro_batches_are_extrapolated_as_they_are_simulated(
         pipeline_model_parallel_size=8 // per_rank,
         virtual_pipeline_stages=per_rank if schedule == "interleaved" else 1,
     )
-    pipeline = PipelineTime.measure(parallel, stages, transfers, 100)
+    pipeline = PipelineTime(parallel, stages, transfers, 100)
     forward, backward, weight = (
         [getattr(time, kind) for time in stages] for kind in ("forward", "backward", "weight")
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.planner.sweep.folder import Record, RecordedRow
+from megatron.planner.sweep.axes import Row
+from megatron.planner.sweep.folder import Record
 from megatron.units import GIB
 
 
-def make_row(index: int, method: str, **changes: Any) -> RecordedRow:
+def make_row(index: int, method: str, **changes: Any) -> Row:
     values = {
         "settings": {"--partition-method": method},
         "words": ["--partition-method", method],
@@ -26,17 +27,15 @@ def make_row(index: int, method: str, **changes: Any) -> RecordedRow:
         },
         "refused": None,
     }
-    return RecordedRow(index=index, **{**values, **changes})
+    return Row(index=index, **{**values, **changes})
 
 
-def make_record(*rows: RecordedRow, repeat: int = 2, **changes: Any) -> Record:
+def make_record(*rows: Row, repeat: int = 2, **changes: Any) -> Record:
     values = {"base": ["--lr", "1e-3"], "steps": 4, "command": "tools/sweep.py run", **changes}
     return Record(repeat=repeat, rows=list(rows), **values)
 
 
-def make_result(
-    row: RecordedRow, repeat: int, seconds: float, losses: list[float], **changes: Any
-) -> dict[str, Any]:
+def make_result(row: Row, repeat: int, seconds: float, losses: list[float], **changes: Any) -> dict[str, Any]:
     memory = [
         {
             "stage": stage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import UserError
-from megatron.planner.sweep.axes import Axis, label_of, make_rows, run_words, split_command
+from megatron.planner.sweep.axes import Axis, make_rows, run_words, split_command
 
 BASE = ["--num-layers", "4", "--micro-batch-size", "1", "--bf16"]
 
@@ -33,13 +33,13 @@ def test_the_rows_are_the_product_and_the_last_axis_varies_fastest() -> None:
         ("time", "2"),
         ("time", "4"),
     ]
-    assert rows[4].words == ("--partition-method", "time", "--micro-batch-size", "2")
+    assert rows[4].words == ["--partition-method", "time", "--micro-batch-size", "2"]
     assert run_words(BASE, rows[4].words, 5)[: len(BASE) + 4] == [*BASE, *rows[4].words]
 
 
 def test_without_an_axis_the_base_command_is_the_only_row() -> None:
     (row,) = make_rows([], BASE)
-    assert row.words == () and row.label == "the base command"
+    assert row.words == [] and row.label == "the base command"
 
 
 def test_switches_omitted_flags_and_flags_with_several_values() -> None:
@@ -48,11 +48,16 @@ def test_switches_omitted_flags_and_flags_with_several_values() -> None:
         Axis("--exit-signal", ("", "SIGUSR1 SIGUSR2")),
     ]
     assert [row.words for row in make_rows(axes, BASE)] == [
-        ("--checkpoint-activations",),
-        ("--checkpoint-activations", "--exit-signal", "SIGUSR1", "SIGUSR2"),
-        (),
-        ("--exit-signal", "SIGUSR1", "SIGUSR2"),
+        ["--checkpoint-activations"],
+        ["--checkpoint-activations", "--exit-signal", "SIGUSR1", "SIGUSR2"],
+        [],
+        ["--exit-signal", "SIGUSR1", "SIGUSR2"],
     ]
+
+
+def test_a_label_can_be_typed() -> None:
+    (row,) = make_rows([Axis("--partition-method", ("type:a|b",)), Axis("--fp16", ("on",))], [])
+    assert row.label == "--partition-method 'type:a|b' --fp16 on"
 
 
 @pytest.mark.parametrize(
@@ -90,10 +95,3 @@ def test_what_an_axis_or_a_base_command_cannot_be(axes: list[Axis], base: list[s
 def test_vary_needs_a_flag() -> None:
     with pytest.raises(UserError, match="--vary without a flag"):
         split_command(["run", "--vary", "memory", "--", "--lr", "1"])
-
-
-def test_a_label_can_be_typed() -> None:
-    assert (
-        label_of({"--partition-method": "type:a|b", "--bf16": "on"})
-        == "--partition-method 'type:a|b' --bf16 on"
-    )

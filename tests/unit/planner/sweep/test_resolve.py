@@ -14,8 +14,7 @@ from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory import planned_bytes
 from megatron.planner.step_time import find_cluster, predict_step
-from megatron.planner.sweep.axes import Axis, make_rows
-from megatron.planner.sweep.folder import RecordedRow
+from megatron.planner.sweep.axes import Axis, Row, make_rows
 from megatron.planner.sweep.resolve import _SAME_LOSSES, numbers_digest, resolve_rows
 from tools import sweep
 
@@ -25,7 +24,7 @@ BASE = (
 ).split()
 
 
-def resolve(*axes: Axis, base: list[str] | None = None) -> list[RecordedRow]:
+def resolve(*axes: Axis, base: list[str] | None = None) -> list[Row]:
     base = BASE if base is None else base
     return resolve_rows(base, make_rows(axes, base), 5, dry_run=True)
 
