@@ -1,45 +1,27 @@
-"""The plan of a run as data: stages, memory, time, communication, schedule.
-
-`Plan` and its parts are frozen dataclasses of plain values; `as_dict` makes what `tools/plan.py --json`
-writes, and what pages and pictures are made of. Sizes are in bytes, times in seconds.
-"""
+"""The plan of a run: stages, memory, time, communication, schedule. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from megatron.cluster.devices import device_memory_bytes
-from megatron.config import Config
+from megatron.config import Config, ConfigError
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.in_flight import in_flight_micro_batches
-from megatron.planner.memory import StageMemory, plan_memory, reserve_bytes
+from megatron.planner.memory import StageMemory, fits, plan_memory, reserve_bytes
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
 from megatron.planner.step_time import StepTime, planned_step, timeline
 
 _MOST_EVENTS = 4000
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """A pipeline stage."""
-
-    stage: int
-    rank: int
-    layers: str
-    """Indices in the layer list, as '3-8'."""
-    transformer_layers: int
-    content: tuple[str, ...]
-    parameters: int
-    weight: float
-    in_flight: int
+NO_GPU = "the time of a step depends on the device: give its kind with --gpu, as a100-80gb"
 
 
 @dataclass(frozen=True)
@@ -80,23 +62,29 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is known of a run before it starts."""
+    """A run before it starts: its stages, its memory and its predicted step."""
 
-    layout: dict[str, Any]
-    parameters: int
-    weight_unit: str
-    stages: tuple[PlannedStage, ...]
+    config: Config
+    vocab_size: int
+    stages: StagePlan
     memory: tuple[StageMemory, ...]
     """By pipeline rank."""
-    device_bytes: int | None
-    reserve_bytes: float
-    """What the fullest rank needs beside its tensors (see `memory.reserve_bytes`)."""
     step: StepTime | None
     """None without --gpu."""
-    communication: tuple[CommunicationRow, ...]
-    timeline: tuple[Event, ...]
-    timeline_micro_batches: int
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that a search has changed: 'section.field' -> value."""
     what_if: tuple[WhatIf, ...] = ()
+
+    @property
+    def prediction(self) -> StepTime:
+        """The predicted step; ConfigError without --gpu."""
+        if self.step is None:
+            raise ConfigError(NO_GPU)
+        return self.step
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.prediction.tokens_per_second
 
     @property
     def peak_bytes(self) -> float:
@@ -104,50 +92,85 @@ class Plan:
         return max(part.total for part in self.memory)
 
     @property
+    def device_bytes(self) -> int | None:
+        """Memory of the device of --gpu or --device-memory; None without both."""
+        return device_memory_bytes(self.config)
+
+    @property
+    def reserve_bytes(self) -> float:
+        """What the fullest rank needs beside its tensors."""
+        return reserve_bytes(self.config, self.peak_bytes)
+
+    @property
     def fits(self) -> bool | None:
         """Whether the fullest rank fits; None if the device is not known."""
-        needed = self.peak_bytes + self.reserve_bytes
-        return None if self.device_bytes is None else needed <= self.device_bytes
+        return None if self.device_bytes is None else fits(self.config, self.peak_bytes)
+
+    @cached_property
+    def communication(self) -> list[CommunicationRow]:
+        """Of each pipeline rank's first tensor and data rank."""
+        ranks = range(self.config.parallel.pipeline_model_parallel_size)
+        return [row for rank in ranks for row in _communication(self, rank)]
+
+    @property
+    def timeline_micro_batches(self) -> int:
+        """Micro-batches of the timeline: those of the step, or as many as a picture can show."""
+        if self.step is None:
+            return 0
+        parallel = self.config.parallel
+        least = max(parallel.min_micro_batches, 1)
+        most = max(_MOST_EVENTS // (2 * parallel.num_stages), least)
+        shown = min(self.config.micro_batches_per_step, most, max(3 * parallel.num_stages, 8))
+        multiple = parallel.micro_batch_multiple
+        return max(shown // multiple, 1) * multiple
+
+    @cached_property
+    def timeline(self) -> list[Event]:
+        """The passes of all pipeline ranks in the first micro-batches of the step."""
+        if self.step is None:
+            return []
+        parallel, step = self.config.parallel, self.step
+        pipeline = timeline(parallel, step.stages, step.transfers, self.timeline_micro_batches)
+        return [
+            Event(rank, span.work.chunk, span.work.kind, span.work.micro_batch, span.start, span.end)
+            for rank, of_rank in enumerate(pipeline.spans)
+            for span in of_rank
+        ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in JSON types, with the totals that are computed from it."""
-        plan = dataclasses.asdict(self)
-        plan["peak_bytes"], plan["fits"] = self.peak_bytes, self.fits
-        for rank, (values, part) in enumerate(zip(plan["memory"], self.memory, strict=True)):
-            values["rank"], values["total"] = rank, part.total
-        if self.step is not None:
-            plan["step"]["total"] = self.step.total
-        return plan
+        """The plan in JSON types: what `tools/plan.py --json` writes, and what pages are made of."""
+        memory = [
+            {**asdict(part), "rank": rank, "total": part.total} for rank, part in enumerate(self.memory)
+        ]
+        return {
+            "layout": _layout(self.config),
+            "parameters": self.stages.total_parameters,
+            "weight_unit": self.stages.partition.unit,
+            "stages": _stages(self.config, self.stages),
+            "memory": memory,
+            "device_bytes": self.device_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "step": None if self.step is None else {**asdict(self.step), "total": self.step.total},
+            "communication": list(map(asdict, self.communication)),
+            "timeline": list(map(asdict, self.timeline)),
+            "timeline_micro_batches": self.timeline_micro_batches,
+            "what_if": list(map(asdict, self.what_if)),
+            "peak_bytes": self.peak_bytes,
+            "fits": self.fits,
+        }
 
 
-def make_plan(config: Config, vocab_size: int, stages: StagePlan | None = None) -> Plan:
+def make_plan(
+    config: Config, vocab_size: int, stages: StagePlan | None = None, change: Mapping[str, Any] | None = None
+) -> Plan:
     """The plan of a configuration. ConfigError if its layers cannot be partitioned."""
     stages = stages or plan_stages(config, vocab_size)
-    memory = plan_memory(config, vocab_size, stages)
-    return assemble_plan(config, vocab_size, stages, memory, planned_step(config, stages, vocab_size))
+    step = planned_step(config, stages, vocab_size)
+    memory = tuple(plan_memory(config, vocab_size, stages))
+    return Plan(config, vocab_size, stages, memory, step, dict(change or {}))
 
 
-def assemble_plan(
-    config: Config, vocab_size: int, stages: StagePlan, memory: Sequence[StageMemory], step: StepTime | None
-) -> Plan:
-    """The plan of a configuration whose memory and step are known."""
-    shown = _shown_micro_batches(config)
-    return Plan(
-        layout=layout_of(config),
-        parameters=stages.total_parameters,
-        weight_unit=stages.partition.unit,
-        stages=_planned_stages(config, stages),
-        memory=tuple(memory),
-        device_bytes=device_memory_bytes(config),
-        reserve_bytes=reserve_bytes(config, max(part.total for part in memory)),
-        step=step,
-        communication=_communication(config, stages, vocab_size),
-        timeline=() if step is None else _timeline(config, step, shown),
-        timeline_micro_batches=0 if step is None else shown,
-    )
-
-
-def layout_of(config: Config) -> dict[str, Any]:
+def _layout(config: Config) -> dict[str, Any]:
     """The settings that a search varies, and those that they are read with."""
     parallel, batch, training = config.parallel, config.batch, config.training
     return {
@@ -176,39 +199,35 @@ def recomputation_of(config: Config) -> str:
     return "selective" if config.training.recomputes_attention else "none"
 
 
-def _planned_stages(config: Config, plan: StagePlan) -> tuple[PlannedStage, ...]:
+def _stages(config: Config, plan: StagePlan) -> list[dict[str, Any]]:
+    """A row per stage. layers: indices in the layer list, as '3-8'."""
     in_flight, titles = in_flight_micro_batches(config), plan.layer_titles()
     stages = []
     for stage, weight in enumerate(plan.partition.weights):
         layers = slice(plan.bounds[stage], plan.bounds[stage + 1])
         stages.append(
-            PlannedStage(
-                stage=stage,
-                rank=plan.rank_of(stage),
-                layers=plan.layer_range(stage),
-                transformer_layers=plan.names[layers].count(TRANSFORMER_LAYER),
-                content=tuple(title for title in titles[layers] if title),
-                parameters=plan.stage_parameters(stage),
-                weight=float(weight),
-                in_flight=in_flight[stage],
-            )
+            {
+                "stage": stage,
+                "rank": plan.rank_of(stage),
+                "layers": plan.layer_range(stage),
+                "transformer_layers": plan.names[layers].count(TRANSFORMER_LAYER),
+                "content": [title for title in titles[layers] if title],
+                "parameters": plan.stage_parameters(stage),
+                "weight": float(weight),
+                "in_flight": in_flight[stage],
+            }
         )
-    return tuple(stages)
+    return stages
 
 
-def _communication(config: Config, plan: StagePlan, vocab_size: int) -> tuple[CommunicationRow, ...]:
-    rows = []
-    for rank in range(config.parallel.pipeline_model_parallel_size):
-        sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-        for during, times, call in _calls(config, plan, vocab_size, rank):
-            group = (
-                call.group if isinstance(call.group, str) else "stages " + " and ".join(map(str, call.group))
-            )
-            entry = sums[group, call.operation.strip("_"), during]
-            entry[0] += times
-            entry[1] += times * round(call.bytes)
-        rows += [CommunicationRow(rank, *key, calls, size) for key, (calls, size) in sums.items()]
-    return tuple(rows)
+def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:
+    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for during, times, call in _calls(plan.config, plan.stages, plan.vocab_size, rank):
+        group = call.group if isinstance(call.group, str) else "stages " + " and ".join(map(str, call.group))
+        entry = sums[group, call.operation.strip("_"), during]
+        entry[0] += times
+        entry[1] += times * round(call.bytes)
+    return [CommunicationRow(rank, *key, calls, size) for key, (calls, size) in sums.items()]
 
 
 def _calls(
@@ -230,21 +249,3 @@ def _calls(
                     yield during, micro_batches, Collective("stages", operation, size)
     after = chain(*update.reductions, update.reduce, update.step, *update.gathers)
     yield from (("step", 1, action) for action in after if isinstance(action, Collective))
-
-
-def _shown_micro_batches(config: Config) -> int:
-    """Micro-batches of the timeline: those of the step, or as many as a picture can show."""
-    least = max(config.parallel.min_micro_batches, 1)
-    most = max(_MOST_EVENTS // (2 * config.parallel.num_stages), least)
-    shown = min(config.micro_batches_per_step, most, max(3 * config.parallel.num_stages, 8))
-    multiple = config.parallel.micro_batch_multiple
-    return max(shown // multiple, 1) * multiple
-
-
-def _timeline(config: Config, step: StepTime, micro_batches: int) -> tuple[Event, ...]:
-    spans = timeline(config.parallel, step.stages, step.transfers, micro_batches).spans
-    return tuple(
-        Event(rank, span.work.chunk, span.work.kind, span.work.micro_batch, span.start, span.end)
-        for rank, of_rank in enumerate(spans)
-        for span in of_rank
-    )

@@ -9,31 +9,27 @@ micro-batch  First a few layers of full width on one device, without communicati
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config, ConfigError
 from megatron.errors import UserError
-from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import PROGRAM, replaced
 from megatron.planner.dry_run import planned_run_report
 from megatron.planner.memory import fit_summary
 from megatron.planner.network import find_network
-from megatron.planner.plan import Plan, WhatIf, assemble_plan, make_plan, recomputation_of
+from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation_of
 from megatron.planner.search import (
-    NO_GPU,
     PARTITION_METHODS,
-    Candidate,
     Change,
     SearchResult,
     evaluate,
     search,
 )
-from megatron.planner.step_time import StepTime, time_lines
+from megatron.planner.step_time import time_lines
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
@@ -53,17 +49,14 @@ class Report:
 def plan_report(config: Config) -> Report:
     """The plan of a run, and what one change at a time would give."""
     vocab_size = find_vocabulary(config).size
-    stages = plan_stages(config, vocab_size)
-    plan = make_plan(config, vocab_size, stages)
+    plan = make_plan(config, vocab_size)
     # Without the step, which follows the line on the memory.
-    parts = [planned_run_report(config, stages, vocab_size, [], "", plan.memory)]
+    parts = [planned_run_report(config, plan.stages, vocab_size, [], "", plan.memory)]
     _, sentence = fit_summary(config, vocab_size, plan.memory)
     lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
     if plan.step is not None:
-        plan = dataclasses.replace(plan, what_if=what_if(config, vocab_size))
-        assert plan.step is not None
-        lines += "\n" + time_lines(plan.step)
-        parts += [lines, what_if_table(plan.what_if, plan.step)]
+        plan = replace(plan, what_if=what_if(config, vocab_size))
+        parts += [f"{lines}\n{time_lines(plan.prediction)}", what_if_table(plan)]
     else:
         parts.append(f"{lines}\ntime       {NO_GPU}")
     return Report("\n\n".join(part.strip("\n") for part in parts), plan.as_dict(), plan)
@@ -75,26 +68,21 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
     result = search(config, vocab_size)
     if not result.candidates:
         raise ConfigError(_nothing_fits(config, result.too_large))
-    best = result.candidates[:_IN_JSON]
+    best = list(result.candidates[:_IN_JSON])
     text = [
         f"{result.combinations:,} combinations for {config.parallel.world_size} devices, "
         f"{result.planned} planned in full, {len(result.candidates)} fit",
         search_table(best[: max(top, 10)]),
-        *(explain(number, one, result, vocab_size, words) for number, one in enumerate(best[:top], 1)),
+        *(explain(number, one, result, words) for number, one in enumerate(best[:top], 1)),
     ]
-    plans = [_plan_of(one, vocab_size) for one in best]
-    plan = plans[0] = dataclasses.replace(plans[0], what_if=what_if(best[0].config, vocab_size))
+    best[0] = replace(best[0], what_if=what_if(best[0].config, vocab_size))
+    text.append(f"layout 1, {what_if_table(best[0])}")
     data = {
         "combinations": result.combinations,
         "planned": result.planned,
-        "candidates": [
-            {**of_layout.as_dict(), "flags": replaced(words, one.change)}
-            for one, of_layout in zip(best, plans, strict=True)
-        ],
+        "candidates": [{**one.as_dict(), "flags": replaced(words, one.change)} for one in best],
     }
-    assert plan.step is not None
-    text.append(f"layout 1, {what_if_table(plan.what_if, plan.step)}")
-    return Report("\n\n".join(text), data, plan)
+    return Report("\n\n".join(text), data, best[0])
 
 
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
@@ -103,30 +91,25 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     steps = RECIPES[recipe](config, vocab_size)
     text = [f"recipe {recipe}"]
     data = []
-    for number, step in enumerate(steps, 1):
-        one = step.candidate
-        _, memory = fit_summary(one.config, vocab_size, one.memory)
+    for number, (step, one) in enumerate(steps, 1):
         flags = replaced(words, one.change)
         text.append(
-            f"{number}. {step.text}\n{layout_words(one.config)}\nmemory     {memory}\n"
-            f"{time_lines(one.step)}\nflags      {' '.join(flags)}"
+            f"{number}. {step}\n{layout_words(one.config)}\n{_figures(one)}\nflags      {' '.join(flags)}"
         )
-        data.append({"text": step.text, "flags": flags, **_plan_of(one, vocab_size).as_dict()})
+        data.append({"text": step, "flags": flags, **one.as_dict()})
     # The first step of the micro-batch recipe is a part of the model on one device.
-    whole = [s.candidate for s in steps if s.candidate.config.model == config.model]
-    kept = max((one for one in whole if one.fits), key=_rate, default=whole[-1])
-    return Report("\n\n".join(text), {"steps": data}, _plan_of(kept, vocab_size))
+    whole = [one for _, one in steps if one.config.model == config.model]
+    kept = max((one for one in whole if one.fits), key=lambda one: one.tokens_per_second, default=whole[-1])
+    return Report("\n\n".join(text), {"steps": data}, kept)
 
 
-def _plan_of(one: Candidate, vocab_size: int) -> Plan:
-    return assemble_plan(one.config, vocab_size, one.stages, one.memory, one.step)
+def _figures(one: Plan) -> str:
+    """The lines on the memory and the time of a layout."""
+    _, memory = fit_summary(one.config, one.vocab_size, one.memory)
+    return f"memory     {memory}\n{time_lines(one.prediction)}"
 
 
-def _rate(one: Candidate) -> float:
-    return one.tokens_per_second
-
-
-def _nothing_fits(config: Config, planned: Sequence[Candidate]) -> str:
+def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
     text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
     if planned:
         least = min(planned, key=lambda one: one.peak_bytes)
@@ -147,31 +130,28 @@ def layout_words(config: Config) -> str:
     )
 
 
-def search_table(candidates: Sequence[Candidate]) -> str:
+def search_table(candidates: Sequence[Plan]) -> str:
     """A row per layout, fastest first."""
     rows = [["", "layout", "tokens/s", "step s", "MFU %", "bubble %", "GiB"]]
     for number, one in enumerate(candidates, 1):
-        step = one.step
+        step = one.prediction
         rows.append([str(number), layout_words(one.config), f"{one.tokens_per_second:,.0f}"])
         rows[-1] += [f"{step.total:.2f}", f"{100 * step.mfu:.1f}", f"{100 * step.bubble:.1f}"]
         rows[-1].append(f"{one.peak_bytes / GIB:.1f}")
     return format_table(rows, left_align=(1,))
 
 
-def explain(number: int, one: Candidate, result: SearchResult, vocab_size: int, words: Sequence[str]) -> str:
+def explain(number: int, one: Plan, result: SearchResult, words: Sequence[str]) -> str:
     """Why this layout: its tensor-parallel size, its memory, its time; and its flags."""
-    _, memory = fit_summary(one.config, vocab_size, one.memory)
-    flags = shlex.join(replaced(words, one.change))
     return (
         f"{number}. {layout_words(one.config)}\n"
         f"{_tensor_parallel_line(one, result)}\n"
-        f"memory     {memory}\n"
-        f"{time_lines(one.step)}\n"
-        f"flags      {PROGRAM} {flags}"
+        f"{_figures(one)}\n"
+        f"flags      {PROGRAM} {shlex.join(replaced(words, one.change))}"
     )
 
 
-def _tensor_parallel_line(one: Candidate, result: SearchResult) -> str:
+def _tensor_parallel_line(one: Plan, result: SearchResult) -> str:
     """What the next smaller and larger tensor-parallel sizes would give."""
     own = one.config.parallel.tensor_model_parallel_size
     parts = []
@@ -245,15 +225,15 @@ def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, objec
     return WhatIf(text, one.fits, one.peak_bytes, one.tokens_per_second)
 
 
-def what_if_table(changes: Sequence[WhatIf], step: StepTime) -> str:
+def what_if_table(plan: Plan) -> str:
     """A row per change; refused ones last, with the reason."""
     rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
-    for one in changes:
+    for one in plan.what_if:
         if one.tokens_per_second is not None and one.peak_bytes is not None:
-            relative = f"{100 * (one.tokens_per_second / step.tokens_per_second - 1):+.1f} %"
+            relative = f"{100 * (one.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
             rows.append([one.change, f"{one.tokens_per_second:,.0f}", relative])
             rows[-1] += [f"{one.peak_bytes / GIB:.1f}", "yes" if one.fits else "no"]
-    refused = [f"refused: {one.change}: {one.reason}" for one in changes if one.reason]
+    refused = [f"refused: {one.change}: {one.reason}" for one in plan.what_if if one.reason]
     return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in refused)
 
 
@@ -261,12 +241,8 @@ _FEW_LAYERS = 4
 _ACCUMULATION = (8, 16)
 
 
-@dataclass(frozen=True)
-class RecipeStep:
-    """A step: what it does, and its plan."""
-
-    text: str
-    candidate: Candidate
+RecipeStep = tuple[str, Plan]
+"""What a step does, and its plan."""
 
 
 def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
@@ -289,7 +265,7 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     }
     first = evaluate(config, change, vocab_size)
     least, most = (factor * ranks for factor in _ACCUMULATION)
-    count = first.step.micro_batches
+    count = first.prediction.micro_batches
     advice = "as the recipe requires"
     if not least <= count <= most:
         batch = 12 * ranks * first.config.parallel.data_parallel_size
@@ -297,11 +273,11 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             f"the recipe requires {least} to {most}, as a global batch of about {batch} samples would give"
         )
     text = f"TP = {node} devices of a node, PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
-    steps = [RecipeStep(text, first)]
+    steps = [(text, first)]
     return steps + _grow(config, vocab_size, change, first)
 
 
-def _grow(config: Config, vocab_size: int, change: Change, last: Candidate) -> list[RecipeStep]:
+def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[RecipeStep]:
     """Doubles the micro-batch while the plan fits and is faster; recomputes first if it does not fit."""
     steps: list[RecipeStep] = []
     if not last.fits and not config.training.recomputes_layers:
@@ -311,7 +287,7 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Candidate) -> l
             "training.recompute_granularity": None,
         }
         last = evaluate(config, change, vocab_size)
-        steps.append(RecipeStep("it does not fit: all layers are recomputed", last))
+        steps.append(("it does not fit: all layers are recomputed", last))
     while True:
         size = 2 * last.config.batch.micro_batch_size
         try:
@@ -319,12 +295,12 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Candidate) -> l
         except UserError:
             return steps
         if not larger.fits:
-            steps.append(RecipeStep(f"micro-batch {size} does not fit", larger))
+            steps.append((f"micro-batch {size} does not fit", larger))
             return steps
         if larger.tokens_per_second <= last.tokens_per_second:
-            steps.append(RecipeStep(f"micro-batch {size} fits and is slower: the one before is kept", larger))
+            steps.append((f"micro-batch {size} fits and is slower: the one before is kept", larger))
             return steps
-        steps.append(RecipeStep(f"micro-batch {size} fits and is faster", larger))
+        steps.append((f"micro-batch {size} fits and is faster", larger))
         last = larger
 
 
@@ -346,11 +322,7 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             "--recipe nodes"
         )
     size = largest.config.batch.micro_batch_size
-    steps = [
-        RecipeStep(
-            f"{one['model.num_layers']} layers on one device, the largest micro-batch: {size}", largest
-        )
-    ]
+    steps = [(f"{one['model.num_layers']} layers on one device, the largest micro-batch: {size}", largest)]
     network = find_network(config)
     assert network is not None
     world = config.parallel.world_size
@@ -370,14 +342,14 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
         whole = _largest(config, vocab_size, change, sizes)
         if whole is not None:
             text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
-            return [*steps, RecipeStep(text, whole)]
+            return [*steps, (text, whole)]
     raise ConfigError(
         f"--recipe micro-batch: the model fits on no part of {world} devices: give more devices, or "
         "--checkpoint-activations"
     )
 
 
-def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, ...]) -> Candidate | None:
+def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, ...]) -> Plan | None:
     """The layout with the largest micro-batch that fits and divides the batch."""
     for size in sizes:
         try:

@@ -23,14 +23,14 @@ from megatron.model.attention_choice import Implementation, attention_of
 from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.methods import TRANSFORMER_LAYER
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.pipeline.stages import plan_stages
 from megatron.planner.layer_memory import bytes_per_parameter
-from megatron.planner.memory import StageMemory, fits, plan_memory
 from megatron.planner.network import ALL_REDUCE
+from megatron.planner.plan import NO_GPU, Plan, make_plan
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.simulation.stage_costs import stage_costs
-from megatron.planner.step_time import Cluster, Rank, StepTime, find_cluster, planned_step
+from megatron.planner.step_time import Cluster, Rank, find_cluster
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
@@ -42,40 +42,16 @@ _AT_ONCE = 6
 _FEWEST, _SLOWER = 12, 1.3
 """A search ends when it has this many layouts and the next estimate is this much slower than the best."""
 
-NO_GPU = "the time of a step depends on the device: give its kind with --gpu, as a100-80gb"
-
 Change = Mapping[str, Any]
 """'section.field' -> value."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with its stages, memory and simulated step."""
-
-    config: Config
-    change: dict[str, Any]
-    stages: StagePlan
-    memory: tuple[StageMemory, ...]
-    """By pipeline rank."""
-    step: StepTime
-    fits: bool
-
-    @property
-    def peak_bytes(self) -> float:
-        """Of the fullest rank."""
-        return max(part.total for part in self.memory)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.step.tokens_per_second
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The fitting layouts, fastest first, and how many were looked at."""
 
-    candidates: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
+    candidates: tuple[Plan, ...]
+    too_large: tuple[Plan, ...]
     """Planned layouts that do not fit."""
     combinations: int
     planned: int
@@ -161,12 +137,12 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
             continue
         estimates.append((seconds, size, change))
     estimates.sort(key=lambda estimate: estimate[0])
-    found: list[Candidate] = []
-    too_large: list[Candidate] = []
+    found: list[Plan] = []
+    too_large: list[Plan] = []
     # The estimate of memory is a little too small or too large: those near the limit are planned too.
     near = [(seconds, change) for seconds, size, change in estimates if size <= 1.15 * device]
     for start in range(0, len(near), _AT_ONCE):
-        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(one.step.total for one in found):
+        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(one.prediction.total for one in found):
             break
         for made in _evaluate_all(
             config, [change for _, change in near[start : start + _AT_ONCE]], vocab_size
@@ -184,23 +160,19 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def evaluate(config: Config, change: Change, vocab_size: int) -> Candidate:
+def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
     """The layout with other settings, planned in full. ConfigError if they do not go together."""
-    candidate = changed(config, change)
-    stages = plan_stages(candidate, vocab_size)
-    step = planned_step(candidate, stages, vocab_size)
-    if step is None:
+    plan = make_plan(changed(config, change), vocab_size, change=change)
+    if plan.step is None:
         raise ConfigError(NO_GPU)
-    parts = tuple(plan_memory(candidate, vocab_size, stages))
-    fitting = fits(candidate, max(part.total for part in parts))
-    return Candidate(candidate, dict(change), stages, parts, step, fitting)
+    return plan
 
 
-def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) -> list[Candidate]:
+def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) -> list[Plan]:
     """The layouts whose settings go together, in order. Threads: most of the time is that of the processes
     that record."""
 
-    def evaluate_one(change: Change) -> Candidate | None:
+    def evaluate_one(change: Change) -> Plan | None:
         with suppress(UserError):
             return evaluate(config, change, vocab_size)
         return None
@@ -209,9 +181,9 @@ def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) ->
         return [made for made in pool.map(evaluate_one, changes) if made is not None]
 
 
-def _other_partitions(config: Config, best: Sequence[Candidate], vocab_size: int) -> list[Candidate]:
+def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> list[Plan]:
     """The best layouts with the other partition methods, where these fit."""
-    found: list[Candidate] = []
+    found: list[Plan] = []
     for candidate in best:
         parallel = candidate.config.parallel
         if parallel.pipeline_model_parallel_size == 1:

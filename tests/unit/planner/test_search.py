@@ -74,7 +74,7 @@ def test_no_combination_is_faster_than_the_one_found() -> None:
 
 def test_an_explanation_has_the_memory_the_time_and_the_flags() -> None:
     result = found()
-    text = explain(1, result.candidates[0], result, VOCAB, words())
+    text = explain(1, result.candidates[0], result, words())
     assert "to spare" in text and "matrix products" in text and f"flags      {PROGRAM} --dry-run" in text
 
 
@@ -131,7 +131,7 @@ def test_a_recipe_ends_with_a_plan_that_fits(recipe: str) -> None:
         assert first["layout"]["micro_batch_size"] == 1
     else:
         assert first["layout"]["world_size"] == 1 and first["layout"]["micro_batch_size"] >= 4
-        assert last.layout["world_size"] == 16
+        assert last.config.parallel.world_size == 16
     for step in report.data["steps"]:
         read_command_line(step["flags"], {})
 
