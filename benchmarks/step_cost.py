@@ -34,7 +34,7 @@ from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.simulation.passes import Kernel
-from megatron.planner.simulation.record import STEP, Instruction, OperationCount, StepRecord, Work
+from megatron.planner.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
 from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
 from megatron.planner.simulation.world import plan_of
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
@@ -303,7 +303,7 @@ def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
     return tuple(first + layout.tp_size * index for index in range(layout.dp_size))
 
 
-def wire_bytes(work: Work, peers: Sequence[int]) -> float:
+def wire_bytes(work: OpCounts, peers: Sequence[int]) -> float:
     """Bytes that a rank sends for the collectives of a group, with ring algorithms: a reduce-scatter and an
     all-gather send (n - 1) / n of the tensor, an all-reduce is both."""
     return sum(

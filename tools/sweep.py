@@ -36,7 +36,7 @@ from megatron.planner.page import write_page
 from megatron.planner.pictures import draw_summary
 from megatron.planner.sweep.axes import check_base, make_rows, split_command
 from megatron.planner.sweep.file_checks import MAX_REPEAT
-from megatron.planner.sweep.folder import Record, SweepFolder, new_record
+from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import remarks, report_csv, report_markdown, report_text
 
@@ -118,7 +118,16 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     dry_run = options.action == "plan" or bool(options.sbatch)
     recorded = resolve_rows(base, rows, options.steps, processes=processes, dry_run=dry_run)
     command = ["tools/sweep.py", *(sys.argv[1:] if options.argv is None else options.argv)]
-    return new_record(command, base, options.steps, options.repeat, recorded, options.sbatch)
+    return Record(
+        list(base),
+        options.steps,
+        options.repeat,
+        options.sbatch,
+        recorded,
+        shlex.join(command),
+        created=now_text(),
+        **machine_facts(),
+    )
 
 
 def write_report(folder: SweepFolder) -> str:

@@ -11,7 +11,7 @@ from megatron.pipeline.stages import StagePlan
 from megatron.planner.plan import CommunicationRow, make_plan
 from megatron.planner.simulation.matching import group_name
 from megatron.planner.simulation.passes import Action, Collective, Group, Kernel
-from megatron.planner.simulation.record import CollectiveCall, Instruction, StepRecord, Work
+from megatron.planner.simulation.record import CollectiveCall, Instruction, OpCounts, StepRecord
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
 from megatron.planner.simulation.world import plan_of
 
@@ -77,7 +77,7 @@ def _of_passes(
         instruction = Instruction(PASSES[name], chunk)
         # A step of one micro-batch has the first one only.
         works = record.rest if instruction in record.rest else record.first
-        simulated = works.get(instruction, Work({}, (), ()))
+        simulated = works.get(instruction, OpCounts({}, (), ()))
         kernels = [action for action in planned if isinstance(action, Kernel)]
         counts = simulated.operations.values()
         checks = [

@@ -23,8 +23,16 @@ def simulated_device(patched: bool = True) -> Any:
         yield device
 
 
+def operation_sums(simulated: SimulatedDevice) -> tuple[int, ...]:
+    """(launches, FLOPs, bytes read, bytes written) of all operations so far."""
+    counts = simulated.trace.outside.operations.values()
+    names = ("calls", "flops", "bytes_read", "bytes_written")
+    return tuple(sum(getattr(count, name) for count in counts) for name in names)
+
+
 def run_all(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of functions without arguments, each from a process of its own."""
+    """The results of functions without arguments, each from a process of its own. They are functions of a
+    module, or `functools.partial` objects of such functions."""
     return run_in_processes(_call, [(function,) for function in functions])
 
 

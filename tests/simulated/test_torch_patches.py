@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,16 +96,8 @@ CASES = {
 def outcomes():
     """(with, without the patch) by case."""
     cases = [(name, patched) for name in CASES for patched in (True, False)]
-    calls = [_Case(name, patched) for name, patched in cases]
+    calls = [partial(outcome, CASES[name][0], patched) for name, patched in cases]
     return dict(zip(cases, run_all(calls), strict=True))
-
-
-class _Case:
-    def __init__(self, name, patched):
-        self.name, self.patched = name, patched
-
-    def __call__(self):
-        return outcome(CASES[self.name][0], self.patched)
 
 
 @pytest.mark.gate(rows=3)

@@ -1,35 +1,29 @@
 """Launches and bytes of a weight's gradient: added by the product, and rounded and added apart."""
 
+from functools import partial
+
 import torch
 
 from megatron.mpu.weight_gradient import _device_adds, add_product, adds_in_product
-from tests.simulated.in_simulator import run_all, simulated_device
+from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
 
 ROWS, N_OUT, N_IN = 64, 48, 32
 
 
-def added():
-    return counted(add_product)
-
-
-def apart():
-    return counted(lambda total, a, b: total.add_(a.matmul(b)))
+def apart(total, a, b):
+    total.add_(a.matmul(b))
 
 
 def counted(function):
     with simulated_device() as sim:
         made = {"device": sim.device, "dtype": torch.bfloat16}
         grad, x = torch.empty(ROWS, N_OUT, **made), torch.empty(ROWS, N_IN, **made)
-        total = torch.empty(N_OUT, N_IN, device=sim.device)
-        function(total, grad.t(), x)
-        counts = sim.trace.outside.operations.values()
-        return tuple(
-            sum(getattr(c, key) for c in counts) for key in ("calls", "flops", "bytes_read", "bytes_written")
-        )
+        function(torch.empty(N_OUT, N_IN, device=sim.device), grad.t(), x)
+        return operation_sums(sim)
 
 
 def test_the_product_saves_a_launch_and_the_rounded_gradient():
-    one, two = run_all([added, apart])
+    one, two = run_all([partial(counted, add_product), partial(counted, apart)])
     flops, inputs, elements = 2 * ROWS * N_OUT * N_IN, 2 * ROWS * (N_OUT + N_IN), N_OUT * N_IN
     assert one == (1, flops, inputs + 4 * elements, 4 * elements)
     assert two == (2, flops, inputs + (2 + 4) * elements, (2 + 4) * elements)

@@ -79,12 +79,7 @@ class MemoryTracker:
             if block.owner[0] != "state":
                 self._give(key, block, ("table", block.place))
         self._young.clear()
-        self.peak = 0
-        self._note_peak()
-
-    def restart_peak(self) -> None:
-        """From now on `peak` is the most that is allocated after this call."""
-        self._note_peak()
+        self.restart_peak()
 
     def is_alive(self, storage_key: int) -> bool:
         """Whether the storage, by its `_cdata`, has not been freed."""
@@ -122,9 +117,10 @@ class MemoryTracker:
         self.total += size - block.size
         block.size = size
         if self.total > self.peak:
-            self._note_peak()
+            self.restart_peak()
 
-    def _note_peak(self) -> None:
+    def restart_peak(self) -> None:
+        """Most was allocated now, until more is allocated after this call."""
         self.peak, self._peak_sums, self._peak_during = self.total, dict(self._sums), self._during
 
     def _free(self, key: int) -> None:

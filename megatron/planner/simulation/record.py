@@ -55,7 +55,7 @@ class HostSync:
 
 
 @dataclass(frozen=True)
-class Work:
+class OpCounts:
     """Everything that one instruction of the schedule does, or the rest of the step does."""
 
     operations: Mapping[str, OperationCount]
@@ -129,15 +129,15 @@ class StepRecord:
     """Large tensors in host memory at the end of the step: offloaded state, offloaded activations."""
     communicators: int
     """Of NCCL, from the start of the process."""
-    first: Mapping[Instruction, Work]
-    rest: Mapping[Instruction, Work]
-    last: Mapping[Instruction, Work]
+    first: Mapping[Instruction, OpCounts]
+    rest: Mapping[Instruction, OpCounts]
+    last: Mapping[Instruction, OpCounts]
     order: tuple[Instruction, ...]
     """The instructions of the step, in order."""
-    outside: Work
+    outside: OpCounts
     """The work of the step outside of instructions."""
 
-    def works_of(self, order: Sequence[Instruction]) -> tuple[Work, ...]:
+    def works_of(self, order: Sequence[Instruction]) -> tuple[OpCounts, ...]:
         """The work of each instruction of `order`, then that outside of instructions. `order` may have more
         micro-batches than were simulated."""
         left, seen = Counter(order), set()
@@ -150,7 +150,7 @@ class StepRecord:
         return (*works, self.outside)
 
     @cached_property
-    def works(self) -> tuple[Work, ...]:
+    def works(self) -> tuple[OpCounts, ...]:
         """`works_of` the simulated step."""
         return self.works_of(self.order)
 

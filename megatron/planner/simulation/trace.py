@@ -18,9 +18,9 @@ from megatron.planner.simulation.record import (
     CollectiveCall,
     HostSync,
     Instruction,
+    OpCounts,
     OperationCount,
     SimulationError,
-    Work,
 )
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -31,14 +31,14 @@ REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
 
 
 @dataclass
-class _OpenWork:
+class _OpenCounts:
     counts: dict[str, list[int]] = field(default_factory=dict)
     calls: list[CollectiveCall] = field(default_factory=list)
     syncs: list[HostSync] = field(default_factory=list)
 
-    def closed(self) -> Work:
+    def closed(self) -> OpCounts:
         operations = {name: OperationCount(*numbers) for name, numbers in self.counts.items()}
-        return Work(operations, tuple(self.calls), tuple(self.syncs))
+        return OpCounts(operations, tuple(self.calls), tuple(self.syncs))
 
 
 class QueuedMessages:
@@ -67,15 +67,15 @@ class StepTrace:
 
     def begin_step(self) -> None:
         """Forgets the step before."""
-        self._done: list[tuple[Instruction, Work]] = []
+        self._done: list[tuple[Instruction, OpCounts]] = []
         self._queued = QueuedMessages()
-        self._outside = _OpenWork()
+        self._outside = _OpenCounts()
         self._current = self._outside
 
     @contextmanager
     def instruction(self, instruction: Instruction, slot: int) -> Iterator[None]:
         """Within this context the work is that of the instruction, for the micro-batch in buffer `slot`."""
-        self._current = _OpenWork()
+        self._current = _OpenCounts()
         instruction = self._queued.name(instruction)
         self._memory.begin_instruction(str(instruction))
         try:
@@ -110,20 +110,20 @@ class StepTrace:
         return tuple(instruction for instruction, _ in self._done)
 
     @property
-    def outside(self) -> Work:
+    def outside(self) -> OpCounts:
         """The work outside of instructions so far."""
         return self._outside.closed()
 
     def by_instruction(
         self,
-    ) -> tuple[dict[Instruction, Work], dict[Instruction, Work], dict[Instruction, Work]]:
+    ) -> tuple[dict[Instruction, OpCounts], dict[Instruction, OpCounts], dict[Instruction, OpCounts]]:
         """The work of each instruction: of its first occurrence, of all others but the last, and of the last,
         if there are several. With two occurrences the second one stands for all others.
 
         SimulationError if the others differ: what they do then depends on more than the schedule, and other
         numbers of micro-batches cannot be computed from this step.
         """
-        works: dict[Instruction, list[Work]] = {}
+        works: dict[Instruction, list[OpCounts]] = {}
         for instruction, work in self._done:
             works.setdefault(instruction, []).append(work)
         for instruction, found in works.items():
@@ -141,7 +141,7 @@ class StepTrace:
         )
 
 
-def difference(expected: Work, found: Work) -> str:
+def difference(expected: OpCounts, found: OpCounts) -> str:
     """The first difference of two works, in words."""
     for name in sorted(expected.operations.keys() | found.operations.keys()):
         before, after = expected.operations.get(name), found.operations.get(name)

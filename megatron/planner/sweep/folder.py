@@ -16,7 +16,7 @@ import platform
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -185,27 +185,6 @@ def _extend(old: Record, new: Record, path: Path) -> Record:
             rows[place] = replace(row, index=rows[place].index)
     # The first commit and host stay: they are those of the oldest results. Each result has its own.
     return replace(old, rows=rows, repeat=max(old.repeat, new.repeat))
-
-
-def new_record(
-    command: Sequence[str],
-    base: Sequence[str],
-    steps: int,
-    repeat: int,
-    rows: list[Row],
-    script: str | None,
-) -> Record:
-    """A record of this machine and commit. command: the words of the sweep's own command line."""
-    return Record(
-        base=list(base),
-        steps=steps,
-        repeat=repeat,
-        script=script,
-        rows=rows,
-        command=shlex.join(command),
-        created=now_text(),
-        **machine_facts(),
-    )
 
 
 def machine_facts() -> dict[str, Any]:

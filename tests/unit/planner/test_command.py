@@ -46,6 +46,11 @@ def refusal(folder: Path, text: str | bytes) -> str:
     return str(caught.value)
 
 
+def test_a_script_that_does_not_exist_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--script \S+: the file does not exist"):
+        read_script("--script", str(tmp_path / "absent.slurm"), [], script_environment())
+
+
 def wait_for_end(*pids: int) -> None:
     """The kernel ends processes a moment after the signal."""
     deadline = time.monotonic() + HANG_TIMEOUT_S
@@ -88,6 +93,7 @@ def test_what_a_hostile_script_has_left_running_ends_with_it(tmp_path: Path) -> 
         b"printf '\\377' >&2; exit 3",
         b"\xff\xfe\x00",
         b"seq 100000 | tr '\\n' ' ' >&2",
+        b"echo nothing to run",
     ],
 )
 def test_hostile_output_of_a_script_is_one_sentence(text: bytes, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files of --partition-profile that no run wrote, impossible numbers of simulated ranks and of tokens."""
+"""Files of --partition-profile that no run wrote, and an impossible number of simulated ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 from pathlib import Path
 
 from megatron.config import parse_args
-from megatron.model.pipeline_module import layer_names
 from megatron.pipeline.layer_times import read_layer_times
-from megatron.pipeline.stages import layer_list
-from megatron.planner.simulation.stage_costs import whole_model_costs
 from megatron.planner.simulation.stages import simulate_stages
 from tests.unit.config.command_lines import SMALL
 from tests.unit.hostile import refusal
@@ -34,10 +31,3 @@ def test_a_hostile_number_of_simulated_ranks_is_refused_at_once() -> None:
     words = "--simulate --world-size 1000000 --global-batch-size 1000000 --train-samples 1000000".split()
     config = parse_args([*SMALL, *words], {})
     assert "--world-size 1000000: expected 16,384 at most" in refusal(lambda: simulate_stages(config))
-
-
-def test_a_micro_batch_of_too_many_tokens_is_refused_at_once() -> None:
-    words = "--vocab-size 250000 --seq-length 16777216 --max-position-embeddings 16777216".split()
-    config = parse_args([*SMALL, *words], {})
-    names = layer_names(layer_list(config, 250_000))
-    assert "16,777,216 tokens" in refusal(lambda: whole_model_costs(config, names, 250_000))

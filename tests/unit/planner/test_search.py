@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from megatron.config import parse_args, read_command_line
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.command import PROGRAM, replaced, run_flags, script_flags, with_defaults
+from megatron.planner.command import PROGRAM, replaced, run_flags, with_defaults
 from megatron.planner.memory import plan_memory
 from megatron.planner.plan import make_plan
 from megatron.planner.plan_tool import explain, plan_report, recipe_report, search_report, what_if
@@ -154,15 +153,6 @@ def test_given_flags_override_those_of_a_script() -> None:
     config = parse_args([*flags, "--vocab-size", "250680"], {})
     assert (config.batch.micro_batch_size, config.parallel.data_parallel_size) == (4, 4)
     assert config.parallel.node_size == 8
-
-
-def test_a_script_without_a_command_is_a_sentence(tmp_path: Path) -> None:
-    script = tmp_path / "other.sh"
-    script.write_text("echo nothing to run\n")
-    with pytest.raises(UserError, match=r"prints no command with pretrain_gpt\.py"):
-        script_flags(str(script))
-    with pytest.raises(UserError, match="does not exist"):
-        script_flags(str(tmp_path / "absent.slurm"))
 
 
 def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
