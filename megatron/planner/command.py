@@ -32,18 +32,15 @@ _MAX_SHOWN = 200
 _JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 
-def script_flags(script: str) -> list[str]:
-    """The flags of a script's training command, with --world-size and --node-size of its launcher."""
-    command = read_script("--script", script, [], script_environment())
-    if command.processes is None:
-        return command.flags
-    world, node = str(command.processes), str(command.processes_per_node)
-    return ["--world-size", world, "--node-size", node, *command.flags]
-
-
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:
-    """The flags of a dry run: the script's, then the given ones, which override them."""
-    words = script_flags(script) if script is not None else []
+    """The flags of a dry run: those of the script's training command and of its launcher, then the given
+    ones, which override them."""
+    words: list[str] = []
+    if script is not None:
+        command = read_script("--script", script, [], script_environment())
+        if command.processes is not None:
+            words += ["--world-size", str(command.processes), "--node-size", str(command.processes_per_node)]
+        words += command.flags
     changed = _given(flags)
     words = [*_without(words, changed), *flags]
     if gpus is not None:

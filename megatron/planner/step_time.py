@@ -1,8 +1,7 @@
 """The predicted time of a training step: stages, pipeline schedule, reduction of the gradients, optimizer.
 
-    pass of a stage   a replay of its kernels and collectives (`simulation.passes`), which are
-                      recorded from the run's own layers; `rates` has the time of a
-                      kernel, `network` that of a collective
+    pass of a stage   a replay of its kernels and collectives (`simulation.passes`), which are recorded from
+                      the run's own layers; `rates` has the time of a kernel, `network` of a collective
     step              the pipeline schedule's simulation (`megatron.pipeline.schedule`) with these times,
                       then the reduction of the gradients, the optimizer and the all-gather of the weights
 

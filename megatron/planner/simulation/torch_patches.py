@@ -172,14 +172,17 @@ class _FusedRMSNorm(torch.autograd.Function):
         return (*backward(grad, x, list(weight.shape), deviation, weight, [True, True]), None)
 
 
-@torch.library.custom_op("megatron_simulation::fused_rms_norm", mutates_args=())
+def _without_values(function: Callable) -> Any:
+    """An operation of this name that returns tensors of the function's shapes and dtypes."""
+    name = f"megatron_simulation::{function.__name__.strip('_')}"
+    operation = torch.library.custom_op(name, function, mutates_args=())
+    operation.register_fake(function)
+    return operation
+
+
+@_without_values
 def _fused_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes and dtypes of `aten::_fused_rms_norm` on CUDA, without values."""
-    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-
-
-@_fused_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As `aten::_fused_rms_norm` on CUDA."""
     return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
 
 
@@ -203,14 +206,9 @@ class _FusedSiLU(torch.autograd.Function):
         return _silu_backward(grad, *ctx.saved_tensors)
 
 
-@torch.library.custom_op("megatron_simulation::silu_backward", mutates_args=())
+@_without_values
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Shape and dtype of `aten::silu_backward`, without values."""
-    return torch.empty_like(x)
-
-
-@_silu_backward.register_fake
-def _(grad: Tensor, x: Tensor) -> Tensor:
+    """As `aten::silu_backward`."""
     return torch.empty_like(x)
 
 

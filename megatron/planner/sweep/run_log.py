@@ -24,8 +24,8 @@ _MAX_REASON = 600
 
 
 def parse_memory_rows(log: str) -> list[dict[str, Any]]:
-    """The rows of `peak_memory.memory_table`: stage, name of the memory, least and most bytes, rank of the
-    most."""
+    """The rows of the memory table of `training.startup_report`: stage, name of the memory, least and most
+    bytes, rank of the most."""
     return [
         {
             "stage": int(row[1]),

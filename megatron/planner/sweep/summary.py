@@ -35,15 +35,10 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "sweep": sweep,
-        "axes": axis_flags(record.rows),
+        "axes": list(dict.fromkeys(flag for row in record.rows for flag in row.settings)),
         "rows": rows,
         "losses": losses,
     }
-
-
-def axis_flags(rows: Sequence[Row]) -> list[str]:
-    """The flags that are varied, in their order."""
-    return list(dict.fromkeys(flag for row in rows for flag in row.settings))
 
 
 def _summary_of(row: Row, record: Record, results: Results, group: int | None) -> dict[str, Any]:
