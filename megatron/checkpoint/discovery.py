@@ -4,6 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.checkpoint.files import (
+    RETRY_DELAYS_S,
+    first_size_mismatch,
+    has_valid_checksum,
+    missing_files,
+    read_with_retries,
+    unneeded_files,
+)
 from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
 from megatron.checkpoint.formats.registry import (
     LATEST_UNIVERSAL_FILE,
@@ -22,16 +30,8 @@ from megatron.checkpoint.lineage.latest import (
     read_latest,
     read_record,
 )
+from megatron.checkpoint.names import check_run, read_name
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
-from megatron.checkpoint.verify.files import (
-    RETRY_DELAYS_S,
-    first_size_mismatch,
-    has_valid_checksum,
-    missing_files,
-    read_with_retries,
-    unneeded_files,
-)
-from megatron.checkpoint.verify.names import check_run, read_name
 from megatron.errors import UserError, is_access_error
 from megatron.files import read_json
 from megatron.text_table import first_few

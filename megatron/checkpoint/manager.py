@@ -29,9 +29,24 @@ from megatron.checkpoint.compatibility import (
     mismatched_replicas,
     schedule_line,
 )
+from megatron.checkpoint.digests import UnquantizedDigests
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import (
+    MAY_BE_INTACT,
+    add_checksum,
+    describe_files,
+    first_problem,
+    missing_files,
+    no_heartbeat,
+)
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
+from megatron.checkpoint.integrity import (
+    Check,
+    make_integrity_record,
+    verification_table,
+    verify_loaded_state,
+)
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import (
@@ -50,21 +65,6 @@ from megatron.checkpoint.publishing import (
     saving_name,
 )
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.verify.digests import UnquantizedDigests
-from megatron.checkpoint.verify.files import (
-    MAY_BE_INTACT,
-    add_checksum,
-    describe_files,
-    first_problem,
-    missing_files,
-    no_heartbeat,
-)
-from megatron.checkpoint.verify.integrity import (
-    Check,
-    make_integrity_record,
-    verification_table,
-    verify_loaded_state,
-)
 from megatron.config import Config
 from megatron.config.checks.batch import check_remaining_batches
 from megatron.engine.pipeline_engine import GPTEngine

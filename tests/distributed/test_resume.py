@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import SaveError, find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.data.gpt_dataset import VOCABULARY_KEY
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after

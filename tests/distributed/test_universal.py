@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_universal
+from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import describe_start
-from megatron.checkpoint.verify.files import add_checksum, describe_file
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

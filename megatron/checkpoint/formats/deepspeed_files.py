@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.verify.names import check_parameter
+from megatron.checkpoint.names import check_parameter
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.mapped_file import release_pages

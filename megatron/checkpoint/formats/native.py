@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.files import file_problems, unneeded_files
 from megatron.checkpoint.formats.deepspeed_files import VALUES, FlatShard, OptimizerFiles
 from megatron.checkpoint.formats.state import (
     ParameterRecord,
@@ -28,9 +29,8 @@ from megatron.checkpoint.formats.state import (
     reshard,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
-from megatron.checkpoint.verify.files import file_problems, unneeded_files
-from megatron.checkpoint.verify.names import check_parameter
 from megatron.config.vocab import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError

@@ -47,7 +47,7 @@ FORMATS = Registry(
         ),
         HUGGING_FACE: CheckpointFormat(
             "a model of Hugging Face transformers: weights only",
-            "megatron.checkpoint.convert.huggingface.reader:HuggingFaceReader",
+            "megatron.checkpoint.huggingface.reader:HuggingFaceReader",
             marker="config.json",
         ),
     },

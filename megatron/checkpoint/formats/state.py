@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
-from megatron.checkpoint.verify.files import file_problem
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
@@ -355,7 +355,7 @@ def check_shape(
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Whether a global fp32 tensor, with or without padding, has this digest of the integrity record."""
     # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
-    from megatron.checkpoint.verify.digests import fragment_digests
+    from megatron.checkpoint.digests import fragment_digests
 
     found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
     return f"{found:016x}" == digest

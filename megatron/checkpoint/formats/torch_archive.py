@@ -25,8 +25,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.verify.files import read_with_retries
-from megatron.checkpoint.verify.names import is_plain, shown
+from megatron.checkpoint.files import read_with_retries
+from megatron.checkpoint.names import is_plain, shown
 from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, open_regular
 from megatron.mapped_file import map_file

@@ -39,8 +39,8 @@ from megatron.checkpoint.formats.torch_archive import (
     write_tensor,
 )
 from megatron.checkpoint.formats.universal_info import INFO_KEY, VOCAB_SIZE_KEY, check_info
+from megatron.checkpoint.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
-from megatron.checkpoint.verify.names import check_parameter, shown
 from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS

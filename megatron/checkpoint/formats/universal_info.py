@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.verify.names import shown
+from megatron.checkpoint.names import shown
 from megatron.config.config import Config
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError

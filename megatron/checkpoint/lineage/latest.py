@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import add_checksum, has_valid_checksum, read_with_retries
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LineageEntry,
@@ -23,8 +24,7 @@ from megatron.checkpoint.lineage.identity import (
     parse_lineage,
     parse_run_id,
 )
-from megatron.checkpoint.verify.files import add_checksum, has_valid_checksum, read_with_retries
-from megatron.checkpoint.verify.names import read_name
+from megatron.checkpoint.names import read_name
 from megatron.errors import is_access_error
 from megatron.files import HostileFileError, read_json, write_atomically, write_json
 

@@ -20,13 +20,13 @@ from megatron.checkpoint.discovery import (
     native_names,
     open_checkpoint,
 )
+from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point
 from megatron.checkpoint.lineage.identity import RunIdentity
 from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
-from megatron.checkpoint.verify.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json

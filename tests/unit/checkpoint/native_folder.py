@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify.digests import fragment_digests
-from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

@@ -7,8 +7,10 @@ import os
 import re
 from pathlib import Path
 
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
@@ -18,8 +20,6 @@ from megatron.checkpoint.lineage.start import (
     start_identity,
 )
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import CheckpointConfig
 from tests.support.layouts import Row, config_of
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.lineage.start import choose_checkpoint
 from megatron.checkpoint.manager import find_checkpoint, layout_record
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.checkpoint.verify.files import describe_file
 from megatron.config import Config, parse_args, read_command_line
 from megatron.errors import UserError
 from megatron.optimizer.schedule import schedule_of

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_latest, find_universal, open_checkpoint
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.inspect import inspect_folder
+from megatron.checkpoint.names import check_file, check_parameter, check_plain, read_name
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.checkpoint.verify.names import check_file, check_parameter, check_plain, read_name
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json
 from tests.support.layouts import Row, config_of

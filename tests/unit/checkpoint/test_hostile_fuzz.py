@@ -12,16 +12,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_latest, find_universal
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import overview_text
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.config import Config, read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

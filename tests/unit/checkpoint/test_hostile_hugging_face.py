@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer

@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatron.checkpoint.convert.huggingface import output as output_module
-from megatron.checkpoint.convert.huggingface.exporter import (
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import add_checksum, describe_file
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.huggingface import output as output_module
+from megatron.checkpoint.huggingface.exporter import (
     format_differences,
     verification,
     write_hugging_face,
 )
-from megatron.checkpoint.convert.huggingface.family import FAMILIES, family_of
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.convert.huggingface.output import DIGEST_FILE
-from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.verify.files import add_checksum, describe_file
+from megatron.checkpoint.huggingface.family import FAMILIES, family_of
+from megatron.checkpoint.huggingface.importer import read_hugging_face
+from megatron.checkpoint.huggingface.output import DIGEST_FILE
 from megatron.config import ModelConfig
 from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
@@ -419,7 +419,7 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
 KILLED = """
 import os, sys
 from pathlib import Path
-from megatron.checkpoint.convert.huggingface.output import temporary_folder
+from megatron.checkpoint.huggingface.output import temporary_folder
 with temporary_folder(Path(sys.argv[1]), sys.argv[2], 0) as folder:
     (folder / "part-0").write_text("half of the weights")
     os.kill(os.getpid(), 9)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, OPTConfig
 
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import read_command_line
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError

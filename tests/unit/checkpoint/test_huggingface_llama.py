@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megatron.checkpoint.convert.huggingface.exporter import write_hugging_face, write_settings
-from megatron.checkpoint.convert.huggingface.family import FAMILIES
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.huggingface.exporter import write_hugging_face, write_settings
+from megatron.checkpoint.huggingface.family import FAMILIES
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import read_command_line
 from megatron.errors import UserError

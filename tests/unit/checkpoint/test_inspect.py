@@ -11,15 +11,15 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import inspect
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.universal_info import derive_info, recorded_spec
 from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
-from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import UserError
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native

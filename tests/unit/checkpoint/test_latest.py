@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import latest as latest_module
 from megatron.checkpoint.lineage.latest import read_record
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
-from megatron.checkpoint.verify import files as checkpoint_files
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import (

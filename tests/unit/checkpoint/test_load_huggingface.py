@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpoint.convert.huggingface import reader as reader_module
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.formats.state import reshard
+from megatron.checkpoint.huggingface import reader as reader_module
 from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import read_command_line
 from megatron.errors import UserError

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.convert.to_universal import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
+from megatron.checkpoint.to_universal import open_source
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs

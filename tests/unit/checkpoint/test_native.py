@@ -6,8 +6,8 @@ import json
 import pytest
 
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.record import TrainingState, describe_start
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.errors import UserError
 
 FILE = "layer_01-model_00-model_states.pt"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import FORMATS, HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
-from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.to_universal import convert, open_source
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
@@ -17,7 +18,6 @@ from megatron.checkpoint.lineage.start import (
     started_from,
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.config import CheckpointConfig, TrainingConfig
 from megatron.errors import UserError
 from tests.support.layouts import Row, config_of

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity
-from megatron.checkpoint.verify.files import (
+from megatron.checkpoint.files import (
     add_checksum,
     describe_file,
     first_size_mismatch,
     missing_files,
     unneeded_files,
 )
+from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity
 from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import Run
 

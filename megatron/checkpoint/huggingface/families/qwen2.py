@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.convert.huggingface.families.llama import (
+from megatron.checkpoint.huggingface.families.llama import (
     ATTENTION,
     CONSTANTS,
     CONVERSIONS,
@@ -14,7 +14,7 @@ from megatron.checkpoint.convert.huggingface.families.llama import (
     LLAMA,
     PARAMETERS,
 )
-from megatron.checkpoint.convert.huggingface.family import Conversion, Parameter, equal_heads
+from megatron.checkpoint.huggingface.family import Conversion, Parameter, equal_heads
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
 

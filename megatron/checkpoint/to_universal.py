@@ -30,6 +30,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
@@ -51,9 +52,8 @@ from megatron.checkpoint.formats.universal_info import (
     recorded_spec,
     unused_patterns,
 )
+from megatron.checkpoint.names import check_parameter, is_shape, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.checkpoint.verify.names import check_parameter, is_shape, shown
 from megatron.errors import UserError
 from megatron.files import (
     expect_layout,

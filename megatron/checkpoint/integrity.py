@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.checkpoint.digests import StateDigests, UnquantizedDigests, digest_state
 from megatron.checkpoint.record import Checkpoint
-from megatron.checkpoint.verify.digests import StateDigests, UnquantizedDigests, digest_state
 from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.data.loader import MicroBatch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.convert.huggingface.families.llama import UNTIED
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.families.llama import UNTIED
+from megatron.checkpoint.huggingface.family import (
     LM_HEAD,
     WORD_EMBEDDINGS,
     Conversion,
@@ -13,7 +13,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     exact_or_tanh,
     with_bias,
 )
-from megatron.checkpoint.convert.huggingface.rope import PARTIAL_ROPE
+from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
 
 # With use_parallel_residual, and without.
 _ARRANGEMENTS = {True: "parallel", False: "pre-norm"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.checkpoint.convert.huggingface.families.llama import CONVERSIONS, LLAMA
-from megatron.checkpoint.convert.huggingface.family import Conversion
+from megatron.checkpoint.huggingface.families.llama import CONVERSIONS, LLAMA
+from megatron.checkpoint.huggingface.family import Conversion
 
 # Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
 WINDOW = Conversion(

@@ -1,6 +1,6 @@
 """BLOOM: ALiBi, and a norm after the word embeddings."""
 
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.family import (
     EMBED,
     WORD_EMBEDDINGS,
     Family,

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from megatron.checkpoint.convert.huggingface.families.llama import CONSTANTS, FIELDS, LLAMA, PARAMETERS
-from megatron.checkpoint.convert.huggingface.families.qwen3 import QK_NORM_PARAMETERS
-from megatron.checkpoint.convert.huggingface.family import Parameter, equal_heads
+from megatron.checkpoint.huggingface.families.llama import CONSTANTS, FIELDS, LLAMA, PARAMETERS
+from megatron.checkpoint.huggingface.families.qwen3 import QK_NORM_PARAMETERS
+from megatron.checkpoint.huggingface.family import Parameter, equal_heads
 
 _INPUT_NORM = "{layer}.input_layernorm.weight"
 _OUTPUT_NORM = Parameter(

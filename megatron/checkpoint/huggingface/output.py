@@ -16,9 +16,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron.checkpoint.convert.to_universal import check_space
-from megatron.checkpoint.verify.files import describe_file, read_with_retries
-from megatron.checkpoint.verify.names import check_file
+from megatron.checkpoint.files import describe_file, read_with_retries
+from megatron.checkpoint.names import check_file
+from megatron.checkpoint.to_universal import check_space
 from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import read_small
 from megatron.text_table import first_few

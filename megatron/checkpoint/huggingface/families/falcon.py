@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.convert.huggingface.families.llama import HEAD, UNTIED
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.families.llama import HEAD, UNTIED
+from megatron.checkpoint.huggingface.family import (
     WORD_EMBEDDINGS,
     Conversion,
     Family,
@@ -14,7 +14,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     exact_or_tanh,
     with_bias,
 )
-from megatron.checkpoint.convert.huggingface.rope import ROPE
+from megatron.checkpoint.huggingface.rope import ROPE
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
 

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from megatron.checkpoint.convert.huggingface.families.llama import (
+from megatron.checkpoint.huggingface.families.llama import (
     ATTENTION,
     CONSTANTS,
     CONVERSIONS,
     LLAMA,
     PARAMETERS,
 )
-from megatron.checkpoint.convert.huggingface.families.qwen2 import WINDOW
-from megatron.checkpoint.convert.huggingface.family import Parameter
+from megatron.checkpoint.huggingface.families.qwen2 import WINDOW
+from megatron.checkpoint.huggingface.family import Parameter
 
 QK_NORM_PARAMETERS = tuple(
     Parameter(f"{{layer}}.self_attention.{part}_layernorm.weight", (f"{ATTENTION}.{part}_norm.weight",))

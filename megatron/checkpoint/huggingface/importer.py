@@ -20,25 +20,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.files import add_checksum
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
+from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
+from megatron.checkpoint.formats.universal import UniversalWriter
+from megatron.checkpoint.formats.universal_info import spec_record
+from megatron.checkpoint.huggingface.family import (
     FAMILIES,
     LM_HEAD,
     WORD_EMBEDDINGS,
     Family,
     count_non_finite,
 )
-from megatron.checkpoint.convert.huggingface.output import temporary_folder
-from megatron.checkpoint.convert.huggingface.rope import check_numbers
-from megatron.checkpoint.convert.to_universal import PARTIAL, move_into_place
-from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
-from megatron.checkpoint.formats.universal import UniversalWriter
-from megatron.checkpoint.formats.universal_info import spec_record
+from megatron.checkpoint.huggingface.output import temporary_folder
+from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.manager import layout_record
+from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.checkpoint.record import RUN_FILE, TrainingState
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.checkpoint.verify.names import check_plain, is_plain, shown
+from megatron.checkpoint.to_universal import PARTIAL, move_into_place
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line

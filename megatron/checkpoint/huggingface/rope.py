@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.convert.huggingface.family import Conversion
-from megatron.checkpoint.verify.names import shown
+from megatron.checkpoint.huggingface.family import Conversion
+from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.errors import UserError, one_line

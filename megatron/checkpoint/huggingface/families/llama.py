@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.family import (
     LM_HEAD,
     WORD_EMBEDDINGS,
     Conversion,
@@ -16,7 +16,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     Parameter,
     Transform,
 )
-from megatron.checkpoint.convert.huggingface.rope import ROPE
+from megatron.checkpoint.huggingface.rope import ROPE
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
 

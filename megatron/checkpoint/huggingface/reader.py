@@ -9,16 +9,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import SAME, Parameter
-from megatron.checkpoint.convert.huggingface.importer import (
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import StateReader, check_shape
+from megatron.checkpoint.huggingface.family import SAME, Parameter
+from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
     check_finite,
     read_hugging_face,
     read_settings,
 )
-from megatron.checkpoint.convert.huggingface.output import DIGEST_FILE, digest_problem, read_digests
-from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import StateReader, check_shape
+from megatron.checkpoint.huggingface.output import DIGEST_FILE, digest_problem, read_digests
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
 from megatron.mpu.layout import TPGroup

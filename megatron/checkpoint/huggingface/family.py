@@ -215,7 +215,7 @@ def setting(field: str, value: Any) -> str:
     return option_name(field) if value is True else f"{option_name(field)} {value}"
 
 
-_FAMILIES = "megatron.checkpoint.convert.huggingface.families"
+_FAMILIES = "megatron.checkpoint.huggingface.families"
 
 # Instances of `Family`. A model that several families can express is exported as the first of them.
 FAMILIES = Registry(
