@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.files import Files, first_size_mismatch, missing_files
+from megatron.checkpoint.files import Files, first_size_mismatch
+from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import (
     FORMATS,
     HUGGING_FACE,
@@ -137,7 +138,8 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
         elif latest[kind] is not None and latest[kind] not in [item.name for item in found]:
             problems.append(f"`{file}` names {latest[kind]}, which is not there")
         if complete and report is None:
-            newest = latest[kind] if latest[kind] in complete else complete[-1]
+            named = latest[kind]
+            newest = named if named in complete else complete[-1]
             try:
                 with stop_at_access_error():
                     report = inspect_checkpoint(folder / newest, verify)

@@ -31,7 +31,12 @@ from torch import Tensor
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import add_checksum
-from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
+from megatron.checkpoint.formats.deepspeed_files import (
+    SHARDED_WEIGHTS,
+    layer_files,
+    model_files,
+    sharded_weight_files,
+)
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import ReplicaMismatch
@@ -189,7 +194,7 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
             "known: convert it with the program that wrote it"
         )
     check_info(info, paths[0])
-    first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
+    first_layer = layer_files(folder).get(1, [])
     specs: dict[str, ParameterSpec] = {}
     with expect_layout(paths[0], "the states of a model-parallel rank"):
         dimensions = states[0].get("checkpoint_parallel_dimensions") or {}

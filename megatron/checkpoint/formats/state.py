@@ -38,7 +38,7 @@ class ReplicaMismatch:
 
     def update(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Compares two replicas; returns whether they differ."""
-        if memoryview(one).cast("B") == memoryview(other).cast("B"):
+        if one.data.cast("B") == other.data.cast("B"):
             return False
         difference = float(np.abs(one - other).max())
         # Non-finite values are only equal if their bits are.
@@ -396,7 +396,7 @@ def reshard(
     zeros. saved_shard: reads the shard of a tensor-parallel rank, of any shape. It is called only for shards
     that overlap with this rank's.
     """
-    dim = spec.shard_dim
+    dim = spec.shard_dim or 0
     target = torch.zeros(local_shape(spec, tp_group))
     used = spec.num_valid_rows if spec.num_valid_rows is not None else spec.global_shape[dim]
     for rank in range(saved_size):

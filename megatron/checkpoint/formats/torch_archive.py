@@ -99,6 +99,7 @@ class Stub:
 
     # A slot takes precedence over attributes from the file.
     __slots__ = ("constructor_args", "__dict__", "__weakref__")
+    constructor_args: tuple[Any, ...]
 
     def __new__(cls, *args: Any) -> Stub:
         """Keeps the arguments of the class that it stands for."""
@@ -155,10 +156,10 @@ def _stand_in(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _stand_ins(names: Iterable[str], path: Path) -> list[tuple[Callable[..., Any], str]]:
+def _stand_ins(names: Iterable[str], path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Stand-ins for the names of a pickle, as torch takes them. Raises HostileFileError for a name that
     checkpoints do not use."""
-    found = []
+    found: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
     for name in sorted(names):
         stand_in = _stand_in(name)
         if stand_in is None:
@@ -269,7 +270,7 @@ class _Mapped:
         if self._bytes is None:
             # Copy on write: torch wants memory that could be written to.
             self._bytes = map_file(self._path, copy_on_write=True)
-        offset = begin + meta.storage_offset() * item_bytes
+        offset = begin + int(meta.storage_offset()) * item_bytes
         flat = torch.frombuffer(self._bytes, dtype=meta.dtype, count=extent, offset=offset)
         return flat.as_strided(meta.shape, meta.stride())
 

@@ -319,7 +319,7 @@ def _read(path: Path) -> Mapping[str, StoredWeight]:
             type(name) is str and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
             raise UserError(f"the weights in {path} cannot be read: expected a dict of tensors")
-        return {name: StoredWeight(t.shape, t.dtype, lambda t=t: t) for name, t in content.items()}
+        return {name: StoredWeight(t.shape, t.dtype, t.detach) for name, t in content.items()}
     try:
         open_regular(path).close()
         with safe_open(path, "pt") as file:

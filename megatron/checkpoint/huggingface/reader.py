@@ -87,8 +87,9 @@ class HuggingFaceReader(StateReader):
         the vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
         ranks, transform = tp_group.size, self._parameters[name].transform
         dim = spec.shard_dim if transform is SAME else transform.slice_dim
-        is_whole = ranks == 1 or spec.shard_dim is None or dim is None or spec.num_valid_rows is not None
-        if is_whole or (transform.of_groups and self._config.query_groups % ranks):
+        has_one_rank = ranks == 1 or spec.shard_dim is None
+        splits_groups = transform.of_groups and self._config.query_groups % ranks
+        if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
             return super().read_shard(name, kind, spec, tp_group)
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._parts(name)]
         of_rank = self._config

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -59,7 +59,7 @@ class RunIdentity:
 
     def record(self) -> dict[str, Any]:
         """The identity as `run.json` of the next checkpoint stores it."""
-        lineage = lineage_record(self.lineage)
+        lineage = [asdict(entry) for entry in self.lineage]
         return {"run_id": self.run_id, "origin": self.origin, "lineage": lineage}
 
     def saved(self, entry: LineageEntry) -> bool:
@@ -95,11 +95,6 @@ def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
 def parse_entry(value: Any) -> LineageEntry | None:
     """Parses one lineage entry read from a file, which may be null."""
     return None if value is None else _parse_entry(value)
-
-
-def lineage_record(lineage: Iterable[LineageEntry]) -> list[dict[str, Any]]:
-    """The lineage as JSON types."""
-    return [asdict(entry) for entry in lineage]
 
 
 def _parse_entry(value: Any) -> LineageEntry:

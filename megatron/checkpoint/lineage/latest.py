@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LineageEntry,
     RunIdentity,
-    lineage_record,
     parse_entry,
     parse_lineage,
     parse_run_id,
@@ -47,6 +46,16 @@ class LatestRecord:
     lineage: tuple[LineageEntry, ...]
     origin: Mapping[str, Any] | None = None
     upcoming: LineageEntry | None = None
+
+    @property
+    def entries(self) -> tuple[LineageEntry, ...]:
+        """The lineage, then the upcoming checkpoint."""
+        return self.lineage if self.upcoming is None else (*self.lineage, self.upcoming)
+
+    @property
+    def written_names(self) -> set[str]:
+        """The names that the program may have left in `latest`."""
+        return {self.latest, *([] if self.upcoming is None else [self.upcoming.name])}
 
 
 def read_latest(folder: Path) -> str | None:
@@ -92,6 +101,4 @@ def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None
 
 
 def _write(folder: Path, record: LatestRecord) -> None:
-    short = replace(record, lineage=())
-    content = {**asdict(short), "lineage": lineage_record(record.lineage)}
-    write_json(folder / RECORD_FILE, add_checksum(content), indent=1)
+    write_json(folder / RECORD_FILE, add_checksum(asdict(record)), indent=1)

@@ -11,7 +11,7 @@ from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import add_checksum, describe_file
-from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
+from megatron.checkpoint.lineage.identity import LineageEntry
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     check_save_folder,
@@ -67,9 +67,7 @@ class Run:
         run = {
             "state": dataclasses.asdict(TrainingState(iteration=step)),
             "files": {FILE: describe_file(saving / FILE)},
-            "run_id": self.identity.run_id,
-            "origin": self.identity.origin,
-            "lineage": lineage_record(self.identity.lineage),
+            **self.identity.record(),
         }
         if self.old_format:
             run["lineage"] = [entry.name for entry in self.identity.lineage]

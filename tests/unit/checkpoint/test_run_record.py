@@ -9,9 +9,8 @@ from megatron.checkpoint.files import (
     add_checksum,
     describe_file,
     first_size_mismatch,
-    missing_files,
-    unneeded_files,
 )
+from megatron.checkpoint.formats.deepspeed_files import missing_files, unneeded_files
 from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity
 from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import Run
