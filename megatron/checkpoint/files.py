@@ -101,18 +101,15 @@ def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> It
 
 
 def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a SHA-256 of its content."""
-    return {**record, "sha256": _digest_of(record)}
+    """The record with a SHA-256 of its content, which replaces that of an earlier content."""
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {**content, "sha256": digest}
 
 
 def has_valid_checksum(record: dict[str, Any]) -> bool:
     """Whether the record has the checksum that `add_checksum` adds."""
-    content = {key: value for key, value in record.items() if key != "sha256"}
-    return record.get("sha256") == _digest_of(content)
-
-
-def _digest_of(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return record.get("sha256") == add_checksum(record)["sha256"]
 
 
 def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:

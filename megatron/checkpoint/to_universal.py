@@ -405,13 +405,12 @@ def _write_rest(source: Source, partial: Path) -> None:
             for path in sorted(partial.rglob("*.pt"))
             if UNFINISHED_FOLDER not in path.parts
         }
-        content = {key: value for key, value in source.run.items() if key != "sha256"}
+        content = {**source.run, "files": sizes}
         folder = partial / AVERAGED_FOLDER
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in content:
             content["certificate"] = _record_without(averaged, content["certificate"])
-        run = add_checksum({**content, "files": sizes})
-        write_json(partial / RUN_FILE, run)
+        write_json(partial / RUN_FILE, add_checksum(content))
 
 
 def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:

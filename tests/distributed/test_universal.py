@@ -146,7 +146,7 @@ def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
         for path in target.glob(f"zero/*/{pattern}"):
             path.unlink()
     run = json.loads((target / "run.json").read_text())
-    del run["sha256"], run["certificate"]
+    del run["certificate"]
     run["files"] = {name: entry for name, entry in run["files"].items() if (target / name).exists()}
     (target / "run.json").write_text(json.dumps(add_checksum(run)))
     histories = [
@@ -438,7 +438,6 @@ def reseal(folder, run, *changed):
     """Lets the manifest agree with files that were changed."""
     for path in changed:
         run["files"][path.name] = describe_file(path)
-    run = {key: value for key, value in run.items() if key != "sha256"}
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 

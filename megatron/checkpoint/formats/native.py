@@ -86,7 +86,6 @@ class NativeReader(StateReader):
 
     @property
     def stored_names(self) -> Collection[str]:
-        """See `StateReader`."""
         return self.files.names
 
     @cached_property
@@ -102,15 +101,12 @@ class NativeReader(StateReader):
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
-        """See `StateReader`."""
         return self.files.common["loss_scaler"]
 
     def kinds(self, name: str) -> list[str]:
-        """See `StateReader`."""
         return [VALUES, *self.files.moments(name)]
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        """See `StateReader`."""
         return self.files.others(name)
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
@@ -204,7 +200,6 @@ class NativeReader(StateReader):
         yield from self.layers.all_tensors(self.specs if specs is None else specs)
 
     def weights_verification(self, master_weights: bool) -> str:
-        """See `StateReader`."""
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
@@ -216,7 +211,6 @@ class NativeReader(StateReader):
         ]
 
     def has_digests(self) -> bool:
-        """See `StateReader`."""
         return True
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:

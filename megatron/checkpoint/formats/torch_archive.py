@@ -39,6 +39,8 @@ _ALIGNMENT = 64
 # A pickle with tens of thousands of parameters has a few MB, an archive's list of members too.
 _MAX_PICKLE_BYTES = 1 << 26
 _MAX_DIMS = 16
+# What torch's loader calls for a name in a pickle: a class or function, with or without that name.
+_StandIn = Callable[..., Any] | tuple[Callable[..., Any], str]
 # torch keeps the classes that it may create in one set for all threads.
 _ONE_LOAD = threading.Lock()
 
@@ -156,10 +158,10 @@ def _stand_in(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _stand_ins(names: Iterable[str], path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+def _stand_ins(names: Iterable[str], path: Path) -> list[_StandIn]:
     """Stand-ins for the names of a pickle, as torch takes them. Raises HostileFileError for a name that
     checkpoints do not use."""
-    found: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
+    found: list[_StandIn] = []
     for name in sorted(names):
         stand_in = _stand_in(name)
         if stand_in is None:

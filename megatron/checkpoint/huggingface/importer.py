@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron.checkpoint.huggingface.family import (
     LM_HEAD,
     WORD_EMBEDDINGS,
     Family,
+    Parameter,
     count_non_finite,
 )
 from megatron.checkpoint.huggingface.output import temporary_folder
@@ -106,13 +107,26 @@ class HuggingFaceModel:
         precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
         return _config(self.fields, vocab_size, data, precision)
 
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The settings of the model, without its vocabulary."""
+        return ModelConfig(**self.fields)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Megatron name -> parameter."""
+        names = self.family.names(self.model.num_layers, self.model.untie_embeddings_and_output_weights)
+        return {parameter.megatron: parameter for parameter in names}
+
+    def parts(self, name: str) -> list[Tensor]:
+        """The Hugging Face tensors of a parameter, mapped."""
+        return [self.stored[hf_name].read() for hf_name in self.parameters[name].hf]
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Megatron name, global weight) of every parameter, with `rows` word embeddings, in the dtype
         of the files. Each is read when it is used."""
-        model = ModelConfig(**self.fields)
-        for parameter in self.family.names(model.num_layers, model.untie_embeddings_and_output_weights):
-            parts = [self.stored[name].read() for name in parameter.hf]
-            yield parameter.megatron, parameter.transform.to_megatron(parts, model)
+        for name, parameter in self.parameters.items():
+            yield name, parameter.transform.to_megatron(self.parts(name), self.model)
 
 
 def _config(
@@ -346,8 +360,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
             specs = _specs_without_padding(config, model.rows, None)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-    untied = config.model.untie_embeddings_and_output_weights
-    for parameter in model.family.names(config.model.num_layers, untied):
+    for parameter in model.parameters.values():
         weight = torch.empty(specs[parameter.megatron].global_shape, device="meta")
         parts = parameter.transform.to_hf(weight, config.model)
         for name, part in zip(parameter.hf, parts, strict=True):

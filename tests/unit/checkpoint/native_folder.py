@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import zipfile
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -119,6 +121,14 @@ def write_native(
     (path / "run.json").write_text(json.dumps(add_checksum(run)))
     (folder / "latest").write_text(path.name)
     return path
+
+
+def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes `run.json` and makes its checksum right again, as an attacker would."""
+    path = folder / "run.json"
+    run = json.loads(path.read_text())
+    change(run)
+    path.write_text(json.dumps(add_checksum(run)))
 
 
 def flip_a_byte(path: Path) -> None:

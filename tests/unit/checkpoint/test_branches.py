@@ -44,7 +44,7 @@ class Run(saved_runs.Run):
         states.write_text("moments")
         run["files"][states.name] = describe_file(states)
         run["state"] |= {"consumed_samples": 4 * step, "consumed_tokens": 64 * step}
-        run = saved_runs.add_checksum({key: value for key, value in run.items() if key != "sha256"})
+        run = saved_runs.add_checksum(run)
         path.write_text(json.dumps(run))
         return dataclasses.replace(entry, sha256=run["sha256"])
 

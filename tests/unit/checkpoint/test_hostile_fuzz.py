@@ -59,9 +59,7 @@ class Files:
             record = mutated_json(json.loads(content), data)
             path.write_text(json.dumps(record))
             if path.name == "run.json" and isinstance(record, dict):
-                path.write_text(
-                    json.dumps(add_checksum({key: record[key] for key in record if key != "sha256"}))
-                )
+                path.write_text(json.dumps(add_checksum(record)))
             return
         if path.suffix in (".pt", ".bin") and data.draw(st.booleans()):
             _rewrite_pickle(path, content, changes)
@@ -70,7 +68,6 @@ class Files:
         record = self.folder / "run.json"
         if record in self.good and record != path:
             run = json.loads(self.good[record])
-            run.pop("sha256")
             run["files"].get(str(path.relative_to(self.folder)), {})["bytes"] = path.stat().st_size
             record.write_text(json.dumps(add_checksum(run)))
 

@@ -1,1 +1,1 @@
-"""One file per Hugging Face model family; `..family` lists them."""
+"""One file per Hugging Face model family and its relatives; `..family` lists them."""

@@ -1,20 +1,25 @@
-"""Llama 1 to 3, and what its relatives share: rotary positions, RMS norms, SwiGLU, grouped queries."""
+"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Its relatives Mistral, Qwen 2, Qwen 3
+and OLMo 2 are described by their differences from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.huggingface.family import (
+    INITIALIZATION,
     LM_HEAD,
+    SIZES,
     WORD_EMBEDDINGS,
     Conversion,
     Family,
     Parameter,
     Transform,
+    equal_heads,
 )
 from megatron.checkpoint.huggingface.rope import ROPE
 from megatron.config import ModelConfig
@@ -69,24 +74,13 @@ UNTIED = Conversion(
 )
 CONVERSIONS = (QUERY_GROUPS, UNTIED, ROPE)
 
-FIELDS = (
-    ("num_layers", "num_hidden_layers"),
-    ("hidden_size", "hidden_size"),
-    ("ffn_hidden_size", "intermediate_size"),
-    ("num_attention_heads", "num_attention_heads"),
-    ("layernorm_epsilon", "rms_norm_eps"),
-    ("vocab_size", "vocab_size"),
-    ("max_position_embeddings", "max_position_embeddings"),
-)
-HEAD_DIM = ("kv_channels", "head_dim")
-TRAINING_FIELDS = (("init_method_std", "initializer_range"), ("attention_dropout", "attention_dropout"))
+FIELDS = (*SIZES, ("ffn_hidden_size", "intermediate_size"), ("layernorm_epsilon", "rms_norm_eps"))
 CONSTANTS = {
     "position_embedding_type": "rotary",
     "normalization": "RMSNorm",
     "glu_activation": "swiglu",
     "disable_bias_linear": True,
 }
-TRAINING = {"hidden_dropout": 0.0}
 ATTENTION = "model.layers.{block}.self_attn"
 PARAMETERS = (
     Parameter(WORD_EMBEDDINGS, ("model.embed_tokens.weight",)),
@@ -109,21 +103,135 @@ PARAMETERS = (
     Parameter("{final}.weight", ("model.norm.weight",)),
 )
 HEAD = Parameter("{head}.lm_head.weight", (LM_HEAD,))
-BUFFERS = (f"{ATTENTION}.rotary_emb.inv_freq",)
 
 LLAMA = Family(
     title="Llama",
     architecture="LlamaForCausalLM",
-    fields=(*FIELDS, HEAD_DIM),
-    training_fields=TRAINING_FIELDS,
+    fields=(*FIELDS, ("kv_channels", "head_dim")),
+    training_fields=(*INITIALIZATION, ("attention_dropout", "attention_dropout")),
     megatron_constants=CONSTANTS,
-    megatron_training=TRAINING,
+    megatron_training={"hidden_dropout": 0.0},
     hf_constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     conversions=CONVERSIONS,
     parameters=PARAMETERS,
     head=HEAD,
-    buffers=BUFFERS,
+    buffers=(f"{ATTENTION}.rotary_emb.inv_freq",),
     prefix="model.",
     # Slices of the matrix products of one training layout; older versions of transformers used them.
     ignored=("pretraining_tp",),
+)
+
+# --- Mistral: in its first version with sliding-window attention ---
+
+# Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
+MISTRAL_WINDOW = Conversion(
+    megatron=("window_size",),
+    hf=("sliding_window",),
+    to_hf=lambda model: {"sliding_window": model.window_size},
+    to_megatron=lambda hf_config: (
+        {} if hf_config.sliding_window is None else {"window_size": hf_config.sliding_window}
+    ),
+)
+
+MISTRAL = replace(
+    LLAMA,
+    title="Mistral",
+    architecture="MistralForCausalLM",
+    hf_constants={"hidden_act": "silu"},
+    conversions=(*CONVERSIONS, MISTRAL_WINDOW),
+    ignored=(),
+)
+
+# --- Qwen 2 and 2.5: biases of queries, keys and values, and often a tied LM head ---
+
+
+def _window_to_hf(model: ModelConfig) -> dict[str, Any]:
+    if model.window_size is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": model.window_size, "max_window_layers": 0}
+
+
+def _window_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    # transformers makes layer_types from max_window_layers if the file has none.
+    kinds = hf_config.layer_types
+    if kinds == ["full_attention"] * hf_config.num_hidden_layers:
+        return {}
+    if kinds == ["sliding_attention"] * hf_config.num_hidden_layers and hf_config.sliding_window is not None:
+        return {"window_size": hf_config.sliding_window}
+    raise UserError(
+        f"the model has use_sliding_window = {hf_config.use_sliding_window} and layer_types = "
+        f"{one_line(kinds)}: expected a window in all layers or in none"
+    )
+
+
+QWEN_WINDOW = Conversion(
+    megatron=("window_size",),
+    hf=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    to_hf=_window_to_hf,
+    to_megatron=_window_to_megatron,
+)
+
+QKV_BIAS = Parameter(
+    "{layer}.self_attention.query_key_value.bias",
+    tuple(f"{ATTENTION}.{part}_proj.bias" for part in "qkv"),
+    HEADS,
+)
+
+QWEN2 = replace(
+    LLAMA,
+    title="Qwen 2",
+    architecture="Qwen2ForCausalLM",
+    fields=FIELDS,
+    megatron_constants={**CONSTANTS, "add_qkv_bias": True},
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"hidden_act": "silu", "use_mrope": False},
+    conversions=(*CONVERSIONS, QWEN_WINDOW),
+    parameters=(*PARAMETERS, QKV_BIAS),
+    ignored=(),
+)
+
+# --- Qwen 3: a norm of each query and key head, a head dimension of its own and no biases ---
+
+QK_NORM_PARAMETERS = tuple(
+    Parameter(f"{{layer}}.self_attention.{part}_layernorm.weight", (f"{ATTENTION}.{part}_norm.weight",))
+    for part in "qk"
+)
+
+QWEN3 = replace(
+    LLAMA,
+    title="Qwen 3",
+    architecture="Qwen3ForCausalLM",
+    megatron_constants={**CONSTANTS, "qk_layernorm": True},
+    hf_constants={"hidden_act": "silu", "attention_bias": False},
+    conversions=(*CONVERSIONS, QWEN_WINDOW),
+    parameters=(*PARAMETERS, *QK_NORM_PARAMETERS),
+    ignored=(),
+)
+
+# --- OLMo 2: norms after attention and MLP, and one over all query heads and one over all keys ---
+
+_INPUT_NORM = "{layer}.input_layernorm.weight"
+_OUTPUT_NORM = Parameter(
+    "{layer}.post_mlp_layernorm.weight", ("model.layers.{block}.post_feedforward_layernorm.weight",)
+)
+
+OLMO2 = replace(
+    LLAMA,
+    title="OLMo 2",
+    architecture="Olmo2ForCausalLM",
+    fields=FIELDS,
+    megatron_constants={
+        **CONSTANTS,
+        "layer_arrangement": "post-norm",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+    },
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"hidden_act": "silu", "attention_bias": False},
+    parameters=(
+        *(parameter for parameter in PARAMETERS if parameter.megatron != _INPUT_NORM),
+        *QK_NORM_PARAMETERS,
+        _OUTPUT_NORM,
+    ),
+    ignored=(),
 )
