@@ -26,11 +26,14 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
-from megatron.checkpoint.lineage.latest import (
+from megatron.checkpoint.lineage.identity import (
+    CHECKPOINT_NAME,
     LATEST_FILE,
     RECORD_FILE,
     LatestRecord,
+    LineageEntry,
+    parse_lineage,
+    parse_run_id,
     read_latest,
     read_record,
 )

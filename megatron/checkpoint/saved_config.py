@@ -12,7 +12,7 @@ from megatron.checkpoint.discovery import current_path, find_latest, find_univer
 from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
-from megatron.checkpoint.lineage.latest import read_latest
+from megatron.checkpoint.lineage.identity import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint_args import SavedConfig

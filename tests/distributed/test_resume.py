@@ -281,12 +281,6 @@ def test_a_universal_checkpoint_is_not_loaded_as_a_native_one(saved):
             find(folder)
 
 
-def test_a_latest_that_names_a_missing_folder_is_an_error_with_the_existing_ones(saved):
-    (saved / "latest").write_text("global_step7")
-    with pytest.raises(UserError, match="names global_step7, which does not exist; .* holds global_step1:"):
-        find(saved)
-
-
 # --- complete or invisible ---
 
 

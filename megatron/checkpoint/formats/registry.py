@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.lineage.latest import LATEST_FILE
+from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.config.registry import Choice, Registry
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, is_started_from
-from megatron.checkpoint.lineage.identity import RunIdentity
-from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
+from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
 from megatron.checkpoint.ranks import broadcast, first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -132,9 +133,12 @@ def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None
 
 
 def flip_a_byte(path: Path) -> None:
-    """In the largest member of a file of torch.save: the zip's directory and the pickle stay as they are."""
+    """In the largest member of a file of torch.save: the zip's directory and the other members stay as they
+    are."""
     with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda info: info.file_size)
+        largest = max(archive.infolist(), key=lambda info: ("/data/" in info.filename, info.file_size))
     content = bytearray(path.read_bytes())
-    content[largest.header_offset + 200] ^= 1
+    # A member's header has 30 bytes, then its name and extra field, whose lengths are the last two numbers.
+    lengths = struct.unpack_from("<HH", content, largest.header_offset + 26)
+    content[largest.header_offset + 30 + sum(lengths) + largest.file_size // 2] ^= 1
     path.write_bytes(content)

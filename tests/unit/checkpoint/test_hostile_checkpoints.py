@@ -20,6 +20,7 @@ from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.test_torch_files import harm
 from tests.unit.hostile import bounds, refusal, snapshot
 from tools import ds_to_universal, generate, inspect_checkpoint
 
@@ -70,10 +71,8 @@ def test_a_hostile_name_is_refused(name: object) -> None:
 
 
 def test_valid_names_are_not_hostile() -> None:
-    norm, file = (
-        "tied_modules.embed.word_embeddings.norm.weight",
-        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    )
+    norm = "tied_modules.embed.word_embeddings.norm.weight"
+    file = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     for check, names in (
         (check_parameter, (norm, "3.mlp.dense_h_to_4h.bias", "module.0.self-attn.w")),
         (check_file, (file, "zero/8.weight/fp32.pt", "layer_01-model_00-model_states.pt")),
@@ -149,14 +148,6 @@ def inspected(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return printed.err
 
 
-class Harm:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
-
-
 def replace_layer(folder: Path, content: Any) -> None:
     path = folder / "layer_03-model_00-model_states.pt"
     torch.save(content, path)
@@ -168,12 +159,10 @@ def many_layers(run: dict[str, Any]) -> None:
 
 
 HARMS: dict[str, Callable[[Path], None]] = {
-    "file name": lambda folder: change_run(
-        folder, lambda run: run["files"].update({"/dev/zero": {"bytes": 1}})
-    ),
+    "file name": lambda folder: change_run(folder, lambda run: run.update(files={"/dev/zero": {"bytes": 1}})),
     "lineage": lambda folder: change_run(folder, lambda run: run.update(lineage=["../../../victim"])),
     "layers": lambda folder: change_run(folder, many_layers),
-    "code": lambda folder: replace_layer(folder, {"a": Harm(folder.parent / "harm")}),
+    "code": lambda folder: replace_layer(folder, {"a": harm(folder.parent / "harm")}),
     "parameter": lambda folder: replace_layer(folder, {"../../victim": torch.ones(2)}),
     "deep json": lambda folder: (folder / "run.json").write_text("[" * 200_000) and None,
     "nested json": lambda folder: (folder / "run.json").write_text("[" * 500 + "]" * 500) and None,
