@@ -210,7 +210,15 @@ class UniversalReader(StateReader):
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. The tensor is memory-mapped."""
-        tensor = read_global_tensor(self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE), spec)
+        path = self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE)
+        entry = read_file(path)
+        tensor = entry.get("param") if isinstance(entry, Mapping) else None
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
+            raise UserError(
+                f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
+            )
+        if spec is not None:
+            check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
             return megatron_deepspeed.tensor_here(name, tensor, self.checkpoint.run["args"])
         return tensor
@@ -277,20 +285,6 @@ class UniversalReader(StateReader):
             if step.numel() != 1:
                 raise ValueError("it is not one number")
         return {"step": step}
-
-
-def read_global_tensor(path: Path, spec: ParameterSpec | None = None) -> Tensor:
-    """The tensor in the file of a parameter or moment, memory-mapped. UserError unless it has the shape of
-    the spec, if there is one."""
-    entry = read_file(path)
-    tensor = entry.get("param") if isinstance(entry, Mapping) else None
-    if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
-        raise UserError(
-            f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
-        )
-    if spec is not None:
-        check_shape(tuple(tensor.shape), spec, f"{path} holds")
-    return tensor
 
 
 class UniversalWriter(StateWriter):
