@@ -193,10 +193,10 @@ class Loader:
 
     def do(self, work: str) -> None:
         """'read', 'load', 'verify' or 'check'."""
+        from megatron.checkpoint.digests import UnquantizedDigests
         from megatron.checkpoint.formats.registry import open_reader
-        from megatron.checkpoint.verify.digests import UnquantizedDigests
-        from megatron.checkpoint.verify.files import first_problem
-        from megatron.checkpoint.verify.integrity import verify_loaded_state
+        from megatron.checkpoint.integrity import verify_loaded_state
+        from megatron.checkpoint.ranks import first_problem
 
         if work == "read":
             self.read()

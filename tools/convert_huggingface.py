@@ -152,12 +152,12 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     """Write the folder for Hugging Face; return notes for the user."""
-    from megatron.checkpoint.convert.huggingface.exporter import (
+    from megatron.checkpoint.huggingface.exporter import (
         format_differences,
         verification,
         write_hugging_face,
     )
-    from megatron.checkpoint.convert.huggingface.family import family_of
+    from megatron.checkpoint.huggingface.family import family_of
     from megatron.checkpoint.reading import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
@@ -195,13 +195,13 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Write the universal checkpoint; return notes for the user."""
-    from megatron.checkpoint.convert.huggingface.importer import (
+    from megatron.checkpoint.huggingface.importer import (
         own_tokenizer,
         read_hugging_face,
         start_flags,
         write_universal,
     )
-    from megatron.checkpoint.convert.huggingface.output import check_digests
+    from megatron.checkpoint.huggingface.output import check_digests
     from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)

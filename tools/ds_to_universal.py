@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.checkpoint.convert.to_universal import Source, convert, open_source
-from megatron.checkpoint.verify.files import file_problems
+from megatron.checkpoint.files import file_problems
+from megatron.checkpoint.to_universal import Source, convert, open_source
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 

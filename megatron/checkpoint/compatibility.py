@@ -22,9 +22,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     """Raises UserError, with the differences, for a checkpoint of another model."""
     # The vocabulary is compared by its size before padding: padding is removed or added.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
-    names = now.keys()
-    if starts_at_zero(checkpoint):
-        names &= {field.name for field in fields(config.model)}
+    names = {field.name for field in fields(config.model)} if starts_at_zero(checkpoint) else now.keys()
     differences = [
         f"{key} was {saved.get(key)}, is {now[key]}"
         for key in now

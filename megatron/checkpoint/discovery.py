@@ -4,7 +4,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
+from megatron.checkpoint.files import (
+    RETRY_DELAYS_S,
+    first_size_mismatch,
+    has_valid_checksum,
+    read_with_retries,
+)
+from megatron.checkpoint.formats.deepspeed_files import (
+    SHARDED_WEIGHTS,
+    missing_files,
+    model_files,
+    sharded_weight_files,
+    unneeded_files,
+)
 from megatron.checkpoint.formats.registry import (
     LATEST_UNIVERSAL_FILE,
     NATIVE,
@@ -14,24 +26,19 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, parse_lineage, parse_run_id
-from megatron.checkpoint.lineage.latest import (
+from megatron.checkpoint.lineage.identity import (
+    CHECKPOINT_NAME,
     LATEST_FILE,
     RECORD_FILE,
     LatestRecord,
+    LineageEntry,
+    parse_lineage,
+    parse_run_id,
     read_latest,
     read_record,
 )
+from megatron.checkpoint.names import check_run, read_name
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
-from megatron.checkpoint.verify.files import (
-    RETRY_DELAYS_S,
-    first_size_mismatch,
-    has_valid_checksum,
-    missing_files,
-    read_with_retries,
-    unneeded_files,
-)
-from megatron.checkpoint.verify.names import check_run, read_name
 from megatron.errors import UserError, is_access_error
 from megatron.files import read_json
 from megatron.text_table import first_few
@@ -65,7 +72,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     if latest is not None and not current_path(folder, latest).exists():
         missing = f"{folder / LATEST_FILE} names {latest}, which does not exist; the folder holds "
         missing += first_few(reversed(names), 10) if names else "none: remove it to start from scratch"
-        if record is None or latest not in (record.latest, record.upcoming and record.upcoming.name):
+        if record is None or latest not in record.written_names:
             also = (
                 ": write the name of the checkpoint to resume from into it, or remove it to resume from the"
             )
@@ -103,8 +110,7 @@ def _candidates(
     # The program writes `latest` before its record. A newer `latest` was edited, or the job was killed
     # between the two: in both cases it names the right checkpoint.
     is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)
-    recorded = None if record is None else (None, record.latest, record.upcoming and record.upcoming.name)
-    if record is not None and recorded is not None and latest in recorded and not is_newer:
+    if record is not None and (latest is None or latest in record.written_names) and not is_newer:
         entries = [*record.lineage]
         if record.upcoming is not None and _digest_of(folder, record.upcoming) == record.upcoming.sha256:
             entries.append(record.upcoming)
@@ -125,7 +131,7 @@ def _candidates(
         return lineage, f"{folder / LATEST_FILE} is missing or names no checkpoint" if lineage else ""
     reason = ""
     if record is not None:
-        newest = (record.upcoming or record.lineage[-1]).name if record.lineage or record.upcoming else "none"
+        newest = record.entries[-1].name if record.entries else "none"
         if latest != newest:
             reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
     own = _open_or_none(current_path(folder, latest))

@@ -14,8 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.convert.to_universal import PARTIAL, SOURCE_FILE
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import Files, first_size_mismatch
+from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import (
     FORMATS,
     HUGGING_FACE,
@@ -25,10 +26,10 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
+from megatron.checkpoint.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
-from megatron.checkpoint.verify.files import Files, first_size_mismatch, missing_files
-from megatron.checkpoint.verify.names import read_name
+from megatron.checkpoint.to_universal import PARTIAL, SOURCE_FILE
 from megatron.config.model_fields import model_summary
 from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import HostileFileError
@@ -137,7 +138,8 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
         elif latest[kind] is not None and latest[kind] not in [item.name for item in found]:
             problems.append(f"`{file}` names {latest[kind]}, which is not there")
         if complete and report is None:
-            newest = latest[kind] if latest[kind] in complete else complete[-1]
+            named = latest[kind]
+            newest = named if named in complete else complete[-1]
             try:
                 with stop_at_access_error():
                     report = inspect_checkpoint(folder / newest, verify)

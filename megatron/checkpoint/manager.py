@@ -8,8 +8,7 @@ global sample numbers, and the learning rate is a function of the iteration.
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,15 +28,23 @@ from megatron.checkpoint.compatibility import (
     mismatched_replicas,
     schedule_line,
 )
+from megatron.checkpoint.digests import UnquantizedDigests
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import MAY_BE_INTACT, add_checksum
+from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
+from megatron.checkpoint.integrity import (
+    Check,
+    make_integrity_record,
+    verification_table,
+    verify_loaded_state,
+)
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import (
     check_save_folder,
     choose_checkpoint,
-    first_problem_of_ranks,
     may_replace,
     share_checkpoint,
     start_identity,
@@ -49,22 +56,17 @@ from megatron.checkpoint.publishing import (
     publish,
     saving_name,
 )
-from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.verify.digests import UnquantizedDigests
-from megatron.checkpoint.verify.files import (
-    MAY_BE_INTACT,
-    add_checksum,
+from megatron.checkpoint.ranks import (
+    FolderTakenError,
+    all_gather,
+    broadcast,
     describe_files,
+    errors_of_rank_0,
     first_problem,
-    missing_files,
+    first_problem_of_ranks,
     no_heartbeat,
 )
-from megatron.checkpoint.verify.integrity import (
-    Check,
-    make_integrity_record,
-    verification_table,
-    verify_loaded_state,
-)
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
 from megatron.config import Config
 from megatron.config.checks.batch import check_remaining_batches
 from megatron.engine.pipeline_engine import GPTEngine
@@ -74,10 +76,6 @@ from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.optimizer.eight_bit import rule_record
 
 _LOG = logging.getLogger(__name__)
-
-
-class FolderTakenError(Exception):
-    """Another run or job owns --save, or the checkpoint of this name in it. Raised on every rank."""
 
 
 class SaveError(OSError):
@@ -139,12 +137,9 @@ def select_valid_checkpoint(
         if checkpoint is None or problem is None:
             return checkpoint
         damaged[str(checkpoint.folder)] = problem
-        with _shared_errors():
+        with errors_of_rank_0(f"--load {config.checkpoint.load}"):
             if dist.get_rank() == 0:
-                try:
-                    checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
-                except OSError as error:
-                    raise UserError(f"--load {config.checkpoint.load} cannot be read ({error})") from error
+                checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
 
 
 @stop_at_access_error(MAY_BE_INTACT)
@@ -153,24 +148,10 @@ def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str |
     Collective."""
     reader = open_reader(checkpoint)
     names: list[str] = []
-    with _shared_errors():
+    with errors_of_rank_0():
         if dist.get_rank() == 0:
             names = reader.files_to_verify()
     return first_problem(names, reader.file_problem, heartbeat)
-
-
-@contextmanager
-def _shared_errors() -> Iterator[None]:
-    """Raises on all ranks what rank 0 raises in the block, where it alone reads files. Otherwise the others
-    would wait for it. Only the end of the block is collective."""
-    error: list[Exception | None] = [None]
-    try:
-        yield
-    except (UserError, FolderTakenError, OSError) as found:
-        error = [found]
-    dist.broadcast_object_list(error)
-    if error[0] is not None:
-        raise error[0]
 
 
 def _opened(folder: Path) -> Checkpoint | None:
@@ -228,12 +209,9 @@ class CheckpointManager:
         Collective."""
         options = self.engine.run_config.checkpoint
         print_fn(describe_start(checkpoint, options.load))
-        with _shared_errors():
+        with errors_of_rank_0(f"--save {options.save}"):
             if self.engine.global_rank == 0:
-                try:
-                    self.identity = start_identity(checkpoint, options)
-                except OSError as error:
-                    raise UserError(f"--save {options.save} cannot be read ({error})") from error
+                self.identity = start_identity(checkpoint, options)
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
         if checkpoint is None:
@@ -290,7 +268,7 @@ class CheckpointManager:
             if lacking := missing_files(files, run):
                 raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
             # If another job has taken over the folder during the save, this job must not rename.
-            with _shared_errors():
+            with errors_of_rank_0():
                 self._check_owner()
             if self.identity is not None:
                 run = add_checksum({**run, **self.identity.record()})
@@ -312,22 +290,19 @@ class CheckpointManager:
 
         allow_replica_mismatch: as the flag. The ranks share the work of reading the files. Collective.
         """
-        names: list[list[str]] = [[]]
-        with _shared_errors():
+        names: list[str] = []
+        with errors_of_rank_0():
             if self.identity is not None:
                 try:
                     for entry in reversed(self.identity.lineage):
-                        names[0] += [entry.name] if is_same_checkpoint(self.folder, entry) else []
+                        names += [entry.name] if is_same_checkpoint(self.folder, entry) else []
                 except OSError as error:  # what is older than an unreadable checkpoint is no candidate
-                    if not names[0]:
+                    if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
-        dist.broadcast_object_list(names)  # rank 0 keeps the identity
-        for name in names[0]:
+        for name in broadcast(names):  # rank 0 keeps the identity
             checkpoint = _opened(self.folder / name)
             good = checkpoint is not None and (allow_replica_mismatch or not mismatched_replicas(checkpoint))
-            everywhere: list[bool] = [False] * dist.get_world_size()
-            dist.all_gather_object(everywhere, good)
-            if checkpoint is not None and all(everywhere):
+            if all(all_gather(good)) and checkpoint is not None:
                 if _find_damage(checkpoint, self.heartbeat) is None:
                     return checkpoint
         return None
@@ -335,8 +310,8 @@ class CheckpointManager:
     def _begin_save(self, name: str) -> str:
         """Checks that this run may write to the folder and removes leftovers of killed saves. Returns the
         temporary name of the new checkpoint. Collective."""
-        saving: list[str] = [""]
-        with _shared_errors():
+        saving = ""
+        with errors_of_rank_0():
             if self.identity is not None:
                 self._check_owner()
                 options = self.engine.run_config.checkpoint
@@ -347,9 +322,8 @@ class CheckpointManager:
                     )
                 if self.folder.is_dir():
                     clean_leftovers(self.folder)
-                saving = [saving_name(name, self.identity)]
-        dist.broadcast_object_list(saving)
-        return saving[0]
+                saving = saving_name(name, self.identity)
+        return broadcast(saving)
 
     def _check_owner(self) -> None:
         """Raises FolderTakenError if the folder has another owner by now."""
@@ -404,9 +378,7 @@ def _optimizer_state_record(config: Config) -> dict[str, Any]:
 def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
     """The spec of every parameter of the model, by name. Collective."""
     own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return {name: spec for specs in everywhere for name, spec in specs.items()}
+    return {name: spec for specs in all_gather(own) for name, spec in specs.items()}
 
 
 def _is_of_writing(error: OSError | RuntimeError) -> bool:

@@ -11,10 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, RunIdentity
-from megatron.checkpoint.lineage.latest import record_upcoming, set_latest
+from megatron.checkpoint.files import RETRY_DELAYS_S
+from megatron.checkpoint.lineage.identity import (
+    CHECKPOINT_NAME,
+    LineageEntry,
+    RunIdentity,
+    record_upcoming,
+    set_latest,
+)
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING
-from megatron.checkpoint.verify.files import RETRY_DELAYS_S
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, read_json, sync_file

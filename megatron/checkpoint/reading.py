@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.compatibility import check_vocabulary
 from megatron.checkpoint.discovery import find_latest, find_universal
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, open_reader
-from megatron.checkpoint.lineage.latest import LATEST_FILE
+from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.data.gpt_dataset import VOCABULARY_KEY

@@ -79,6 +79,12 @@ class Checkpoint:
         return parse_lineage(self.run.get("lineage", []))
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """The `origin_record` of the checkpoint that its run was started from; {} if there is none."""
+        origin = self.run.get("origin")
+        return origin if isinstance(origin, dict) else {}
+
+    @property
     def entry(self) -> LineageEntry:
         """Its entry in the lineage of a later checkpoint."""
         name = self.folder.name.removesuffix(REPLACED)

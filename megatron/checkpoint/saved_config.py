@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
+from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
-from megatron.checkpoint.lineage.latest import read_latest
+from megatron.checkpoint.lineage.identity import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
-from megatron.checkpoint.verify.files import MAY_BE_INTACT
 from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint_args import SavedConfig
 from megatron.errors import UserError, is_access_error, one_line, stop_at_access_error
@@ -72,7 +72,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     load, save = Path(options.load or ""), options.save
     if format_of(load) == HUGGING_FACE:
         # Imported only here: it loads torch and transformers, which takes seconds.
-        from megatron.checkpoint.convert.huggingface.importer import read_flags
+        from megatron.checkpoint.huggingface.importer import read_flags
 
         return SavedConfig(str(load), read_flags(load))
     is_own = False

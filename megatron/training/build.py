@@ -16,8 +16,9 @@ import torch.distributed as dist
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.owner import FolderOwner
-from megatron.checkpoint.lineage.start import check_save_place, first_problem_of_ranks
+from megatron.checkpoint.lineage.start import check_save_place
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog

@@ -5,7 +5,7 @@ docs/stability.md.
 
 --check-invariants-interval: replicas are the tied embedding on the first and the last stage; parameters that
 are not sharded, on tensor ranks; all weights, and the optimizer's state unless ZeRO shards it, on
-data-parallel ranks. Only their digests are communicated (`megatron.checkpoint.verify.digests`).
+data-parallel ranks. Only their digests are communicated (`megatron.checkpoint.digests`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify.digests import fragment_digests
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import BatchSchedule, Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine

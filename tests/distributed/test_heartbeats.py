@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from megatron.checkpoint.verify.files import describe_files, file_problem, first_problem
+from megatron.checkpoint.files import file_problem
+from megatron.checkpoint.ranks import describe_files, first_problem
 from tests.support.layouts import GLOBAL_BATCH, RATE, Row, build_engine, config_of, micro_batches
 from tests.support.pool import run_world
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
 from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
@@ -22,7 +22,7 @@ def save_two_steps(row, folder):
 
 def start(row, folder):
     """What a resume prints, or why it stops; and the integrity record of the loaded state."""
-    from megatron.checkpoint.verify.integrity import make_integrity_record
+    from megatron.checkpoint.integrity import make_integrity_record
 
     config = config_of(row, checkpoint={"load": str(folder)})
     engine = build_engine(config)
@@ -80,7 +80,6 @@ def change(folder, what):
             optimizer["base_optimizer_state"]["state"][group][what][address.start + 3] *= 1.001
         torch.save(state, path)
         run["files"][path.name]["bytes"] = path.stat().st_size
-    del run["sha256"]
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import Vocabulary

@@ -13,7 +13,6 @@ from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import SaveError, find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.data.gpt_dataset import VOCABULARY_KEY
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
@@ -31,6 +30,7 @@ from tests.support.layouts import (
     weights_of,
 )
 from tests.support.pool import run_world
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte
 
 LAYOUTS = {
     "one process": Row(micro_batch=4),
@@ -234,10 +234,8 @@ def test_another_vocabulary_is_refused_by_name(saved):
 
 
 def test_another_vocabulary_of_the_same_size_is_refused_even_with_other_data(saved):
-    path = saved / "global_step1" / "run.json"
-    run = json.loads(path.read_text())
-    del run["sha256"]
-    path.write_text(json.dumps(add_checksum({**run, "data": {**FINGERPRINT, VOCABULARY_KEY: "a" * 64}})))
+    data = {**FINGERPRINT, VOCABULARY_KEY: "a" * 64}
+    change_run(saved / "global_step1", lambda run: run.update(data=data))
     assert find(saved, fingerprint={**FINGERPRINT, VOCABULARY_KEY: "a" * 64}) is not None
     assert find(saved) is not None  # a run without a tokenizer
     options = {"checkpoint": {"load": str(saved), "override_data": True}}
@@ -265,10 +263,8 @@ def test_another_number_of_epochs_is_not_called_other_data(saved):
 
 def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
     """Its weights came from elsewhere: how they are trained on is this run's own."""
-    path = saved / "global_step1" / "run.json"
-    run = json.loads(path.read_text())
-    del run["sha256"]
-    path.write_text(json.dumps(add_checksum({**run, "state": asdict(TrainingState()), "data": {}})))
+    nothing = {"state": asdict(TrainingState()), "data": {}}
+    change_run(saved / "global_step1", lambda run: run.update(nothing))
     assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
     with pytest.raises(UserError, match="num_layers was 4, is 3"):
         find(saved, model={"num_layers": 3})
@@ -283,12 +279,6 @@ def test_a_universal_checkpoint_is_not_loaded_as_a_native_one(saved):
     for folder in (saved, saved / "global_step9_universal"):
         with pytest.raises(UserError, match="holds a universal checkpoint .*: add --universal_checkpoint"):
             find(folder)
-
-
-def test_a_latest_that_names_a_missing_folder_is_an_error_with_the_existing_ones(saved):
-    (saved / "latest").write_text("global_step7")
-    with pytest.raises(UserError, match="names global_step7, which does not exist; .* holds global_step1:"):
-        find(saved)
 
 
 # --- complete or invisible ---
@@ -312,12 +302,6 @@ def select(row, folder):
     except UserError as error:
         return str(error)
     return selectd.state.iteration, selectd.skip_reason
-
-
-def flip_a_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.gate(rows=1)
@@ -369,9 +353,7 @@ def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
     (tmp_path / "global_step1").rename(elsewhere)
     (tmp_path / "global_step1").symlink_to(elsewhere)
     for name in ("global_step2", "global_step3", "global_step4"):
-        run = json.loads((tmp_path / name / "run.json").read_text())
-        del run["sha256"]
-        (tmp_path / name / "run.json").write_text(json.dumps(add_checksum({**run, "lineage": []})))
+        change_run(tmp_path / name, lambda run: run.update(lineage=[]))
     assert run_world(1, resume_and_save, Row(), tmp_path, (5, 6), 1) == [1]
     assert (elsewhere / "run.json").is_file() and not (tmp_path / "global_step1").exists()
     left = {path.name for path in tmp_path.glob("global_step*")}

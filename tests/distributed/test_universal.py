@@ -2,24 +2,23 @@
 
 import argparse
 import json
-import os
 import types
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_universal
+from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.record import describe_start
-from megatron.checkpoint.verify.files import add_checksum, describe_file
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
-from tests.distributed.test_model_variants import OLMO2_WINDOW
+from tests.distributed.test_model_variants import LLAMA, OLMO2_WINDOW
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import (
     EOD,
@@ -32,19 +31,10 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.pool import WorldError, run_world
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte
+from tests.unit.checkpoint.test_torch_files import harm
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
-LLAMA = {
-    "model": {
-        "position_embedding_type": "rotary",
-        "normalization": "RMSNorm",
-        "glu_activation": "swiglu",
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-    }
-}
 GATED = {"model": {"glu_activation": "swiglu"}}
 # As BLOOM: no table of positions, a norm after the word embedding.
 BLOOM = {"model": {"embed_layernorm": True, "position_embedding_type": "alibi"}}
@@ -76,7 +66,8 @@ def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "
 @pytest.mark.full
 def test_a_llama_like_universal_checkpoint_opens_on_every_layout(tmp_path):
     """Saved by more ranks than query groups; the untied head is stored without padding."""
-    source = saved(tmp_path / "native", SHAPES["tp4 dp2"], LLAMA)
+    changes = {"model": LLAMA}
+    source = saved(tmp_path / "native", SHAPES["tp4 dp2"], changes)
     target = tmp_path / "global_step5_universal"
     names = converted(source, target, workers=2)
     assert "9.lm_head.weight" in names
@@ -84,7 +75,7 @@ def test_a_llama_like_universal_checkpoint_opens_on_every_layout(tmp_path):
     assert head["param"].shape == (VOCAB, 32) and head["vocab_tensor"]
     projection = torch.load(target / "zero" / "3.self_attention.query_key_value.weight" / "fp32.pt")
     assert projection["param"].shape == (2 * (2 + 2) * 8, 32)
-    assert_resumes_everywhere(tmp_path, LLAMA)
+    assert_resumes_everywhere(tmp_path, changes)
 
 
 @pytest.mark.full
@@ -146,9 +137,8 @@ def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
         for path in target.glob(f"zero/*/{pattern}"):
             path.unlink()
     run = json.loads((target / "run.json").read_text())
-    del run["sha256"], run["certificate"]
-    run["files"] = {name: entry for name, entry in run["files"].items() if (target / name).exists()}
-    (target / "run.json").write_text(json.dumps(add_checksum(run)))
+    files = {name: entry for name, entry in run["files"].items() if (target / name).exists()}
+    change_run(target, lambda run: (run.pop("certificate"), run.update(files=files)))
     histories = [
         run_world(row.world_size, start_with_new_moments, row, tmp_path, before)[0] for before in ([], [9, 8])
     ]
@@ -353,10 +343,7 @@ def select(folder):
 
 def test_a_damaged_file_of_another_programs_checkpoint_is_named_before_it_is_loaded(blooms):
     assert run_world(2, select, blooms) == [None, None]
-    path = blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg.pt"
-    content = bytearray(path.read_bytes())
-    content[content.index(torch.load(path)["param"].numpy().tobytes())] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg.pt")
     for sentence in run_world(2, select, blooms):
         assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; give another" in sentence
 
@@ -438,26 +425,20 @@ def reseal(folder, run, *changed):
     """Lets the manifest agree with files that were changed."""
     for path in changed:
         run["files"][path.name] = describe_file(path)
-    run = {key: value for key, value in run.items() if key != "sha256"}
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("damage", ["args", "moment", "native"])
 def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, blooms):
-    harm = blooms / "harm"
-
-    class Harm:
-        def __reduce__(self):
-            return os.system, (f"touch {harm}",)
-
+    mark = blooms / "harm"
     if damage == "args":
         path = blooms / "global_step5_universal" / "mp_rank_00_model_states.pt"
     elif damage == "moment":
         path = blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg_sq.pt"
     else:
         path = next((blooms / "native" / "global_step5").glob("zero_pp_rank_0*"))
-    torch.save({**torch.load(path, weights_only=False), "more": Harm()}, path)
+    torch.save({**torch.load(path, weights_only=False), "more": harm(mark)}, path)
     with pytest.raises(UserError, match=rf"{path} cannot be read: it names \w+.system"):
         if damage == "native":
             run = json.loads((path.parent / "run.json").read_text())
@@ -467,7 +448,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
             _, moments, _ = UniversalReader(find(blooms)).read_parameter("8.bias", spec, TPGroup())
             dict(moments)
-    assert not harm.exists()
+    assert not mark.exists()
 
 
 def test_a_folder_without_a_universal_checkpoint_is_refused(tmp_path):

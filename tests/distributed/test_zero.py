@@ -379,7 +379,7 @@ def save_and_train_on(row, folder, changes):
 
 def open_midway(row, folder, changes):
     """The certificate of what was loaded, and the steps that follow."""
-    from megatron.checkpoint.verify.integrity import make_integrity_record
+    from megatron.checkpoint.integrity import make_integrity_record
 
     engine = build_engine(config_of(row, **changes))
     train(engine, [9])

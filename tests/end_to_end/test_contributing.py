@@ -79,7 +79,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.files import add_checksum
 from megatron.files import write_json
 
 source, target = map(Path, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer files: the position of each parameter's fp32 values and moments in them.
+"""DeepSpeed's files: their names, and the position of each parameter's fp32 values and moments in them.
 
 When a run saves, every (stage, TP rank) pair, and with ZeRO each of its data-parallel ranks, writes a
 file of flat fp32 partitions and the position of each parameter in them. The pieces of a parameter, in the
@@ -8,13 +8,14 @@ order of the data-parallel ranks, form its tensor-parallel shard.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.verify.names import check_parameter
+from megatron.checkpoint.names import check_parameter
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.mapped_file import release_pages
@@ -33,6 +34,11 @@ SHARDED_WEIGHTS = (
 # A checkpoint of DeepSpeed has one of these files of the first rank: without ZeRO-3, or with it.
 FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
+_LAYER_FILE = re.compile(r"layer_(?P<layer>\d{1,9})-model_\d+-model_states\.pt")
+# Tied parameters are saved with the first layer that holds them.
+_TIED_LAYER = 1
+# DeepSpeed's names of optimizer files begin with this for some settings.
+_OPTIONAL_PREFIX = "bf16_"
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class _Fragment:
     def is_moment(self, value: Any) -> bool:
         """Whether an entry of `kept` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
         rank without the padding of the partition, and the moments with it."""
-        paddings = self.state.get("group_paddings")
+        paddings: Any = self.state.get("group_paddings")
         known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
         padding = paddings[self.group] if known else 0
         numel = self.master.numel()
@@ -132,7 +138,7 @@ class OptimizerFiles:
                     self._fragments[tp_rank].setdefault(name, []).append(fragment)
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """All parameters, by global name."""
         return self._fragments[0].keys()
 
@@ -179,6 +185,63 @@ def model_files(folder: Path) -> list[Path]:
     """The mp_rank files, one per (stage, TP rank) pair, in the order of their ranks."""
     paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (len(path.name), path.name))
+
+
+def layer_files(folder: Path) -> dict[int, list[Path]]:
+    """The files of weights of each layer, in the order of the TP ranks. The layer's number does not depend on
+    the pipeline stages."""
+    paths: dict[int, list[Path]] = {}
+    for path in sorted(folder.glob("layer_*-model_states.pt")):
+        if match := _LAYER_FILE.fullmatch(path.name):
+            paths.setdefault(int(match["layer"]), []).append(path)
+    return paths
+
+
+def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
+    """The files that the layout and parameters in `run` require and that are not among `files`, in order.
+
+    run: the content of `run.json`. Returns [] if it has no layout. Raises ValueError, KeyError, TypeError or
+    AttributeError if it is malformed.
+    """
+    if "layout" not in run:
+        return []
+    plain = {name.removeprefix(_OPTIONAL_PREFIX) for name in files}
+    layout = run["layout"]
+    tensor, pipeline, data = (
+        int(layout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
+    )
+    replicas = data if int(layout["zero_stage"]) > 0 else 0
+    # A malformed layout of a billion ranks is refused before its names are listed.
+    if tensor * pipeline * max(replicas, 1) > len(plain):
+        return [f"files for TP x PP x DP = {tensor} x {pipeline} x {data}"]
+    expected = _expected(tensor, pipeline, replicas, run.get("parameters", {}))
+    return [name for name in expected if name not in plain]
+
+
+def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
+    """The names of `run`'s files that a resume does not read, so that it may start without them.
+
+    With ZeRO these are the mp_rank files, the states of DeepSpeed's engine: weights and optimizer state are
+    in the zero_pp_rank files, all else is in `run.json`. Without ZeRO the mp_rank files hold the optimizer.
+    """
+    if int(run.get("layout", {}).get("zero_stage", 0)) < 1:
+        return frozenset()
+    return frozenset(name for name in run["files"] if _MODEL_FILE.fullmatch(name))
+
+
+def _expected(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
+    """replicas: data-parallel ranks that write their own files, as with ZeRO."""
+    for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
+        yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+    for rank in range(tensor * pipeline):
+        yield f"mp_rank_{rank:02d}_model_states.pt"
+        for replica in range(replicas):
+            yield f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
+
+
+def _layer_of(parameter: str) -> int:
+    match = re.match(r"([0-9]{1,6})\.", parameter)
+    return int(match[1]) if match else _TIED_LAYER
 
 
 def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:

@@ -176,8 +176,11 @@ def tensor_here(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
 def _interleave_heads(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
     """[ranks, 3, heads per rank, head_dim] x ... -> [heads, 3, head_dim] x ..., both with flat rows."""
     heads, ranks = args.get("num_attention_heads"), args.get("tensor_model_parallel_size")
-    are_counts = all(type(count) is int and count > 0 for count in (heads, ranks))
-    if not are_counts or heads % ranks or len(tensor) % (3 * heads):
+    if (
+        not (type(heads) is int and type(ranks) is int and 0 < ranks <= heads)
+        or heads % ranks
+        or len(tensor) % (3 * heads)
+    ):
         raise UserError(
             f"{name} has {len(tensor)} rows, which do not fit the checkpoint's arguments num_attention_heads "
             f"{one_line(heads)} and tensor_model_parallel_size {one_line(ranks)}: it is damaged"

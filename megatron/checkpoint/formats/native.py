@@ -7,7 +7,6 @@ rank's shard, are in the global tensor. Files are memory-mapped, so a rank reads
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.formats.deepspeed_files import VALUES, FlatShard, OptimizerFiles
+from megatron.checkpoint.files import file_problems
+from megatron.checkpoint.formats.deepspeed_files import (
+    VALUES,
+    FlatShard,
+    OptimizerFiles,
+    layer_files,
+    unneeded_files,
+)
 from megatron.checkpoint.formats.state import (
     ParameterRecord,
     ReplicaMismatch,
@@ -28,9 +34,8 @@ from megatron.checkpoint.formats.state import (
     reshard,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
-from megatron.checkpoint.verify.files import file_problems, unneeded_files
-from megatron.checkpoint.verify.names import check_parameter
 from megatron.config.vocab import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError
@@ -42,7 +47,6 @@ from megatron.text_table import first_few
 # Size of a block of `read_blocks`: a conversion's thread holds one, and as many bytes of its shards.
 BLOCK_BYTES = 1 << 20
 VALUE_BYTES = 4
-_LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 
 
 class NativeReader(StateReader):
@@ -82,7 +86,6 @@ class NativeReader(StateReader):
 
     @property
     def stored_names(self) -> Collection[str]:
-        """See `StateReader`."""
         return self.files.names
 
     @cached_property
@@ -98,15 +101,12 @@ class NativeReader(StateReader):
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
-        """See `StateReader`."""
         return self.files.common["loss_scaler"]
 
     def kinds(self, name: str) -> list[str]:
-        """See `StateReader`."""
         return [VALUES, *self.files.moments(name)]
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        """See `StateReader`."""
         return self.files.others(name)
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
@@ -200,7 +200,6 @@ class NativeReader(StateReader):
         yield from self.layers.all_tensors(self.specs if specs is None else specs)
 
     def weights_verification(self, master_weights: bool) -> str:
-        """See `StateReader`."""
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
@@ -212,7 +211,6 @@ class NativeReader(StateReader):
         ]
 
     def has_digests(self) -> bool:
-        """See `StateReader`."""
         return True
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
@@ -260,16 +258,11 @@ def _mean_of_replicas(replicas: list[Tensor], mismatch: ReplicaMismatch) -> Tens
 
 
 class LayerFiles:
-    """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and TP rank. The
-    layer's number does not depend on the pipeline stages."""
+    """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and TP rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._paths: dict[int, list[Path]] = {}
-        for path in sorted(folder.glob("layer_*-model_states.pt")):
-            match = _LAYER_FILE.fullmatch(path.name)
-            if match and len(match.group(1)) < 10:
-                self._paths.setdefault(int(match.group(1)), []).append(path)
+        self._paths = layer_files(folder)
         if not self._paths:
             raise UserError(
                 f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"

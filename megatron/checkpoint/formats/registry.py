@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.lineage.latest import LATEST_FILE
+from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.config.registry import Choice, Registry
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ FORMATS = Registry(
         ),
         HUGGING_FACE: CheckpointFormat(
             "a model of Hugging Face transformers: weights only",
-            "megatron.checkpoint.convert.huggingface.reader:HuggingFaceReader",
+            "megatron.checkpoint.huggingface.reader:HuggingFaceReader",
             marker="config.json",
         ),
     },

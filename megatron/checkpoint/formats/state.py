@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
-from megatron.checkpoint.verify.files import file_problem
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
@@ -38,7 +38,7 @@ class ReplicaMismatch:
 
     def update(self, one: np.ndarray, other: np.ndarray) -> bool:
         """Compares two replicas; returns whether they differ."""
-        if memoryview(one).cast("B") == memoryview(other).cast("B"):
+        if one.data.cast("B") == other.data.cast("B"):
             return False
         difference = float(np.abs(one - other).max())
         # Non-finite values are only equal if their bits are.
@@ -355,7 +355,7 @@ def check_shape(
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Whether a global fp32 tensor, with or without padding, has this digest of the integrity record."""
     # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
-    from megatron.checkpoint.verify.digests import fragment_digests
+    from megatron.checkpoint.digests import fragment_digests
 
     found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
     return f"{found:016x}" == digest
@@ -396,7 +396,7 @@ def reshard(
     zeros. saved_shard: reads the shard of a tensor-parallel rank, of any shape. It is called only for shards
     that overlap with this rank's.
     """
-    dim = spec.shard_dim
+    dim = spec.shard_dim or 0
     target = torch.zeros(local_shape(spec, tp_group))
     used = spec.num_valid_rows if spec.num_valid_rows is not None else spec.global_shape[dim]
     for rank in range(saved_size):

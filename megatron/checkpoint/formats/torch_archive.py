@@ -25,8 +25,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.verify.files import read_with_retries
-from megatron.checkpoint.verify.names import is_plain, shown
+from megatron.checkpoint.files import read_with_retries
+from megatron.checkpoint.names import is_plain, shown
 from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, open_regular
 from megatron.mapped_file import map_file
@@ -39,6 +39,8 @@ _ALIGNMENT = 64
 # A pickle with tens of thousands of parameters has a few MB, an archive's list of members too.
 _MAX_PICKLE_BYTES = 1 << 26
 _MAX_DIMS = 16
+# What torch's loader calls for a name in a pickle: a class or function, with or without that name.
+_StandIn = Callable[..., Any] | tuple[Callable[..., Any], str]
 # torch keeps the classes that it may create in one set for all threads.
 _ONE_LOAD = threading.Lock()
 
@@ -99,6 +101,7 @@ class Stub:
 
     # A slot takes precedence over attributes from the file.
     __slots__ = ("constructor_args", "__dict__", "__weakref__")
+    constructor_args: tuple[Any, ...]
 
     def __new__(cls, *args: Any) -> Stub:
         """Keeps the arguments of the class that it stands for."""
@@ -155,10 +158,10 @@ def _stand_in(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _stand_ins(names: Iterable[str], path: Path) -> list[tuple[Callable[..., Any], str]]:
+def _stand_ins(names: Iterable[str], path: Path) -> list[_StandIn]:
     """Stand-ins for the names of a pickle, as torch takes them. Raises HostileFileError for a name that
     checkpoints do not use."""
-    found = []
+    found: list[_StandIn] = []
     for name in sorted(names):
         stand_in = _stand_in(name)
         if stand_in is None:
@@ -269,7 +272,7 @@ class _Mapped:
         if self._bytes is None:
             # Copy on write: torch wants memory that could be written to.
             self._bytes = map_file(self._path, copy_on_write=True)
-        offset = begin + meta.storage_offset() * item_bytes
+        offset = begin + int(meta.storage_offset()) * item_bytes
         flat = torch.frombuffer(self._bytes, dtype=meta.dtype, count=extent, offset=offset)
         return flat.as_strided(meta.shape, meta.stride())
 

@@ -39,8 +39,8 @@ from megatron.checkpoint.formats.torch_archive import (
     write_tensor,
 )
 from megatron.checkpoint.formats.universal_info import INFO_KEY, VOCAB_SIZE_KEY, check_info
+from megatron.checkpoint.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
-from megatron.checkpoint.verify.names import check_parameter, shown
 from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
@@ -70,48 +70,6 @@ _NOT_COMPARED = (
 )
 
 
-def _open_external(folder: Path) -> Checkpoint:
-    """Reads the first mp_rank file; the others differ from it only in rank and random state."""
-    paths = model_files(folder)
-    if not paths:
-        raise UserError(
-            f"universal checkpoint {folder} has neither {RUN_FILE} nor mp_rank files, so its iteration "
-            "is not known"
-        )
-    content = read_file(paths[0])
-    names = parameter_folders(folder)
-    if not isinstance(content, Mapping):
-        raise UserError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
-    _check_attention_order(content.get("checkpoint_version"), paths[0])
-    args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
-    args = {key: _json_value(value) for key, value in args.items()}
-    position = args.get("position_embedding_type")
-    if isinstance(position, (int, str)):
-        args["position_embedding_type"] = _POSITIONS.get(position, position)
-    if megatron_deepspeed.has_their_names(names):
-        args = megatron_deepspeed.arguments_here(args, names)
-    iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
-    batch = _first_int(args.get("global_batch_size"))
-    samples = _first_int(args.get("consumed_train_samples"), content.get("global_samples"), iteration * batch)
-    sequence = _first_int(args.get("seq_length"))
-    tokens = _first_int(args.get("consumed_train_tokens"), content.get("tokens"), samples * sequence)
-    if iteration < 0 or samples < 0:
-        raise UserError(
-            f"checkpoint file {paths[0]} has no iteration (it has {shown(content.get('iteration'))}) or no "
-            "number of consumed samples, so the position in the data is not known"
-        )
-    state = TrainingState(iteration, samples, max(tokens, 0))
-    info = content.get(INFO_KEY)
-    size = check_info(info, paths[0]).get(VOCAB_SIZE_KEY) if isinstance(info, Mapping) else None
-    run = {"args": args, "vocab_size": size}
-    note = _NOT_COMPARED
-    if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
-        note += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
-    if megatron_deepspeed.has_their_names(names):
-        note += f". {megatron_deepspeed.describe_names(names)}"
-    return Checkpoint(folder, state, run, unverified_note=note)
-
-
 def _check_attention_order(version: Any, path: Path) -> None:
     """Raises UserError for a file of an old Megatron, where query_key_value was not laid out per head."""
     if isinstance(version, (int, float)) and version < 2:
@@ -128,52 +86,6 @@ def parameter_folders(folder: Path) -> list[str]:
     return [check_parameter(path.name, parent) for path in parent.iterdir() if path.is_dir()]
 
 
-def _check_variants(checkpoint: Checkpoint) -> None:
-    """Raises UserError for a model of Microsoft's Megatron-DeepSpeed that no flags of this program make."""
-    names = parameter_folders(checkpoint.folder)
-    if not megatron_deepspeed.has_their_names(names):
-        return
-    if variants := megatron_deepspeed.unsupported(checkpoint.run["args"], names):
-        raise UserError(
-            f"checkpoint {checkpoint.folder} is of Microsoft's Megatron-DeepSpeed, with parts that are not "
-            f"read from that program: {'; '.join(variants)}"
-        )
-
-
-def _vocabulary_differences(
-    checkpoint: Checkpoint, specs: Mapping[str, ParameterSpec], vocab_size: int
-) -> list[str]:
-    """Compares the true size if the checkpoint has it, else the number of rows with padding."""
-    saved = checkpoint.run["vocab_size"]
-    if saved is not None:
-        return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
-    name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
-    stored = megatron_deepspeed.names_here(parameter_folders(checkpoint.folder)).get(name, name)
-    path = checkpoint.folder / PARAMETER_FOLDER / stored / VALUES_FILE
-    rows = read_global_tensor(path).shape[0] if path.is_file() else vocab_size
-    args = checkpoint.run["args"]
-    unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
-    unit *= _first_int(args.get("tensor_model_parallel_size"), 1)
-    if vocab_size <= rows <= vocab_size + max(unit, _MOST_PADDING):
-        return []
-    return [f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens"]
-
-
-def _check_files(checkpoint: Checkpoint) -> None:
-    """Raises UserError if a parameter lacks a file that others have, as in a folder that was copied
-    incompletely."""
-    known = {VALUES_FILE, STEP_FILE, *MOMENT_FILES.values()}
-    folders = [path for path in (checkpoint.folder / PARAMETER_FOLDER).iterdir() if path.is_dir()]
-    files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
-    all_names = frozenset().union(*files.values())
-    for name, own in sorted(files.items()):
-        if lacking := sorted(all_names - own):
-            raise UserError(
-                f"universal checkpoint {checkpoint.folder} is incomplete: {name} has no {lacking[0]}, which "
-                "other parameters have: copy it again"
-            )
-
-
 class UniversalReader(StateReader):
     """Reads a universal checkpoint."""
 
@@ -185,26 +97,95 @@ class UniversalReader(StateReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """See `StateReader`."""
-        return _open_external(folder)
+        """Reads the first mp_rank file; the others differ from it only in rank and random state."""
+        paths = model_files(folder)
+        if not paths:
+            raise UserError(
+                f"universal checkpoint {folder} has neither {RUN_FILE} nor mp_rank files, so its iteration "
+                "is not known"
+            )
+        content = read_file(paths[0])
+        names = parameter_folders(folder)
+        if not isinstance(content, Mapping):
+            raise UserError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
+        _check_attention_order(content.get("checkpoint_version"), paths[0])
+        args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
+        args = {key: _json_value(value) for key, value in args.items()}
+        position = args.get("position_embedding_type")
+        if isinstance(position, (int, str)):
+            args["position_embedding_type"] = _POSITIONS.get(position, position)
+        if megatron_deepspeed.has_their_names(names):
+            args = megatron_deepspeed.arguments_here(args, names)
+        iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
+        batch = _first_int(args.get("global_batch_size"))
+        samples = _first_int(
+            args.get("consumed_train_samples"), content.get("global_samples"), iteration * batch
+        )
+        sequence = _first_int(args.get("seq_length"))
+        tokens = _first_int(args.get("consumed_train_tokens"), content.get("tokens"), samples * sequence)
+        if iteration < 0 or samples < 0:
+            raise UserError(
+                f"checkpoint file {paths[0]} has no iteration (it has {shown(content.get('iteration'))}) or "
+                "no number of consumed samples, so the position in the data is not known"
+            )
+        state = TrainingState(iteration, samples, max(tokens, 0))
+        info = content.get(INFO_KEY)
+        size = check_info(info, paths[0]).get(VOCAB_SIZE_KEY) if isinstance(info, Mapping) else None
+        run = {"args": args, "vocab_size": size}
+        note = _NOT_COMPARED
+        if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
+            note += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
+        if megatron_deepspeed.has_their_names(names):
+            note += f". {megatron_deepspeed.describe_names(names)}"
+        return Checkpoint(folder, state, run, unverified_note=note)
 
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments that the other program saved, and the vocabulary."""
-        _check_variants(self.checkpoint)
-        _check_files(self.checkpoint)
-        saved = self.checkpoint.run["args"]
-        compared = {*MEGATRON_MODEL_ARGS}
+        saved, compared = self.checkpoint.run["args"], {*MEGATRON_MODEL_ARGS}
         if self._is_megatron_deepspeed:
             compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
+            if variants := megatron_deepspeed.unsupported(saved, self._stored.values()):
+                raise UserError(
+                    f"checkpoint {self.folder} is of Microsoft's Megatron-DeepSpeed, with parts that are not "
+                    f"read from that program: {'; '.join(variants)}"
+                )
+        self._check_files()
         differences = [
             f"{option_name(name)} was {saved[name]}, is {value}"
             for name, value in config.model_settings().items()
             # The other program may not have this argument.
             if name in compared and saved.get(name) not in (None, value)
         ]
-        return differences + _vocabulary_differences(self.checkpoint, specs, vocab_size)
+        return differences + self._vocabulary_differences(specs, vocab_size)
+
+    def _check_files(self) -> None:
+        """Raises UserError if a parameter lacks a file that others have, as in a folder that was copied
+        incompletely."""
+        known = {STEP_FILE, *_STATE_FILES.values()}
+        folders = sorted(path for path in self._parameters.iterdir() if path.is_dir())
+        files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
+        all_names = frozenset().union(*files.values())
+        for name, own in files.items():
+            if lacking := sorted(all_names - own):
+                raise UserError(
+                    f"universal checkpoint {self.folder} is incomplete: {name} has no {lacking[0]}, which "
+                    "other parameters have: copy it again"
+                )
+
+    def _vocabulary_differences(self, specs: Mapping[str, ParameterSpec], vocab_size: int) -> list[str]:
+        """Compares the true size if the checkpoint has it, else the number of rows with padding."""
+        saved, args = self.checkpoint.run["vocab_size"], self.checkpoint.run["args"]
+        if saved is not None:
+            return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
+        name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
+        rows = self.read(name, VALUES).shape[0] if name in self._stored else vocab_size
+        unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
+        unit *= _first_int(args.get("tensor_model_parallel_size"), 1)
+        if vocab_size <= rows <= vocab_size + max(unit, _MOST_PADDING):
+            return []
+        return [f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens"]
 
     @cached_property
     def _stored(self) -> dict[str, str]:
@@ -218,20 +199,26 @@ class UniversalReader(StateReader):
 
     @property
     def stored_names(self) -> Collection[str]:
-        """See `StateReader`."""
         return self._stored.keys()
 
     def _folder_of(self, name: str) -> Path:
         return self._parameters / self._stored.get(name, name)
 
     def kinds(self, name: str) -> list[str]:
-        """See `StateReader`."""
         folder = self._folder_of(name)
         return [VALUES, *(kind for kind, file in MOMENT_FILES.items() if (folder / file).exists())]
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. The tensor is memory-mapped."""
-        tensor = read_global_tensor(self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE), spec)
+        path = self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE)
+        entry = read_file(path)
+        tensor = entry.get("param") if isinstance(entry, Mapping) else None
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
+            raise UserError(
+                f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
+            )
+        if spec is not None:
+            check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
             return megatron_deepspeed.tensor_here(name, tensor, self.checkpoint.run["args"])
         return tensor
@@ -279,7 +266,6 @@ class UniversalReader(StateReader):
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
-        """See `StateReader`."""
         path = self._parameters / OPTIMIZER_STATE_FILE
         with expect_layout(path, "the optimizer's state"):
             return read_file(path).get(LOSS_SCALE_KEY) if path.is_file() else None
@@ -290,7 +276,6 @@ class UniversalReader(StateReader):
         return "adam" if any(self._parameters.glob(f"*/{MOMENT_FILES['exp_avg']}")) else "sgd"
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        """See `StateReader`."""
         if len(self.kinds(name)) == 1:
             return {}
         path = self._folder_of(name) / STEP_FILE
@@ -300,20 +285,6 @@ class UniversalReader(StateReader):
             if step.numel() != 1:
                 raise ValueError("it is not one number")
         return {"step": step}
-
-
-def read_global_tensor(path: Path, spec: ParameterSpec | None = None) -> Tensor:
-    """The tensor in the file of a parameter or moment, memory-mapped. UserError unless it has the shape of
-    the spec, if there is one."""
-    entry = read_file(path)
-    tensor = entry.get("param") if isinstance(entry, Mapping) else None
-    if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
-        raise UserError(
-            f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
-        )
-    if spec is not None:
-        check_shape(tuple(tensor.shape), spec, f"{path} holds")
-    return tensor
 
 
 class UniversalWriter(StateWriter):

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.verify.names import shown
+from megatron.checkpoint.names import shown
 from megatron.config.config import Config
 from megatron.config.model_fields import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
@@ -123,7 +123,7 @@ def matching(info: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
 def check_info(info: Any, source: Path) -> dict[str, Any]:
     """Returns `universal_checkpoint_info` read from the file `source` if it consists of patterns and numbers.
     Raises UserError otherwise."""
-    lists = [info.get(key, []) for key in SHARDING] if isinstance(info, dict) else [None]
+    lists: list[Any] = [info.get(key, []) for key in SHARDING] if isinstance(info, dict) else [None]
     if not all(isinstance(entry, (list, tuple)) for entry in lists):
         raise UserError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
     for pattern in (pattern for patterns in lists for pattern in patterns):

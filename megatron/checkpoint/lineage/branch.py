@@ -81,8 +81,12 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
 
 def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
     """Whether a checkpoint in --save belongs to a branch that started from --load with this --branch-at."""
-    origin = checkpoint.run.get("origin")
-    if not isinstance(origin, dict) or origin.get("branch_at") != options.branch_at:
-        return False
-    path = str(origin.get("path"))
-    return os.path.realpath(options.load or "") in (path, os.path.dirname(path))
+    is_branch = checkpoint.origin.get("branch_at") == options.branch_at
+    return is_branch and is_started_from(checkpoint, options.load)
+
+
+def is_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
+    """Whether the run of a checkpoint was started from --load, or from a checkpoint in it. The path in its
+    origin decides."""
+    path = checkpoint.origin.get("path")
+    return isinstance(path, str) and os.path.realpath(load or "") in (path, os.path.dirname(path))

@@ -1,24 +1,39 @@
-"""The identity of a run: a run id, and the digests of its earlier checkpoints.
+"""The identity of a run, and its records in `run.json`, `latest` and `latest.json`.
 
 Names such as `global_step4` are the same in every run, so they do not identify a checkpoint. `run.json`
 therefore holds `run_id` (128 random bits, created when a run starts in a --save folder) and `lineage`: the
 earlier checkpoints, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids
 have a lineage of names only. They can still be read.
+
+`latest` in a --save folder holds the name of the newest checkpoint, as DeepSpeed writes it; users edit it to
+resume from an older one. `latest.json` records what the program itself wrote there. If both agree,
+`latest.json` decides: it is right even if the job was killed after a checkpoint was renamed and before
+`latest` was updated. If they differ, a user has edited `latest`, and `latest` decides.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import add_checksum, has_valid_checksum, read_with_retries
+from megatron.checkpoint.names import read_name
+from megatron.errors import is_access_error
+from megatron.files import HostileFileError, read_json, write_atomically, write_json
+
+LATEST_FILE = "latest"
+RECORD_FILE = "latest.json"
 CHECKPOINT_NAME = re.compile(r"global_step([0-9]{1,12})")
 # Number of entries that are kept: enough for every checkpoint that may be deleted or resumed.
 MAX_LINEAGE = 1000
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class RunIdentity:
 
     def record(self) -> dict[str, Any]:
         """The identity as `run.json` of the next checkpoint stores it."""
-        lineage = lineage_record(self.lineage)
+        lineage = [asdict(entry) for entry in self.lineage]
         return {"run_id": self.run_id, "origin": self.origin, "lineage": lineage}
 
     def saved(self, entry: LineageEntry) -> bool:
@@ -97,11 +112,6 @@ def parse_entry(value: Any) -> LineageEntry | None:
     return None if value is None else _parse_entry(value)
 
 
-def lineage_record(lineage: Iterable[LineageEntry]) -> list[dict[str, Any]]:
-    """The lineage as JSON types."""
-    return [asdict(entry) for entry in lineage]
-
-
 def _parse_entry(value: Any) -> LineageEntry:
     if isinstance(value, str):
         return LineageEntry(value, _iteration_of(value))
@@ -122,3 +132,77 @@ def _iteration_of(name: Any) -> int:
     if match is None:
         raise ValueError(f"lineage: {str(name)[:60]!r} is not the name of a checkpoint (global_step<N>)")
     return int(match[1])
+
+
+# --- latest and latest.json ---
+
+
+@dataclass(frozen=True)
+class LatestRecord:
+    """The content of `latest.json`.
+
+    latest: the name that `latest` held when this was written. lineage: the run's checkpoints, oldest first,
+    up to the newest complete one. upcoming: a checkpoint that is about to be renamed into place.
+    """
+
+    latest: str
+    run_id: str
+    lineage: tuple[LineageEntry, ...]
+    origin: Mapping[str, Any] | None = None
+    upcoming: LineageEntry | None = None
+
+    @property
+    def entries(self) -> tuple[LineageEntry, ...]:
+        """The lineage, then the upcoming checkpoint."""
+        return self.lineage if self.upcoming is None else (*self.lineage, self.upcoming)
+
+    @property
+    def written_names(self) -> set[str]:
+        """The names that the program may have left in `latest`."""
+        return {self.latest, *([] if self.upcoming is None else [self.upcoming.name])}
+
+
+def read_latest(folder: Path) -> str | None:
+    """The name in `latest`; None if the file is missing or holds anything else. OSError if it cannot be read
+    now."""
+    name = read_name(folder / LATEST_FILE)
+    return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
+
+
+def read_record(folder: Path) -> LatestRecord | None:
+    """The content of `latest.json`; None if it is missing or damaged. OSError if it cannot be read now."""
+    path = folder / RECORD_FILE
+    try:
+        record = read_with_retries(path, lambda: read_json(path))
+        if not isinstance(record, dict) or not has_valid_checksum(record):
+            return None
+        run_id, origin = parse_run_id(record["run_id"]), record["origin"]
+        if run_id is None or not isinstance(record["latest"], str) or not isinstance(origin, dict | None):
+            return None
+        lineage, upcoming = parse_lineage(record["lineage"]), parse_entry(record["upcoming"])
+    except (OSError, ValueError, KeyError, HostileFileError) as error:
+        if is_access_error(error):
+            raise
+        return None
+    return LatestRecord(record["latest"], run_id, lineage, origin, upcoming)
+
+
+def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity) -> None:
+    """Records, before a checkpoint is renamed into place, which one that will be."""
+    latest = read_latest(folder) or ""
+    _write(folder, LatestRecord(latest, identity.run_id, identity.lineage, identity.origin, upcoming))
+
+
+def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
+    """Writes the name of a complete checkpoint into `latest`. identity: its lineage includes the
+    checkpoint."""
+    write_atomically(folder / LATEST_FILE, entry.name)
+    try:
+        _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))
+    except OSError as error:
+        # What `record_upcoming` wrote still describes the folder.
+        _LOG.warning("%s cannot be updated: %s", folder / RECORD_FILE, error)
+
+
+def _write(folder: Path, record: LatestRecord) -> None:
+    write_json(folder / RECORD_FILE, add_checksum(asdict(record)), indent=1)

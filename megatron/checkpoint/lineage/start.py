@@ -20,13 +20,13 @@ from megatron.checkpoint.discovery import (
     native_names,
     open_checkpoint,
 )
+from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
-from megatron.checkpoint.lineage.branch import find_branch_point
-from megatron.checkpoint.lineage.identity import RunIdentity
-from megatron.checkpoint.lineage.latest import LatestRecord, read_latest, read_record
+from megatron.checkpoint.lineage.branch import find_branch_point, is_started_from
+from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
+from megatron.checkpoint.ranks import broadcast, first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
-from megatron.checkpoint.verify.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
@@ -113,7 +113,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         raise
     except UserError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
-    if own is None or not started_from(own.run.get("origin"), given, config):
+    if own is None or not started_from(own.origin, given, config):
         return given
     reason = f"this run has saved it since it started from {given.folder}"
     return _with_reasons(own, reason, own.skip_reason)
@@ -135,11 +135,9 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         raise
     except UserError:
         return None
-    origin = None if own is None else own.run.get("origin")
-    path = origin.get("path") if isinstance(origin, dict) else None
-    if not isinstance(path, str) or not _is_loaded_alike(origin, config):
+    if own is None or not _is_loaded_alike(own.origin, config):
         return None
-    return own if os.path.realpath(config.load) in (path, os.path.dirname(path)) else None
+    return own if is_started_from(own, config.load) else None
 
 
 def _find_given(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -245,9 +243,7 @@ def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
 def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) -> frozenset[str]:
     """Names in --save that belong to the resumed run although they have no run id: unfinished ones,
     unreadable ones that the run's own files name, and those from before run ids with the same lineage."""
-    recorded = {read_latest(save)}
-    if record is not None:
-        recorded |= {entry.name for entry in (*record.lineage, record.upcoming) if entry is not None}
+    recorded = {read_latest(save), *(entry.name for entry in (record.entries if record else ()))}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
     claimed = set()
     for name, path in native_names(save).items():
@@ -348,10 +344,7 @@ def share_checkpoint(
     does not load the metadata server with a request per file and rank. Raises UserError on every rank if
     one node cannot open the checkpoint after some retries.
     """
-    shared = [checkpoint]
-    dist.broadcast_object_list(shared)
-    (checkpoint,) = shared
-    problem = None
+    checkpoint, problem = broadcast(checkpoint), None
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
@@ -364,13 +357,6 @@ def share_checkpoint(
             "folder that all nodes share"
         )
     return checkpoint
-
-
-def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
-    """The first rank that has a problem, and its problem; None if no rank has one. Collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
 
 
 def _open_with_retries(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.record import Checkpoint
+from megatron.errors import USER_ERROR_EXIT_CODE
+from megatron.model.single_process import GPTModel
 from tests.support.layouts import SEQ, VOCAB
 from tests.unit.model.single_process import random_tokens
+from tools import convert_huggingface
 
 logging.disable_progress_bar()
 TOKENS = random_tokens(2, SEQ)
@@ -41,10 +48,40 @@ def save_hf(
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
+def change_config(folder: Path, **changes: Any) -> None:
+    """Changes settings in the folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def convert(*flags: object) -> None:
+    """Runs tools/convert_huggingface.py."""
+    convert_huggingface.main([str(flag) for flag in flags])
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
+    """What `convert` prints about a mistake: one sentence, with exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        convert(*flags)
+    assert caught.value.code == USER_ERROR_EXIT_CODE
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    return printed
+
+
 def change_weights(folder: Path, change: Any) -> None:
     """Replaces the weights in the folder by what `change` makes of them."""
     weights = change(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def megatron_logits(checkpoint: Checkpoint, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """Of the model in one process."""
+    model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    open_reader(checkpoint).load_weights(model)
+    return model.eval()(tokens)
 
 
 @torch.no_grad()

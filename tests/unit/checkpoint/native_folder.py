@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify.digests import fragment_digests
-from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
@@ -121,10 +124,21 @@ def write_native(
     return path
 
 
+def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes `run.json` and makes its checksum right again, as an attacker would."""
+    path = folder / "run.json"
+    run = json.loads(path.read_text())
+    change(run)
+    path.write_text(json.dumps(add_checksum(run)))
+
+
 def flip_a_byte(path: Path) -> None:
-    """In the largest member of a file of torch.save: the zip's directory and the pickle stay as they are."""
+    """In the largest member of a file of torch.save: the zip's directory and the other members stay as they
+    are."""
     with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda info: info.file_size)
+        largest = max(archive.infolist(), key=lambda info: ("/data/" in info.filename, info.file_size))
     content = bytearray(path.read_bytes())
-    content[largest.header_offset + 200] ^= 1
+    # A member's header has 30 bytes, then its name and extra field, whose lengths are the last two numbers.
+    lengths = struct.unpack_from("<HH", content, largest.header_offset + 26)
+    content[largest.header_offset + 30 + sum(lengths) + largest.file_size // 2] ^= 1
     path.write_bytes(content)

@@ -7,9 +7,11 @@ import os
 import re
 from pathlib import Path
 
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.lineage.identity import LineageEntry, lineage_record
+from megatron.checkpoint.files import add_checksum, describe_file
+from megatron.checkpoint.lineage.identity import LineageEntry
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     check_save_folder,
@@ -18,8 +20,6 @@ from megatron.checkpoint.lineage.start import (
     start_identity,
 )
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.checkpoint.verify.files import add_checksum, describe_file
 from megatron.config import CheckpointConfig
 from tests.support.layouts import Row, config_of
 
@@ -67,9 +67,7 @@ class Run:
         run = {
             "state": dataclasses.asdict(TrainingState(iteration=step)),
             "files": {FILE: describe_file(saving / FILE)},
-            "run_id": self.identity.run_id,
-            "origin": self.identity.origin,
-            "lineage": lineage_record(self.identity.lineage),
+            **self.identity.record(),
         }
         if self.old_format:
             run["lineage"] = [entry.name for entry in self.identity.lineage]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.lineage.start import choose_checkpoint
 from megatron.checkpoint.manager import find_checkpoint, layout_record
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.checkpoint.verify.files import describe_file
 from megatron.config import Config, parse_args, read_command_line
 from megatron.errors import UserError
 from megatron.optimizer.schedule import schedule_of
@@ -44,7 +44,7 @@ class Run(saved_runs.Run):
         states.write_text("moments")
         run["files"][states.name] = describe_file(states)
         run["state"] |= {"consumed_samples": 4 * step, "consumed_tokens": 64 * step}
-        run = saved_runs.add_checksum({key: value for key, value in run.items() if key != "sha256"})
+        run = saved_runs.add_checksum(run)
         path.write_text(json.dumps(run))
         return dataclasses.replace(entry, sha256=run["sha256"])
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.checkpoint.verify.digests import CHUNK, fragment_digests
+from megatron.checkpoint.digests import CHUNK, fragment_digests
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 from tests.reference.shards import shard_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,35 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.inspect import inspect_folder
+from megatron.checkpoint.names import check_file, check_parameter, check_plain, read_name
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.checkpoint.verify.names import check_file, check_parameter, check_plain, read_name
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json
 from tests.support.layouts import Row, config_of
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.test_torch_files import harm
 from tests.unit.hostile import bounds, refusal, snapshot
 from tools import ds_to_universal, generate, inspect_checkpoint
 
-BAD_NAMES = [
-    "../../../victim",
-    "..",
-    ".",
-    "",
-    "/etc",
-    "a/../b",
-    "a\0b",
-    "a\nb",
-    "x" * 300,
-    "~",
-    ".hidden",
-    "a\\b",
-    5,
-    None,
-]
+BAD_NAMES = ["../../../victim", "..", ".", "", "/etc", "a/../b", "a\0b", "a\nb", "x" * 300, "~", ".hidden"]
+BAD_NAMES += ["a\\b", 5, None]
 
 
 @pytest.fixture
@@ -52,14 +37,6 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     (victim / "fp32.pt").write_text("dear too")
     config = config_of(Row(), model={"num_layers": 1})
     return write_native(tmp_path / "runs" / "mine", config, random_wholes(config)), victim
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes run.json and its checksum, as an attacker would."""
-    run = json.loads((folder / "run.json").read_text())
-    change(run)
-    run.pop("sha256")
-    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
 
 
 def rename_parameter(folder: Path, name: str, new: Any) -> None:
@@ -74,7 +51,16 @@ def rename_parameter(folder: Path, name: str, new: Any) -> None:
     for addresses in content["optimizer"]["param_slice_mappings"]:
         addresses[new] = addresses.pop(name)
     torch.save(content, path)
-    rewrite(folder, change)
+    change_run(folder, change)
+
+
+def make_external(folder: Path, info: dict[str, Any], shapes: Any) -> Path:
+    """Makes the checkpoint one of another program. Returns the file with its merge patterns and shapes."""
+    (folder / "run.json").unlink()
+    path = folder / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "universal_checkpoint_info": info, "param_shapes": shapes}, path)
+    return path
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -85,20 +71,14 @@ def test_a_hostile_name_is_refused(name: object) -> None:
 
 
 def test_valid_names_are_not_hostile() -> None:
-    for name in (
-        "tied_modules.embed.word_embeddings.norm.weight",
-        "3.mlp.dense_h_to_4h.bias",
-        "module.0.self-attn.w",
+    norm = "tied_modules.embed.word_embeddings.norm.weight"
+    file = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    for check, names in (
+        (check_parameter, (norm, "3.mlp.dense_h_to_4h.bias", "module.0.self-attn.w")),
+        (check_file, (file, "zero/8.weight/fp32.pt", "layer_01-model_00-model_states.pt")),
+        (check_plain, ("global_step300", "global_step5.replaced", "model-00001-of-00002.safetensors")),
     ):
-        assert check_parameter(name, "f") == name
-    for name in (
-        "zero/8.weight/fp32.pt",
-        "layer_01-model_00-model_states.pt",
-        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    ):
-        assert check_file(name, "f") == name
-    for name in ("global_step300", "global_step5.replaced", "model-00001-of-00002.safetensors"):
-        assert check_plain(name, "f") == name
+        assert [check(name, "f") for name in names] == list(names)
 
 
 @pytest.mark.parametrize("where", ["files", "parameters", "lineage", "digests"])
@@ -114,7 +94,7 @@ def test_a_hostile_name_in_run_json_is_refused(where: str, folders: tuple[Path, 
         else:
             run[where]["../../victim"] = next(iter(run[where].values()))
 
-    rewrite(folder, change)
+    change_run(folder, change)
     sentence = refusal(lambda: open_checkpoint(folder), HostileFileError)
     assert "run.json names a" in sentence and "'../../victim'" in sentence
     assert "'../../victim'" in refusal(lambda: find_latest(folder.parent))
@@ -129,21 +109,15 @@ def test_a_hostile_parameter_name_makes_a_conversion_touch_nothing(
     folder, victim = folders
     rename_parameter(folder, "3.mlp.dense_4h_to_h.bias", name)
     if external:
-        (folder / "run.json").unlink()
-        path = folder / "mp_rank_00_model_states.pt"
-        content = torch.load(path, weights_only=False)
+        content = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)
         shapes = {key: torch.Size([1]) for key in content["optimizer"]["param_slice_mappings"][0]}
-        torch.save({**content, "universal_checkpoint_info": {}, "param_shapes": [shapes]}, path)
+        make_external(folder, {}, [shapes])
     before = snapshot(tmp_path)
-    flags = [
-        "--input_folder",
-        str(folder),
-        "--output_folder",
-        str(tmp_path / "runs" / "out"),
-        "--inject_missing_state",
-    ]
+    target = tmp_path / "runs" / "out"
     with pytest.raises(SystemExit) as ended:
-        ds_to_universal.main(flags)
+        ds_to_universal.main(
+            f"--input_folder {folder} --output_folder {target} --inject_missing_state".split()
+        )
     printed = capsys.readouterr().err
     assert ended.value.code == USER_ERROR_EXIT_CODE and printed.count("\n") == 1
     assert f"names a parameter {name!r}" in printed
@@ -161,7 +135,7 @@ def test_a_hostile_file_of_a_checkpoint_that_is_a_device_is_not_read(
         os.mkfifo(folder / name)
     else:
         (folder / name).symlink_to(target)
-    rewrite(folder, lambda run: run["files"][name].update(bytes=0))
+    change_run(folder, lambda run: run["files"][name].update(bytes=0))
     assert f"{name} is not a regular file" in refusal(lambda: open_checkpoint(folder))
 
 
@@ -174,18 +148,10 @@ def inspected(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return printed.err
 
 
-class Harm:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
-
-
 def replace_layer(folder: Path, content: Any) -> None:
     path = folder / "layer_03-model_00-model_states.pt"
     torch.save(content, path)
-    rewrite(folder, lambda run: run["files"][path.name].update(bytes=path.stat().st_size))
+    change_run(folder, lambda run: run["files"][path.name].update(bytes=path.stat().st_size))
 
 
 def many_layers(run: dict[str, Any]) -> None:
@@ -193,10 +159,10 @@ def many_layers(run: dict[str, Any]) -> None:
 
 
 HARMS: dict[str, Callable[[Path], None]] = {
-    "file name": lambda folder: rewrite(folder, lambda run: run["files"].update({"/dev/zero": {"bytes": 1}})),
-    "lineage": lambda folder: rewrite(folder, lambda run: run.update(lineage=["../../../victim"])),
-    "layers": lambda folder: rewrite(folder, many_layers),
-    "code": lambda folder: replace_layer(folder, {"a": Harm(folder.parent / "harm")}),
+    "file name": lambda folder: change_run(folder, lambda run: run.update(files={"/dev/zero": {"bytes": 1}})),
+    "lineage": lambda folder: change_run(folder, lambda run: run.update(lineage=["../../../victim"])),
+    "layers": lambda folder: change_run(folder, many_layers),
+    "code": lambda folder: replace_layer(folder, {"a": harm(folder.parent / "harm")}),
     "parameter": lambda folder: replace_layer(folder, {"../../victim": torch.ones(2)}),
     "deep json": lambda folder: (folder / "run.json").write_text("[" * 200_000) and None,
     "nested json": lambda folder: (folder / "run.json").write_text("[" * 500 + "]" * 500) and None,
@@ -210,7 +176,7 @@ def test_a_part_of_run_json_that_is_not_an_object_is_named(
     part: str, value: Any, folders: tuple[Path, Path]
 ) -> None:
     folder, _ = folders
-    rewrite(folder, lambda run: run.update({part: value}))
+    change_run(folder, lambda run: run.update({part: value}))
     sentence = refusal(lambda: read_checkpoint(folder))
     assert part in sentence and "object" in sentence
     report = inspect_folder(folder, verify=False).checkpoint
@@ -266,45 +232,23 @@ def test_a_hostile_or_damaged_latest_names_nothing(content: bytes, tmp_path: Pat
 
 def test_a_hostile_pattern_in_an_external_checkpoint_is_named(folders: tuple[Path, Path]) -> None:
     folder, _ = folders
-    (folder / "run.json").unlink()
-    path = folder / "mp_rank_00_model_states.pt"
-    content = torch.load(path, weights_only=False)
-    info = {"vocabulary_parameter_patterns": ["(a+"]}
-    torch.save({**content, "universal_checkpoint_info": info, "param_shapes": []}, path)
+    path = make_external(folder, {"vocabulary_parameter_patterns": ["(a+"]}, [])
     assert f"{path} has the pattern '(a+'" in refusal(lambda: open_source(folder))
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [{"8.weight": (1 << 61, 1 << 61)}],
-        [{"8.weight": ()}],
-        [{"8.weight": "x"}],
-        [5],
-        7,
-        [{"8.weight": (0,)}],
-    ],
-)
+SHAPES = [[{"8.weight": shape}] for shape in ((1 << 61, 1 << 61), (), "x", (0,))]
+
+
+@pytest.mark.parametrize("shapes", [*SHAPES, [5], 7])
 def test_hostile_shapes_in_an_external_checkpoint_are_refused(
     shapes: Any, folders: tuple[Path, Path]
 ) -> None:
     folder, _ = folders
-    (folder / "run.json").unlink()
-    path = folder / "mp_rank_00_model_states.pt"
-    content = torch.load(path, weights_only=False)
-    torch.save({**content, "universal_checkpoint_info": {}, "param_shapes": shapes}, path)
+    make_external(folder, {}, shapes)
     assert str(folder) in refusal(lambda: open_source(folder))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"start": -1},
-        {"numel": 1 << 62},
-        {"start": "x"},
-        {"start": [0]},
-    ],
-)
+@pytest.mark.parametrize("change", [{"start": -1}, {"numel": 1 << 62}, {"start": "x"}, {"start": [0]}])
 def test_a_hostile_offset_of_a_parameter_is_refused(
     change: dict[str, Any], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -314,7 +258,7 @@ def test_a_hostile_offset_of_a_parameter_is_refused(
     addresses = content["optimizer"]["param_slice_mappings"][0]
     addresses["5.weight"] = Namespace(**{**vars(addresses["5.weight"]), **change})
     torch.save(content, path)
-    rewrite(folder, lambda run: run["files"].update({path.name: {"bytes": path.stat().st_size}}))
+    change_run(folder, lambda run: run["files"].update({path.name: {"bytes": path.stat().st_size}}))
     with bounds(), pytest.raises(UserError, match="it is damaged"):
         list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
 
@@ -324,9 +268,7 @@ def test_a_hostile_offset_of_a_parameter_is_refused(
 
 def flip_a_bit(folder: Path) -> Path:
     path = folder / "layer_03-model_00-model_states.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(path)
     return path
 
 
@@ -335,13 +277,7 @@ def test_a_flipped_bit_is_found_by_every_tool_unless_verification_is_off(
 ) -> None:
     folder, _ = folders
     path = flip_a_bit(folder)
-    flags = [
-        "--input_folder",
-        str(folder),
-        "--output_folder",
-        str(tmp_path / "out"),
-        "--inject_missing_state",
-    ]
+    flags = f"--input_folder {folder} --output_folder {tmp_path / 'out'} --inject_missing_state".split()
     with pytest.raises(SystemExit):
         ds_to_universal.main(flags)
     assert f"{path.name} is damaged" in capsys.readouterr().err and not (tmp_path / "out").exists()
@@ -371,10 +307,7 @@ def test_generation_does_not_run_a_model_with_a_flipped_bit(
     list(convert(open_source(folder, derive_patterns=True), folder.parent / "global_step5_universal"))
     universal = folder.parent / "global_step5_universal"
     generate.main(["--load", str(universal), "--prompt", "a"])
-    values = universal / "zero" / "5.weight" / "fp32.pt"
-    content = bytearray(values.read_bytes())
-    content[content.index(b"FB") + 100] ^= 1
-    values.write_bytes(content)
+    flip_a_byte(universal / "zero" / "5.weight" / "fp32.pt")
     with pytest.raises(SystemExit):
         generate.main(["--load", str(universal), "--prompt", "a"])
     assert "5.weight" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import find_latest, find_universal
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import overview_text
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.config import Config, read_command_line
+from megatron.checkpoint.to_universal import convert, open_source
+from megatron.config import read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from tests.support.layouts import EOD, VOCAB, Row, config_of
@@ -59,9 +60,7 @@ class Files:
             record = mutated_json(json.loads(content), data)
             path.write_text(json.dumps(record))
             if path.name == "run.json" and isinstance(record, dict):
-                path.write_text(
-                    json.dumps(add_checksum({key: record[key] for key in record if key != "sha256"}))
-                )
+                path.write_text(json.dumps(add_checksum(record)))
             return
         if path.suffix in (".pt", ".bin") and data.draw(st.booleans()):
             _rewrite_pickle(path, content, changes)
@@ -70,7 +69,6 @@ class Files:
         record = self.folder / "run.json"
         if record in self.good and record != path:
             run = json.loads(self.good[record])
-            run.pop("sha256")
             run["files"].get(str(path.relative_to(self.folder)), {})["bytes"] = path.stat().st_size
             record.write_text(json.dumps(add_checksum(run)))
 
@@ -98,109 +96,95 @@ def read_all(folder: Path) -> None:
         weight.sum()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_a_native_checkpoint(examples: int, victim: Path, tmp_path: Path) -> None:
+# Each case makes a folder and returns it, with a function that reads all of it.
+Case = tuple[Path, Callable[[], object]]
+
+
+def native(tmp_path: Path) -> Case:
     folder = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
-    files = Files(folder)
-    read_all(folder)
-    fuzz(examples, lambda: read_all(folder), files.change, victim)
+    return folder, lambda: read_all(folder)
 
 
-@pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_the_record_that_gives_a_command_its_flags(
-    examples: int, victim: Path, tmp_path: Path
-) -> None:
-    native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
-    folder = tmp_path / "records"
-    for name in ("latest", f"{native.name}/run.json"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(native.parent / name, folder / name)
-    files = Files(folder)
+def record_that_gives_a_command_its_flags(tmp_path: Path) -> Case:
+    saved, folder = native(tmp_path)[0], tmp_path / "records"
+    (folder / saved.name).mkdir(parents=True)
+    for name in ("latest", f"{saved.name}/run.json"):
+        shutil.copy(saved.parent / name, folder / name)
     words = "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 5 --dry-run".split()
-
-    def read() -> None:
-        read_command_line([*words, "--load", str(folder), "--use-checkpoint-args"], {}, read_saved_config)
-
-    read()
-    fuzz(examples, read, files.change, victim)
+    words += ["--load", str(folder), "--use-checkpoint-args"]
+    return folder, lambda: read_command_line(words, {}, read_saved_config)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_the_source_of_a_conversion(examples: int, victim: Path, tmp_path: Path) -> None:
-    folder = write_native(
-        tmp_path / "native", config_of(Row(tp=2), model={"num_layers": 1}), random_wholes(CONFIG)
-    )
-    files = Files(folder)
+def source_of_a_conversion(tmp_path: Path) -> Case:
+    config = config_of(Row(tp=2), model={"num_layers": 1})
+    folder = write_native(tmp_path / "native", config, random_wholes(CONFIG))
 
     def read() -> None:
         for name in ("out", "out.partial"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
         list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
 
-    read()
-    fuzz(examples // 2, read, files.change, victim)
+    return folder, read
 
 
-def universal(tmp_path: Path) -> Path:
-    native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
-    target = tmp_path / "universal"
-    list(convert(open_source(native, derive_patterns=True), target))
-    return target
+def universal(tmp_path: Path) -> Case:
+    folder = tmp_path / "universal"
+    list(convert(open_source(native(tmp_path)[0], derive_patterns=True), folder))
+    return folder, lambda: read_all(folder)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_a_universal_checkpoint(examples: int, victim: Path, tmp_path: Path) -> None:
-    folder = universal(tmp_path)
-    files = Files(folder)
-    read_all(folder)
-    fuzz(examples, lambda: read_all(folder), files.change, victim)
-
-
-def read_external(folder: Path, config: Config) -> None:
-    checkpoint = find_universal(folder)
-    parameters = UniversalReader(checkpoint)
-    parameters.check_external(config, VOCAB)
-    assert parameters.loss_scaler is None and parameters.moments_kind
-    for name, spec in model_specs(config, VOCAB, None).items():
-        _, moments, _ = parameters.read_parameter(name, spec, TPGroup(1, 2))
-        dict(moments)
-
-
-@pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_another_programs_checkpoint(
-    examples: int, victim: Path, tmp_path: Path
-) -> None:
-    folder = universal(tmp_path)
+def universal_of_another_program(tmp_path: Path) -> Case:
+    folder, _ = universal(tmp_path)
     (folder / "run.json").unlink()
     state = {"iteration": 5, "global_samples": 40, "args": None, "universal_checkpoint_info": {}}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
-    files = Files(folder)
-    read_external(folder, CONFIG)
-    fuzz(examples, lambda: read_external(folder, CONFIG), files.change, victim)
+
+    def read() -> None:
+        parameters = UniversalReader(find_universal(folder))
+        parameters.check_external(CONFIG, VOCAB)
+        assert parameters.loss_scaler is None and parameters.moments_kind
+        for name, spec in model_specs(CONFIG, VOCAB, None).items():
+            _, moments, _ = parameters.read_parameter(name, spec, TPGroup(1, 2))
+            dict(moments)
+
+    return folder, read
 
 
-@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("examples", MUTATIONS)
-def test_hostile_mutations_of_a_hugging_face_folder(
-    examples: int, kind: str, victim: Path, tmp_path: Path
-) -> None:
+def hugging_face(tmp_path: Path) -> Case:
     folder = tmp_path / "hf"
     save_hf(folder, "gpt2", max_shard_size="20KB", sizes=(VOCAB, 1))
     (folder / "generation_config.json").unlink()
-    if kind == "pytorch_model.bin":
-        stored = read_hugging_face(folder).stored
-        weights = {name: weight.read().clone() for name, weight in stored.items()}
-        for path in folder.glob("*safetensors*"):
-            path.unlink()
-        torch.save(weights, folder / kind)
-    files = Files(folder)
 
     def read() -> None:
         for _, weight in read_hugging_face(folder).weights():
             weight.sum()
 
+    return folder, read
+
+
+def hugging_face_saved_by_torch(tmp_path: Path) -> Case:
+    folder, read = hugging_face(tmp_path)
+    stored = read_hugging_face(folder).stored
+    weights = {name: weight.read().clone() for name, weight in stored.items()}
+    for path in folder.glob("*safetensors*"):
+        path.unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    return folder, read
+
+
+IN_GATE = (
+    record_that_gives_a_command_its_flags,
+    universal_of_another_program,
+    hugging_face,
+    hugging_face_saved_by_torch,
+)
+OTHERS = (native, source_of_a_conversion, universal)
+
+
+@pytest.mark.parametrize("examples", MUTATIONS)
+@pytest.mark.parametrize("case", [*IN_GATE, *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)])
+def test_hostile_mutations(case: Callable[[Path], Case], examples: int, victim: Path, tmp_path: Path) -> None:
+    folder, read = case(tmp_path)
+    files = Files(folder)
     read()
-    fuzz(examples, read, files.change, victim)
+    fuzz(examples // 2 if case is source_of_a_conversion else examples, read, files.change, victim)

@@ -114,19 +114,7 @@ def test_a_hostile_attribute_does_not_replace_the_arguments(tmp_path: Path) -> N
     assert read.constructor_args == () and vars(read) == {"constructor_args": 5}
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def link_to_zero(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-@pytest.mark.parametrize("make", [make_pipe, link_to_zero, make_folder])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_a_hostile_file_that_is_not_regular_is_not_opened(
     make: Callable[[Path], None], tmp_path: Path
 ) -> None:

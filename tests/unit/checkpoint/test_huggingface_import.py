@@ -16,34 +16,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, OPTConfig
 
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
-from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import read_command_line
-from megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from megatron.model.single_process import GPTModel
+from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import save_as_hugging_face
 from tests.support.layouts import SEQ, VOCAB, Row, config_of
-from tests.unit.checkpoint.hugging_face_folder import TOKENS, change_weights, hf_logits, save_hf
+from tests.unit.checkpoint.hugging_face_folder import (
+    TOKENS,
+    change_weights,
+    convert,
+    hf_logits,
+    megatron_logits,
+    mistake,
+    save_hf,
+)
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
-from tools import convert_huggingface
 from tools.convert_huggingface import check_tokenizer_fits
 
 KINDS = ("bloom", "gpt2")
-
-
-def convert(*flags):
-    convert_huggingface.main([str(flag) for flag in flags])
-
-
-def mistake(capsys, *flags):
-    with pytest.raises(SystemExit) as caught:
-        convert(*flags)
-    assert caught.value.code == USER_ERROR_EXIT_CODE
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and printed.count("\n") == 1
-    return printed
 
 
 def make_universal(source, folder, *flags):
@@ -59,13 +51,6 @@ def save_tokenizer(folder):
     tokenizer = GPT2TokenizerFast(vocab, merges)
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
-
-
-@torch.no_grad()
-def megatron_logits(checkpoint, tokens=TOKENS):
-    model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
-    open_reader(checkpoint).load_weights(model)
-    return model.eval()(tokens)
 
 
 # --- there and back ---
@@ -98,20 +83,6 @@ def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
     # Without a tokenizer special tokens are unknown; BLOOM's config has no length; n_inner is derived.
     free = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
     assert {key for key in settings[1] if settings[1][key] != settings[0].get(key)} <= free
-
-
-@pytest.mark.parametrize("positions", ["alibi", "absolute"])
-def test_a_native_checkpoint_survives_a_round_trip(positions, tmp_path):
-    norm = positions == "alibi"
-    config = config_of(Row(positions=positions, tp=2), model={"embed_layernorm": norm})
-    wholes = random_wholes(config)
-    write_native(tmp_path / "native", config, wholes)
-    convert("--load", tmp_path / "native", "--output", tmp_path / "hf")
-    checkpoint = make_universal(tmp_path / "hf", tmp_path)
-    for name, whole in wholes.items():
-        assert torch.equal(torch.load(checkpoint.folder / "zero" / name / "fp32.pt")["param"], whole)
-    native = read_checkpoint(tmp_path / "native")
-    assert torch.equal(megatron_logits(checkpoint), megatron_logits(native))
 
 
 def test_a_tokenizer_with_far_fewer_tokens_is_refused():
@@ -334,17 +305,6 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     assert not output.parent.exists()
 
 
-def test_an_existing_output_is_not_changed(tmp_path, capsys):
-    source, output = tmp_path / "hf", tmp_path / "taken"
-    save_hf(source, "gpt2")
-    flags = ["--from-hugging-face", source, "--vocab-size", VOCAB]
-    output.mkdir()
-    assert f"{output} exists already" in mistake(capsys, *flags, "--output", output)
-    (tmp_path / "file").touch()
-    assert "cannot be made" in mistake(capsys, *flags, "--output", tmp_path / "file" / "x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf", "taken"]
-
-
 def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
     model, checkpoint, taken = (tmp_path / name for name in ("model", "checkpoint", "taken"))
     save_hf(model, "gpt2")
@@ -357,13 +317,7 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
         ("--from", tmp_path / "missing", "--to", taken): "missing: there is no such folder",
         ("--from", checkpoint, "--to", taken): "taken exists already",
         ("--from", checkpoint, "--to", unwritable): "x cannot be made",
-        (
-            "--from",
-            checkpoint,
-            "--to",
-            unwritable,
-            *size,
-        ): "--vocab-size acts on a model of Hugging Face only",
+        ("--from", checkpoint, "--to", taken, *size): "--vocab-size acts on a model of Hugging Face only",
         ("--from", model, "--to", taken, *size): "taken/global_step0_universal exists already",
         ("--from", model, "--to", unwritable, *size): "cannot be made",
         ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts on a checkpoint only",
@@ -375,6 +329,8 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
         printed = mistake(capsys, *flags)
         assert re.search(expected, printed)
         assert set(re.findall(r"(?<!\S)--[\w-]+", printed)) <= set(flags)
+    names = [path.relative_to(tmp_path).as_posix() for path in [*tmp_path.glob("*"), *taken.glob("*")]]
+    assert sorted(names) == ["checkpoint", "file", "model", "taken", "taken/global_step0_universal"]
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "model"])

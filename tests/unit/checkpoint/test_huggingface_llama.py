@@ -12,19 +12,24 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megatron.checkpoint.convert.huggingface.exporter import write_hugging_face, write_settings
-from megatron.checkpoint.convert.huggingface.family import FAMILIES
-from megatron.checkpoint.convert.huggingface.importer import read_hugging_face
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.huggingface.exporter import write_hugging_face, write_settings
+from megatron.checkpoint.huggingface.family import FAMILIES
+from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import read_command_line
 from megatron.errors import UserError
-from tests.distributed.test_model_variants import FALCON, NEOX, OLMO2
+from tests.distributed.test_model_variants import FALCON, LLAMA, NEOX, OLMO2
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
-from tests.unit.checkpoint.hugging_face_folder import TOKENS, hf_logits
+from tests.unit.checkpoint.hugging_face_folder import (
+    TOKENS,
+    change_config,
+    convert,
+    hf_logits,
+    megatron_logits,
+)
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
-from tests.unit.checkpoint.test_huggingface_import import make_universal, megatron_logits, save_tokenizer
-from tools import convert_huggingface
+from tests.unit.checkpoint.test_huggingface_import import make_universal, save_tokenizer
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -88,11 +93,6 @@ def save_hf(folder, name, max_shard_size="1GB", **sizes):
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def assert_equal_logits(found, expected):
     assert expected.std() > 0.1
     assert (found - expected).abs().max() <= RELATIVE_BOUND * (expected.max() - expected.min())
@@ -105,7 +105,7 @@ def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
     checkpoint = make_universal(tmp_path / "hf", tmp_path)
     assert_equal_logits(megatron_logits(checkpoint), hf_logits(tmp_path / "hf"))
-    convert_huggingface.main(["--load", str(tmp_path), "--output", str(tmp_path / "again")])
+    convert("--load", tmp_path, "--output", tmp_path / "again")
     before = dict(_all_weights(tmp_path / "hf"))
     after = dict(_all_weights(tmp_path / "again"))
     assert before.keys() == after.keys()
@@ -117,30 +117,19 @@ def _all_weights(folder):
     return [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
 
 
-OURS = {
-    "position_embedding_type": "rotary",
-    "normalization": "RMSNorm",
-    "glu_activation": "swiglu",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-}
-
-
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "model, row, architecture",
     [
-        (OURS, Row(tp=2), "LlamaForCausalLM"),
-        (OURS | {"num_query_groups": 1}, Row(tp=4), "LlamaForCausalLM"),
+        (LLAMA, Row(tp=2), "LlamaForCausalLM"),
+        (LLAMA | {"num_query_groups": 1}, Row(tp=4), "LlamaForCausalLM"),
         (
-            OURS | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
+            LLAMA | {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False},
             Row(),
             "Qwen2ForCausalLM",
         ),
-        (OURS | {"window_size": 5}, Row(), "MistralForCausalLM"),
-        (OURS | {"qk_layernorm": True, "kv_channels": 16}, Row(tp=2), "Qwen3ForCausalLM"),
+        (LLAMA | {"window_size": 5}, Row(), "MistralForCausalLM"),
+        (LLAMA | {"qk_layernorm": True, "kv_channels": 16}, Row(tp=2), "Qwen3ForCausalLM"),
         (OLMO2, Row(tp=4), "Olmo2ForCausalLM"),
         (NEOX, Row(tp=2), "GPTNeoXForCausalLM"),
         (FALCON, Row(tp=2), "FalconForCausalLM"),
@@ -163,10 +152,10 @@ def test_a_megatron_checkpoint_survives_a_round_trip(model, row, architecture, t
 OF_TYPE = {
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "gpt2": {},
-    "llama": OURS,
-    "mistral": OURS | {"window_size": 5},
-    "qwen2": OURS | {"add_qkv_bias": True},
-    "qwen3": OURS | {"qk_layernorm": True},
+    "llama": LLAMA,
+    "mistral": LLAMA | {"window_size": 5},
+    "qwen2": LLAMA | {"add_qkv_bias": True},
+    "qwen3": LLAMA | {"qk_layernorm": True},
     "olmo2": OLMO2,
     "gpt_neox": NEOX,
     "falcon": FALCON,
@@ -243,13 +232,13 @@ def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, caps
     (tmp_path / "hf").mkdir()
     tokens = save_tokenizer(tmp_path / "hf")
     save_hf(tmp_path / "hf", "llama-3", vocab_size=tokens + 3)
-    convert_huggingface.main(["--from", hf, "--to", native])
+    convert("--from", hf, "--to", native)
     flags = capsys.readouterr().out.split("start from it with: ")[1].split()
     run = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1".split()
     config = read_command_line([*flags, *run, "--dry-run"], {}).config
     assert (config.model.query_groups, config.model.rotary_base) == (2, 5e5)
     assert config.checkpoint.load == native
-    convert_huggingface.main(["--from", native, "--to", again])
+    convert("--from", native, "--to", again)
     logits = [
         AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits[..., :tokens]
         for folder in (hf, again)

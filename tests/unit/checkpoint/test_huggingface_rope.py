@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron.checkpoint.convert.huggingface.family import FAMILIES
-from megatron.checkpoint.convert.huggingface.importer import read_settings
+from megatron.checkpoint.huggingface.family import FAMILIES
+from megatron.checkpoint.huggingface.importer import read_settings
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.errors import UserError

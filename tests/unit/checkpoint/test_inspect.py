@@ -11,18 +11,16 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import inspect
-from megatron.checkpoint.convert.to_universal import convert, open_source
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.universal_info import derive_info, recorded_spec
 from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
-from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import UserError
 from tests.support.layouts import EOD, VOCAB, Row, config_of
-from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tools import inspect_checkpoint as tool
 
 TP2_PP2 = Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")
@@ -46,7 +44,9 @@ def report_of(path):
 
 
 def test_a_report_describes_the_run(tmp_path):
-    report = report_of(write(tmp_path))
+    report = report_of(path := write(tmp_path))
+    assert inspect_folder(tmp_path).is_intact
+    assert inspect_folder(path).is_intact and inspect_folder(path).checkpoints == []
     assert report.is_complete
     assert report.state["iteration"] == 5 and report.state["consumed_tokens"] == 1280
     assert report.layout["tensor_model_parallel_size"] == 2 and report.layout["zero_stage"] == 1
@@ -77,7 +77,7 @@ def test_no_layout_has_problems(row, tmp_path):
     report_of(write(tmp_path, row))
 
 
-def test_a_folder_lists_its_checkpoints(tmp_path):
+def test_a_folder_lists_its_checkpoints(tmp_path, capsys):
     for step in (100, 20, 5):
         write(tmp_path, Row(), step)
     (tmp_path / "global_step100" / "run.json").unlink()
@@ -91,13 +91,8 @@ def test_a_folder_lists_its_checkpoints(tmp_path):
     assert overview.checkpoints[1].consumed_samples == 160
     assert overview.checkpoint.folder == str(tmp_path / "global_step20")
     assert overview.problems == ["global_step100: run.json, which is written last, is missing"]
-    assert not overview.is_intact
-
-
-def test_an_intact_folder_has_no_problems(tmp_path):
-    path = write(tmp_path)
-    assert inspect_folder(tmp_path).is_intact
-    assert inspect_folder(path).is_intact and inspect_folder(path).checkpoints == []
+    code, printed = output(capsys, tmp_path)
+    assert code == 2 and "incomplete" in printed and f"problem: {overview.problems[0]}" in printed
 
 
 @pytest.mark.parametrize(
@@ -149,10 +144,11 @@ def test_an_invalid_layer_file_is_named(tmp_path):
         "zero_pp_rank_0_mp_rank_02_optim_states.pt",
     ],
 )
-def test_a_missing_file_is_named(name, tmp_path):
+def test_a_missing_file_is_named(name, tmp_path, capsys):
     path = write(tmp_path)
     (path / name).unlink()
-    assert f"missing: {name}" in inspect_checkpoint(path).problems
+    code, printed = output(capsys, path)
+    assert code == 2 and f"problem: missing: {name}\n" in printed
 
 
 def test_many_missing_files_are_counted(tmp_path):
@@ -227,14 +223,10 @@ def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
 
 def write_universal(folder, row=TP2_PP2):
     """A native checkpoint and the universal one made of it."""
-    native = write(folder, row)
-    target = folder / "global_step5_universal"
-    records = json.loads((native / "run.json").read_text())["parameters"]
-    info = derive_info({name: recorded_spec(record) for name, record in records.items()}, VOCAB)
-    run = {**json.loads((native / "run.json").read_text()), "universal_checkpoint_info": info}
-    del run["sha256"]
-    (native / "run.json").write_text(json.dumps(add_checksum(run)))
-    list(convert(open_source(native), target))
+    native, target = write(folder, row), folder / "global_step5_universal"
+    list(convert(open_source(native, derive_patterns=True), target))
+    info = json.loads((target / "run.json").read_text())["universal_checkpoint_info"]
+    change_run(native, lambda run: run.update(universal_checkpoint_info=info))
     return native, target
 
 
@@ -297,9 +289,7 @@ def test_files_without_checksums_are_not_called_equal(tmp_path, capsys):
         torch.save(step + 1, path)
     finally:
         torch.serialization.set_crc32_options(True)
-    run = json.loads((universal / "run.json").read_text())
-    del run["sha256"], run["files"]
-    (universal / "run.json").write_text(json.dumps(add_checksum({**run, "files": {}})))
+    change_run(universal, lambda run: run.update(files={}))
     code, printed = output(capsys, universal, "--verify")
     count = len(list(universal.rglob("*.pt"))) - 1
     assert f"{count} tensors and files compared, {count} equal, 1 not verified: they have no" in printed
@@ -378,21 +368,15 @@ def compare(one, other):
     return compare_checkpoints(open_checkpoint(one), open_checkpoint(other))
 
 
-def test_a_checkpoint_does_not_differ_from_itself(tmp_path):
-    path = write(tmp_path)
-    comparison = compare(path, path)
-    assert comparison.settings == {}
-    assert len(comparison.parameters) == 52 and all(item.is_equal for item in comparison.parameters)
-    assert comparison.parameters[0].largest == {"fp32": 0, "exp_avg": 0, "exp_avg_sq": 0}
-
-
 def test_the_same_weights_on_another_layout_differ_in_settings_alone(tmp_path):
     one = write(tmp_path / "one", Row())
     other = write(tmp_path / "other", Row(tp=4, dp=2, zero=1, precision="bf16"))
     comparison = compare(one, other)
     assert comparison.settings["layout.tensor_model_parallel_size"] == (1, 4)
     assert comparison.settings["config.parallel.world_size"] == (1, 8)
-    assert all(item.is_equal for item in comparison.parameters)
+    assert len(comparison.parameters) == 52 and all(item.is_equal for item in comparison.parameters)
+    assert comparison.parameters[0].largest == {"fp32": 0, "exp_avg": 0, "exp_avg_sq": 0}
+    assert compare(one, one).settings == {}
 
 
 def test_the_largest_difference_of_each_parameter_is_found(tmp_path):
@@ -439,8 +423,8 @@ def output(capsys, *flags):
     return code, capsys.readouterr().out
 
 
-def test_equal_layers_share_a_row(tmp_path, capsys):
-    write(tmp_path)
+def test_equal_layers_share_a_row_and_json_has_every_parameter(tmp_path, capsys):
+    path = write(tmp_path)
     code, printed = output(capsys, tmp_path)
     rows = [line.split() for line in printed.splitlines()]
     assert code == 0
@@ -449,24 +433,10 @@ def test_equal_layers_share_a_row(tmp_path, capsys):
     assert "{layer}.mlp.dense_4h_to_h.weight 3-6 32 x 128 bfloat16".split() in rows
     assert "8.weight 32 bfloat16".split() in rows
     assert "problem" not in printed
-
-
-def test_json_has_every_parameter(tmp_path, capsys):
-    path = write(tmp_path)
     code, printed = output(capsys, path, "--json")
     report = json.loads(printed)["checkpoint"]
     assert code == 0 and len(report["parameters"]) == 52
     assert report["parameters"][0] == {"name": WORDS, "shape": [112, 32], "dtype": "bfloat16"}
-
-
-def test_damage_is_printed_and_gives_code_2(tmp_path, capsys):
-    path = write(tmp_path)
-    (path / "mp_rank_01_model_states.pt").unlink()
-    code, printed = output(capsys, tmp_path)
-    assert code == 2 and "problem: missing: mp_rank_01_model_states.pt" in printed
-    (path / "run.json").unlink()
-    code, printed = output(capsys, tmp_path)
-    assert code == 2 and "incomplete" in printed and "problem: global_step5: run.json" in printed
 
 
 def test_two_folders_are_compared(tmp_path, capsys):
@@ -516,15 +486,6 @@ def test_a_mistake_is_one_sentence_and_code_2(flags, words, capsys):
 )
 def test_sizes_have_a_unit(size, text):
     assert size_text(int(size)) == text
-
-
-def change_run(folder, change):
-    """Changes `run.json` and makes its checksum right again, as an attacker would."""
-    path = folder / "run.json"
-    run = json.loads(path.read_text())
-    del run["sha256"]
-    change(run)
-    path.write_text(json.dumps(add_checksum(run)))
 
 
 def test_missing_files_of_the_layout_are_a_problem(tmp_path):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest
-from megatron.checkpoint.lineage import latest as latest_module
-from megatron.checkpoint.lineage.latest import read_record
+from megatron.checkpoint.lineage import identity as identity_module
+from megatron.checkpoint.lineage.identity import read_record
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
-from megatron.checkpoint.verify import files as checkpoint_files
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import (
@@ -69,7 +69,7 @@ def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resume
     where = {
         "rename": "megatron.checkpoint.publishing.os.rename",
         "latest": "megatron.checkpoint.publishing.set_latest",
-        "record": "megatron.checkpoint.lineage.latest._write",
+        "record": "megatron.checkpoint.lineage.identity._write",
     }[at]
     entry = run.write(4)
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -240,7 +240,7 @@ def test_a_damaged_latest_json_is_ignored(content, tmp_path):
 def test_latest_set_by_hand_is_used_after_a_kill_before_latest_json_was_written(tmp_path, monkeypatch):
     Run(tmp_path, tmp_path).save(4)
     with monkeypatch.context() as patch:
-        patch.setattr(latest_module, "_write", fail_after_upcoming(latest_module._write))
+        patch.setattr(identity_module, "_write", fail_after_upcoming(identity_module._write))
         Run(tmp_path, tmp_path).save(6)
     assert Run(tmp_path, tmp_path).started_from == "global_step6"
     (tmp_path / "latest").write_text("global_step4")

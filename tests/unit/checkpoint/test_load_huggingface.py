@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpoint.convert.huggingface import reader as reader_module
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.formats.state import reshard
+from megatron.checkpoint.huggingface import reader as reader_module
 from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
+from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
-from tests.unit.checkpoint.test_huggingface_llama import change_config, save_hf
+from tests.unit.checkpoint.test_huggingface_llama import save_hf
 
 RUN = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1 --dry-run".split()
 
@@ -93,12 +94,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     save_hf(tmp_path, "llama-3")
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_weights(tmp_path, lambda weights: weights | {"model.norm.weight": torch.full((32,), torch.nan)})
     reader = open_reader(open_checkpoint(tmp_path))
-    with pytest.raises(UserError, match=r"6.weight that are NaN or infinite"):
+    with pytest.raises(UserError, match=r"holds 32 numbers of 6.weight that are NaN or infinite"):
         reader.read("6.weight", VALUES)

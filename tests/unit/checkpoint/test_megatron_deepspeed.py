@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.convert.to_universal import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
+from megatron.checkpoint.to_universal import open_source
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs
@@ -130,16 +130,16 @@ def test_the_loss_is_that_of_the_weights_in_plain_pytorch(name: str, tmp_path: P
     torch.testing.assert_close(logits, plain, rtol=0, atol=2e-5)
 
 
-def test_the_start_says_how_the_layers_are_numbered(tmp_path: Path) -> None:
-    write(tmp_path)
-    line = describe_start(find(tmp_path), str(tmp_path))
-    assert "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8" in line
-
-
-def test_the_start_says_that_it_had_no_pipeline(tmp_path: Path) -> None:
-    write(tmp_path, pipeline=False)
-    line = describe_start(find(tmp_path), str(tmp_path))
-    assert "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 here" in line
+@pytest.mark.parametrize(
+    "pipeline, words",
+    [
+        (True, "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8"),
+        (False, "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 here"),
+    ],
+)
+def test_the_start_says_how_the_layers_are_numbered(pipeline: bool, words: str, tmp_path: Path) -> None:
+    write(tmp_path, pipeline=pipeline)
+    assert words in describe_start(find(tmp_path), str(tmp_path))
 
 
 def test_a_vocabulary_of_another_size_is_refused_without_a_pipeline_too(tmp_path: Path) -> None:
@@ -160,12 +160,7 @@ def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "argument, value",
-    [
-        ("apply_layernorm_1p", True),
-        ("squared_relu", True),
-        ("num_experts", [4]),
-    ],
+    "argument, value", [("apply_layernorm_1p", True), ("squared_relu", True), ("num_experts", [4])]
 )
 def test_a_variant_that_the_model_lacks_is_refused_by_name(argument: str, value: Any, tmp_path: Path) -> None:
     write(tmp_path, **{argument: value})

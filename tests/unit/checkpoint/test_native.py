@@ -6,8 +6,8 @@ import json
 import pytest
 
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.record import TrainingState, describe_start
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.errors import UserError
 
 FILE = "layer_01-model_00-model_states.pt"
@@ -30,13 +30,6 @@ def test_an_empty_folder_holds_no_checkpoint(tmp_path):
     assert describe_start(None, None) == "initializing from scratch"
 
 
-def test_latest_names_the_checkpoint_even_if_a_newer_folder_is_there(tmp_path):
-    write(tmp_path, 5)
-    write(tmp_path, 10)
-    (tmp_path / "latest").write_text("global_step5")
-    assert find_latest(tmp_path).state.iteration == 5
-
-
 @pytest.mark.parametrize("latest", ["global_step10", None])
 def test_instead_of_an_incomplete_checkpoint_the_newest_complete_one_is_selected(tmp_path, latest):
     write(tmp_path, 5)
@@ -56,12 +49,6 @@ def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "latest").write_text("global_step10")
     with pytest.raises(UserError, match="global_step10"):
         find_latest(tmp_path)
-
-
-def test_load_may_name_a_checkpoint_folder(tmp_path):
-    path = write(tmp_path, 5)
-    write(tmp_path, 10)
-    assert find_latest(path).state.iteration == 5
 
 
 def test_an_interrupted_save_is_named_and_skipped(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.convert.huggingface.importer import read_settings
+from megatron.checkpoint.huggingface.importer import read_settings
 from megatron.config import ModelConfig, parse_args
 from megatron.pipeline.stages import plan_stages
 from tests.end_to_end.command import ROOT

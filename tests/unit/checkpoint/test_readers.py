@@ -1,21 +1,19 @@
 """Readers of the checkpoint formats: equal tensors, and verification by file."""
 
 import errno
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.checkpoint.convert.to_universal import convert, open_source
+from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import FORMATS, HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
-from megatron.checkpoint.verify import files as checkpoint_files
-from megatron.checkpoint.verify.files import add_checksum
+from megatron.checkpoint.to_universal import convert, open_source
 from tests.support.layouts import Row, config_of
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 
 CONFIG = config_of(Row(tp=2, pp=2, zero=1))
 
@@ -30,9 +28,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 def without_record(folder: Path) -> None:
     """Removes the digests of tensors from `run.json`."""
-    run = json.loads((folder / "run.json").read_text())
-    del run["sha256"], run["certificate"]
-    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
+    change_run(folder, lambda run: run.pop("certificate"))
 
 
 def test_every_format_is_recognized_and_read_alike(folders: dict[str, Path]) -> None:
@@ -55,10 +51,7 @@ def test_without_digests_of_tensors_the_checksums_of_all_files_are_compared(fold
     names = reader.files_to_verify()
     assert set(names) == {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
     assert [reader.file_problem(name) for name in names] == [None] * len(names)
-    path = folder / "zero" / "8.weight" / "fp32.pt"
-    content = bytearray(path.read_bytes())
-    content[content.index(read_file(path)["param"].numpy().tobytes())] ^= 1
-    path.write_bytes(content)
+    flip_a_byte(folder / "zero" / "8.weight" / "fp32.pt")
     assert "does not match its checksum" in str(reader.file_problem("zero/8.weight/fp32.pt"))
 
 

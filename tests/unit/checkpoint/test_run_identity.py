@@ -1,7 +1,6 @@
 """Checkpoints belong to a run by id and digest, not by name: what is resumed and what is overwritten."""
 
 import dataclasses
-import json
 import shutil
 
 import pytest
@@ -17,10 +16,10 @@ from megatron.checkpoint.lineage.start import (
     started_from,
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.checkpoint.verify.files import add_checksum
 from megatron.config import CheckpointConfig, TrainingConfig
 from megatron.errors import UserError
 from tests.support.layouts import Row, config_of
+from tests.unit.checkpoint.native_folder import change_run
 from tests.unit.checkpoint.saved_runs import Killed, Run, damage, digest, old_folder, steps_in
 
 
@@ -164,9 +163,8 @@ def test_a_universal_checkpoint_in_the_same_folder_continues_the_run_it_was_made
     run = Run(tmp_path, tmp_path).save(2, 4, 6)
     universal = tmp_path / "global_step4_universal"
     (universal / "zero").mkdir(parents=True)
-    content = json.loads((tmp_path / "global_step4" / "run.json").read_text())
-    content = {key: value for key, value in content.items() if key != "sha256"}
-    (universal / "run.json").write_text(json.dumps(add_checksum({**content, "files": {}})))
+    shutil.copy(tmp_path / "global_step4" / "run.json", universal)
+    change_run(universal, lambda run: run.update(files={}))
     (tmp_path / "latest_universal").write_text(universal.name)
     for expected in (universal.name, "global_step5"):
         again = Run(tmp_path, tmp_path, universal_checkpoint=True)

@@ -1,19 +1,16 @@
 """What `run.json` may contain: lineage, layout and files."""
 
-import json
-
 import pytest
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity
-from megatron.checkpoint.verify.files import (
-    add_checksum,
+from megatron.checkpoint.files import (
     describe_file,
     first_size_mismatch,
-    missing_files,
-    unneeded_files,
 )
+from megatron.checkpoint.formats.deepspeed_files import missing_files, unneeded_files
+from megatron.checkpoint.lineage.identity import MAX_LINEAGE, LineageEntry, RunIdentity
 from megatron.errors import UserError
+from tests.unit.checkpoint.native_folder import change_run
 from tests.unit.checkpoint.saved_runs import Run
 
 
@@ -32,11 +29,9 @@ from tests.unit.checkpoint.saved_runs import Run
 )
 def test_a_malformed_lineage_is_named(change, words, tmp_path):
     Run(tmp_path, tmp_path).save(2)
-    path = tmp_path / "global_step2" / "run.json"
-    run = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
-    path.write_text(json.dumps(add_checksum({**run, **change})))
+    change_run(tmp_path / "global_step2", lambda run: run.update(change))
     with pytest.raises(UserError, match=f"run.json.*{words}"):
-        open_checkpoint(path.parent)
+        open_checkpoint(tmp_path / "global_step2")
 
 
 def test_the_lineage_is_bounded():
@@ -81,13 +76,12 @@ def test_missing_files_of_a_layout_are_found():
 
 def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(tmp_path):
     Run(tmp_path, tmp_path).save(2)
-    path = tmp_path / "global_step2" / "run.json"
-    run = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
-    (path.parent / "mp_rank_00_model_states.pt").touch()
-    run["files"]["mp_rank_00_model_states.pt"] = describe_file(path.parent / "mp_rank_00_model_states.pt")
-    path.write_text(json.dumps(add_checksum({**run, **layout(1, 1, 1, 0, ("1.a", "3.a"))})))
+    file = tmp_path / "global_step2" / "mp_rank_00_model_states.pt"
+    file.touch()
+    change_run(file.parent, lambda run: run["files"].update({file.name: describe_file(file)}))
+    change_run(file.parent, lambda run: run.update(layout(1, 1, 1, 0, ("1.a", "3.a"))))
     with pytest.raises(UserError, match="layer_03-model_00-model_states.pt was never written"):
-        open_checkpoint(path.parent)
+        open_checkpoint(file.parent)
 
 
 def test_only_with_zero_the_mp_rank_files_are_not_needed():

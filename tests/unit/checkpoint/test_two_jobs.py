@@ -103,50 +103,41 @@ def test_an_owner_elsewhere_without_a_heartbeat_is_taken_over_after_a_minute(tmp
     assert second.problem() is None and owner_numbers(tmp_path) == [2]
 
 
-def test_an_owner_whose_process_ended_on_this_machine_is_taken_over_at_once(tmp_path):
+@pytest.mark.parametrize("why", ["process has ended", "process id was reused", "requeued"])
+def test_an_owner_that_cannot_be_active_is_taken_over_at_once(why, tmp_path):
+    old, new, said = job("n1"), job("n1"), "its process has ended"
+    if why == "requeued":  # by Slurm, on another node
+        old, new, said = job("n1", "71", "0", machine="A"), job("n2", "71", "1", machine="B"), "requeued"
+    else:
+        old = replace(old, **(ended_process() if why == "process has ended" else {"process_start": "1"}))
     world = World()
-    world.acquire(tmp_path, replace(job("n1"), **ended_process()))
-    world.acquire(tmp_path, job("n1"))
-    assert world.now == 0.0 and "its process has ended" in world.said[0]
+    world.acquire(tmp_path, old)
+    world.acquire(tmp_path, new)
+    assert world.now == 0.0 and said in world.said[0]
 
 
-def test_a_reused_process_id_is_not_an_active_owner(tmp_path):
-    world = World()
-    world.acquire(tmp_path, replace(job("n1"), process_start="1"))
-    world.acquire(tmp_path, job("n1"))
-    assert world.now == 0.0
-
-
-def test_a_job_that_slurm_has_requeued_takes_over_from_its_former_node_at_once(tmp_path):
-    world = World()
-    world.acquire(tmp_path, job("n1", "71", "0", machine="A"))
-    world.acquire(tmp_path, job("n2", "71", "1", machine="B"))
-    assert world.now == 0.0 and "requeued" in world.said[0]
-
-
-def test_a_restart_in_the_same_job_waits_for_the_old_process_to_end(tmp_path):
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_restart_in_the_same_job_waits_for_the_old_process_to_end_and_then_gives_up(ends, tmp_path):
     world = World()
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
-    world.events |= {at: first.write_heartbeat for at in (10.0, 20.0)}  # its node has been lost since
-    world.acquire(tmp_path, job("n2", "71", machine="B"))
-    assert 80.0 <= world.now <= 82.0
-
-
-def test_a_restart_in_the_same_job_gives_up_on_an_old_process_that_never_ends(tmp_path):
-    world = World()
-    first = world.acquire(tmp_path, job("n1", "71", machine="A"))
-    world.events |= {10.0 * n: first.write_heartbeat for n in range(1, 20)}
+    world.events |= {10.0 * n: first.write_heartbeat for n in range(1, 3 if ends else 20)}
+    if ends:
+        world.acquire(tmp_path, job("n2", "71", machine="B"))
+        assert 80.0 <= world.now <= 82.0
+        return
     with pytest.raises(UserError, match="in use by Slurm job 71"):
         world.acquire(tmp_path, job("n2", "71", machine="B"))
     assert 60.0 <= world.now <= 72.0
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}', b"\xff" * 5000, b"[" * 100_000])
-def test_an_empty_owner_file_is_watched_and_taken_over(content, tmp_path):
-    (tmp_path / "owner-000007.json").write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}', b"\xff" * 5000, b"[" * 100_000, None])
+def test_an_empty_or_hostile_owner_file_is_watched_and_taken_over(content, tmp_path):
+    """None: a pipe, whose reader would wait."""
+    path = tmp_path / "owner-000007.json"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
     world = World()
-    world.acquire(tmp_path, job())
-    assert 60.0 <= world.now <= 62.0 and owner_numbers(tmp_path) == [8]
+    held = world.acquire(tmp_path, job())
+    assert 60.0 <= world.now <= 62.0 and held.problem() is None and owner_numbers(tmp_path) == [8]
 
 
 def test_a_folder_that_was_released_is_free(tmp_path):
@@ -329,10 +320,3 @@ def test_a_hostile_owner_file_with_the_last_number_is_named(tmp_path):
     with pytest.raises(UserError, match=r"owner-999999999999\.json has the last possible number.*remove"):
         world.acquire(tmp_path, job("n1"))
     assert os.listdir(tmp_path) == ["owner-999999999999.json"]
-
-
-def test_a_hostile_pipe_as_an_owner_file_is_watched_as_an_empty_one(tmp_path):
-    world = World()
-    os.mkfifo(tmp_path / f"owner-000001-{'0' * 32}.json")
-    held = world.acquire(tmp_path, job("n1", machine="A"))
-    assert 60.0 <= world.now <= 62.0 and held.problem() is None and owner_numbers(tmp_path) == [2]

@@ -30,7 +30,13 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.deepspeed_files import SHARDED_WEIGHTS, model_files, sharded_weight_files
+from megatron.checkpoint.files import add_checksum
+from megatron.checkpoint.formats.deepspeed_files import (
+    SHARDED_WEIGHTS,
+    layer_files,
+    model_files,
+    sharded_weight_files,
+)
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import ReplicaMismatch
@@ -51,9 +57,8 @@ from megatron.checkpoint.formats.universal_info import (
     recorded_spec,
     unused_patterns,
 )
+from megatron.checkpoint.names import check_parameter, is_shape, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.checkpoint.verify.names import check_parameter, is_shape, shown
 from megatron.errors import UserError
 from megatron.files import (
     expect_layout,
@@ -189,7 +194,7 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
             "known: convert it with the program that wrote it"
         )
     check_info(info, paths[0])
-    first_layer = list(folder.glob("layer_01-model_*-model_states.pt"))
+    first_layer = layer_files(folder).get(1, [])
     specs: dict[str, ParameterSpec] = {}
     with expect_layout(paths[0], "the states of a model-parallel rank"):
         dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
@@ -400,13 +405,12 @@ def _write_rest(source: Source, partial: Path) -> None:
             for path in sorted(partial.rglob("*.pt"))
             if UNFINISHED_FOLDER not in path.parts
         }
-        content = {key: value for key, value in source.run.items() if key != "sha256"}
+        content = {**source.run, "files": sizes}
         folder = partial / AVERAGED_FOLDER
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in content:
             content["certificate"] = _record_without(averaged, content["certificate"])
-        run = add_checksum({**content, "files": sizes})
-        write_json(partial / RUN_FILE, run)
+        write_json(partial / RUN_FILE, add_checksum(content))
 
 
 def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:

@@ -203,6 +203,18 @@ class Family:
         return {name.format(block=block) for name in self.buffers for block in range(num_layers)}
 
 
+# Fields and settings that several families have.
+SIZES = (
+    ("num_layers", "num_hidden_layers"),
+    ("hidden_size", "hidden_size"),
+    ("num_attention_heads", "num_attention_heads"),
+    ("vocab_size", "vocab_size"),
+    ("max_position_embeddings", "max_position_embeddings"),
+)
+INITIALIZATION = (("init_method_std", "initializer_range"),)
+DROPOUT = (("hidden_dropout", "hidden_dropout"), ("attention_dropout", "attention_dropout"))
+
+
 def equal_heads(model: ModelConfig) -> int:
     """Head dimension of attention heads that divide the hidden size among them."""
     return model.hidden_size // model.num_attention_heads
@@ -215,7 +227,7 @@ def setting(field: str, value: Any) -> str:
     return option_name(field) if value is True else f"{option_name(field)} {value}"
 
 
-_FAMILIES = "megatron.checkpoint.convert.huggingface.families"
+_FAMILIES = "megatron.checkpoint.huggingface.families"
 
 # Instances of `Family`. A model that several families can express is exported as the first of them.
 FAMILIES = Registry(
@@ -224,10 +236,10 @@ FAMILIES = Registry(
         "bloom": Choice("BLOOM", f"{_FAMILIES}.bloom:BLOOM"),
         "gpt2": Choice("GPT-2", f"{_FAMILIES}.gpt2:GPT2"),
         "llama": Choice("Llama 1 to 3", f"{_FAMILIES}.llama:LLAMA"),
-        "mistral": Choice("Mistral", f"{_FAMILIES}.mistral:MISTRAL"),
-        "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.qwen2:QWEN2"),
-        "qwen3": Choice("Qwen 3", f"{_FAMILIES}.qwen3:QWEN3"),
-        "olmo2": Choice("OLMo 2", f"{_FAMILIES}.olmo2:OLMO2"),
+        "mistral": Choice("Mistral", f"{_FAMILIES}.llama:MISTRAL"),
+        "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.llama:QWEN2"),
+        "qwen3": Choice("Qwen 3", f"{_FAMILIES}.llama:QWEN3"),
+        "olmo2": Choice("OLMo 2", f"{_FAMILIES}.llama:OLMO2"),
         "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
         "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
     },

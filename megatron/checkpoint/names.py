@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.verify.files import read_with_retries
+from megatron.checkpoint.files import read_with_retries
 from megatron.errors import is_access_error
 from megatron.files import HostileFileError, read_small
 

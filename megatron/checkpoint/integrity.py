@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.checkpoint.digests import StateDigests, UnquantizedDigests, digest_state
 from megatron.checkpoint.record import Checkpoint
-from megatron.checkpoint.verify.digests import StateDigests, UnquantizedDigests, digest_state
 from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.data.loader import MicroBatch
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
-from megatron.text_table import first_few
+from megatron.text_table import first_few, format_table
 
 # Relative tolerance of the canary loss. The weights are compared to the last bit, so this covers only the
 # computation: layouts differ by the order of sums in fp32, and by rounding in 16 bits.
@@ -144,6 +144,5 @@ def _canary(config: Config, vocab_size: int) -> MicroBatch:
 
 def verification_table(checks: list[Check]) -> str:
     """The checks as an aligned table, for the log."""
-    width = max(len(check.subject) for check in checks)
-    lines = (f"  {check.subject:<{width}}  {check.result}" for check in checks)
-    return "\n".join(["checkpoint verification:", *lines])
+    rows = [["", check.subject, check.result] for check in checks]
+    return f"checkpoint verification:\n{format_table(rows, left_align=(0, 1, 2))}"

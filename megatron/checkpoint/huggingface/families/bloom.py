@@ -1,7 +1,9 @@
 """BLOOM: ALiBi, and a norm after the word embeddings."""
 
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.family import (
+    DROPOUT,
     EMBED,
+    INITIALIZATION,
     WORD_EMBEDDINGS,
     Family,
     Parameter,
@@ -22,11 +24,7 @@ BLOOM = Family(
         ("seq_length", "seq_length"),
         ("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm"),
     ),
-    training_fields=(
-        ("init_method_std", "initializer_range"),
-        ("hidden_dropout", "hidden_dropout"),
-        ("attention_dropout", "attention_dropout"),
-    ),
+    training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
     megatron_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
     # BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others

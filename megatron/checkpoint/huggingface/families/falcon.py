@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.convert.huggingface.families.llama import HEAD, UNTIED
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.families.llama import HEAD, UNTIED
+from megatron.checkpoint.huggingface.family import (
+    DROPOUT,
+    INITIALIZATION,
+    SIZES,
     WORD_EMBEDDINGS,
     Conversion,
     Family,
@@ -14,7 +17,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     exact_or_tanh,
     with_bias,
 )
-from megatron.checkpoint.convert.huggingface.rope import ROPE
+from megatron.checkpoint.huggingface.rope import ROPE
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
 
@@ -63,20 +66,8 @@ _LAYER = "transformer.h.{block}"
 FALCON = Family(
     title="Falcon 7B",
     architecture="FalconForCausalLM",
-    fields=(
-        ("num_layers", "num_hidden_layers"),
-        ("hidden_size", "hidden_size"),
-        ("ffn_hidden_size", "ffn_hidden_size"),
-        ("num_attention_heads", "num_attention_heads"),
-        ("layernorm_epsilon", "layer_norm_epsilon"),
-        ("vocab_size", "vocab_size"),
-        ("max_position_embeddings", "max_position_embeddings"),
-    ),
-    training_fields=(
-        ("init_method_std", "initializer_range"),
-        ("hidden_dropout", "hidden_dropout"),
-        ("attention_dropout", "attention_dropout"),
-    ),
+    fields=(*SIZES, ("ffn_hidden_size", "ffn_hidden_size"), ("layernorm_epsilon", "layer_norm_epsilon")),
+    training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={
         "position_embedding_type": "rotary",
         "layer_arrangement": "parallel-one-norm",

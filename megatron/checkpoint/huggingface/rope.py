@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.convert.huggingface.family import Conversion
-from megatron.checkpoint.verify.names import shown
+from megatron.checkpoint.huggingface.family import Conversion
+from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.errors import UserError, one_line
@@ -48,9 +48,10 @@ def _to_hf(model: ModelConfig) -> dict[str, Any]:
 def check_numbers(settings: Mapping[str, Any]) -> None:
     """UserError for a rotary setting of a config.json that is not a number. transformers would compute with
     it before it names it."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = settings.get(name)
-        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    for rope in (settings.get("rope_parameters"), settings.get("rope_scaling")):
+        if not isinstance(rope, dict):
+            continue
+        kind = rope.get("rope_type", rope.get("type"))
         if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
             continue
         for field in ROPE_SCALINGS[kind].settings:

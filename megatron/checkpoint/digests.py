@@ -80,7 +80,7 @@ def digest_state(
     record = (place, layout.tp_rank, own, sharded, quantized, steps)
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(record, records if dist.get_rank() == 0 else None)
-    result = [_combined(records) if dist.get_rank() == 0 else None]
+    result: list[Any] = [_combined(records) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(result)
     return result[0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -20,25 +20,26 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import (
-    FAMILIES,
-    LM_HEAD,
-    WORD_EMBEDDINGS,
-    Family,
-    count_non_finite,
-)
-from megatron.checkpoint.convert.huggingface.output import temporary_folder
-from megatron.checkpoint.convert.huggingface.rope import check_numbers
-from megatron.checkpoint.convert.to_universal import PARTIAL, move_into_place
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
 from megatron.checkpoint.formats.universal import UniversalWriter
 from megatron.checkpoint.formats.universal_info import spec_record
+from megatron.checkpoint.huggingface.family import (
+    FAMILIES,
+    LM_HEAD,
+    WORD_EMBEDDINGS,
+    Family,
+    Parameter,
+    count_non_finite,
+)
+from megatron.checkpoint.huggingface.output import temporary_folder
+from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.manager import layout_record
+from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.checkpoint.record import RUN_FILE, TrainingState
-from megatron.checkpoint.verify.files import add_checksum
-from megatron.checkpoint.verify.names import check_plain, is_plain, shown
+from megatron.checkpoint.to_universal import PARTIAL, move_into_place
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line
@@ -106,13 +107,26 @@ class HuggingFaceModel:
         precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
         return _config(self.fields, vocab_size, data, precision)
 
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The settings of the model, without its vocabulary."""
+        return ModelConfig(**self.fields)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Megatron name -> parameter."""
+        names = self.family.names(self.model.num_layers, self.model.untie_embeddings_and_output_weights)
+        return {parameter.megatron: parameter for parameter in names}
+
+    def parts(self, name: str) -> list[Tensor]:
+        """The Hugging Face tensors of a parameter, mapped."""
+        return [self.stored[hf_name].read() for hf_name in self.parameters[name].hf]
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Megatron name, global weight) of every parameter, with `rows` word embeddings, in the dtype
         of the files. Each is read when it is used."""
-        model = ModelConfig(**self.fields)
-        for parameter in self.family.names(model.num_layers, model.untie_embeddings_and_output_weights):
-            parts = [self.stored[name].read() for name in parameter.hf]
-            yield parameter.megatron, parameter.transform.to_megatron(parts, model)
+        for name, parameter in self.parameters.items():
+            yield name, parameter.transform.to_megatron(self.parts(name), self.model)
 
 
 def _config(
@@ -319,7 +333,7 @@ def _read(path: Path) -> Mapping[str, StoredWeight]:
             type(name) is str and isinstance(tensor, Tensor) for name, tensor in content.items()
         ):
             raise UserError(f"the weights in {path} cannot be read: expected a dict of tensors")
-        return {name: StoredWeight(t.shape, t.dtype, lambda t=t: t) for name, t in content.items()}
+        return {name: StoredWeight(t.shape, t.dtype, t.detach) for name, t in content.items()}
     try:
         open_regular(path).close()
         with safe_open(path, "pt") as file:
@@ -346,8 +360,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
             specs = _specs_without_padding(config, model.rows, None)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-    untied = config.model.untie_embeddings_and_output_weights
-    for parameter in model.family.names(config.model.num_layers, untied):
+    for parameter in model.parameters.values():
         weight = torch.empty(specs[parameter.megatron].global_shape, device="meta")
         parts = parameter.transform.to_hf(weight, config.model)
         for name, part in zip(parameter.hf, parts, strict=True):

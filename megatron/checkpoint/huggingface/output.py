@@ -16,10 +16,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron.checkpoint.convert.to_universal import check_space
-from megatron.checkpoint.verify.files import describe_file, read_with_retries
-from megatron.checkpoint.verify.names import check_file
-from megatron.errors import UserError, is_access_error, one_line
+from megatron.checkpoint.files import describe_file, problem_of_content, read_with_retries
+from megatron.checkpoint.names import check_file
+from megatron.checkpoint.to_universal import check_space
+from megatron.errors import UserError, one_line
 from megatron.files import read_small
 from megatron.text_table import first_few
 
@@ -150,14 +150,8 @@ def read_digests(folder: Path) -> dict[str, str]:
 def digest_problem(folder: Path, name: str, digest: str) -> str | None:
     """Reads a file. Returns what is wrong with it, in words; None if it has the digest. OSError if it cannot
     be read now."""
-    path = folder / name
-    try:
-        found = read_with_retries(path, lambda: digest_of(path))
-    except OSError as error:
-        if is_access_error(error):
-            raise
-        return f"{name} cannot be read ({error.strerror})"
-    return None if found == digest else f"{name} differs from its digest in {DIGEST_FILE}"
+    differs = f"differs from its digest in {DIGEST_FILE}"
+    return problem_of_content(folder, name, lambda found: found["sha256"] == digest, differs)
 
 
 def check_digests(folder: Path) -> None:

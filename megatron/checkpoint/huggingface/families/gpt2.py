@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.family import (
     EMBED,
     WORD_EMBEDDINGS,
     Family,

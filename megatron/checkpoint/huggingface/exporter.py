@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import Parameter, count_non_finite, family_of
-from megatron.checkpoint.convert.huggingface.output import digest_of, temporary_folder, write_digests
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader, StateWriter
+from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
+from megatron.checkpoint.huggingface.output import digest_of, temporary_folder, write_digests
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ModelConfig
 from megatron.errors import UserError

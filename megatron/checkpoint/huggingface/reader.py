@@ -9,16 +9,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.convert.huggingface.family import SAME, Parameter
-from megatron.checkpoint.convert.huggingface.importer import (
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import StateReader, check_shape
+from megatron.checkpoint.huggingface.family import SAME
+from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
     check_finite,
     read_hugging_face,
     read_settings,
 )
-from megatron.checkpoint.convert.huggingface.output import DIGEST_FILE, digest_problem, read_digests
-from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import StateReader, check_shape
+from megatron.checkpoint.huggingface.output import DIGEST_FILE, digest_problem, read_digests
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
 from megatron.mpu.layout import TPGroup
@@ -43,28 +43,15 @@ class HuggingFaceReader(StateReader):
     def _model(self) -> HuggingFaceModel:
         return read_hugging_face(self.folder)
 
-    @cached_property
-    def _config(self) -> ModelConfig:
-        return ModelConfig(**self._model.fields)
-
-    @cached_property
-    def _parameters(self) -> dict[str, Parameter]:
-        names = self._model.family.names(
-            self._config.num_layers, self._config.untie_embeddings_and_output_weights
-        )
-        return {parameter.megatron: parameter for parameter in names}
-
     @property
     def stored_names(self) -> Collection[str]:
-        """See `StateReader`."""
-        return self._parameters.keys()
+        return self._model.parameters.keys()
 
     def files_to_verify(self) -> list[str]:
         """See `StateReader`. The files that the export of this program gave a digest."""
         return list(self._digests)
 
     def file_problem(self, name: str) -> str | None:
-        """See `StateReader`."""
         return digest_problem(self.folder, name, self._digests[name])
 
     @cached_property
@@ -72,12 +59,11 @@ class HuggingFaceReader(StateReader):
         return read_digests(self.folder)
 
     def kinds(self, name: str) -> list[str]:
-        """See `StateReader`."""
         return [VALUES]
 
     def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. UserError for numbers that are not finite."""
-        full = self._converted(name, self._parts(name), self._config)
+        full = self._converted(name, self._model.parts(name), self._model.model)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
@@ -85,13 +71,14 @@ class HuggingFaceReader(StateReader):
     def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only a slice of the stored tensors if it makes this rank's shard: not of
         the vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
-        ranks, transform = tp_group.size, self._parameters[name].transform
+        ranks, transform = tp_group.size, self._model.parameters[name].transform
         dim = spec.shard_dim if transform is SAME else transform.slice_dim
-        is_whole = ranks == 1 or spec.shard_dim is None or dim is None or spec.num_valid_rows is not None
-        if is_whole or (transform.of_groups and self._config.query_groups % ranks):
+        has_one_rank = ranks == 1 or spec.shard_dim is None
+        splits_groups = transform.of_groups and self._model.model.query_groups % ranks
+        if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
             return super().read_shard(name, kind, spec, tp_group)
-        slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._parts(name)]
-        of_rank = self._config
+        slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._model.parts(name)]
+        of_rank = self._model.model
         if transform.of_groups:
             of_rank = dataclasses.replace(
                 of_rank,
@@ -101,11 +88,8 @@ class HuggingFaceReader(StateReader):
             )
         return self._converted(name, slices, of_rank).reshape(-1)
 
-    def _parts(self, name: str) -> list[Tensor]:
-        return [self._model.stored[hf_name].read() for hf_name in self._parameters[name].hf]
-
     def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
-        values = self._parameters[name].transform.to_megatron(parts, model).float()
+        values = self._model.parameters[name].transform.to_megatron(parts, model).float()
         check_finite(values, self.folder, name)
         return values
 
@@ -116,9 +100,9 @@ class HuggingFaceReader(StateReader):
         embeddings, which may be more."""
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         differences = [
-            f"{name} was {getattr(self._config, name)}, is {value}"
+            f"{name} was {getattr(self._model.model, name)}, is {value}"
             for name, value in config.model_settings().items()
-            if name in fields and getattr(self._config, name) != value
+            if name in fields and getattr(self._model.model, name) != value
         ]
         if vocab_size > self._model.rows:
             differences.append(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.convert.huggingface.families.llama import UNTIED
-from megatron.checkpoint.convert.huggingface.family import (
+from megatron.checkpoint.huggingface.families.llama import UNTIED
+from megatron.checkpoint.huggingface.family import (
+    DROPOUT,
+    INITIALIZATION,
     LM_HEAD,
+    SIZES,
     WORD_EMBEDDINGS,
     Conversion,
     Family,
@@ -13,7 +16,7 @@ from megatron.checkpoint.convert.huggingface.family import (
     exact_or_tanh,
     with_bias,
 )
-from megatron.checkpoint.convert.huggingface.rope import PARTIAL_ROPE
+from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
 
 # With use_parallel_residual, and without.
 _ARRANGEMENTS = {True: "parallel", False: "pre-norm"}
@@ -30,20 +33,8 @@ _ATTENTION = f"{_LAYER}.attention"
 GPT_NEOX = Family(
     title="GPT-NeoX",
     architecture="GPTNeoXForCausalLM",
-    fields=(
-        ("num_layers", "num_hidden_layers"),
-        ("hidden_size", "hidden_size"),
-        ("ffn_hidden_size", "intermediate_size"),
-        ("num_attention_heads", "num_attention_heads"),
-        ("layernorm_epsilon", "layer_norm_eps"),
-        ("vocab_size", "vocab_size"),
-        ("max_position_embeddings", "max_position_embeddings"),
-    ),
-    training_fields=(
-        ("init_method_std", "initializer_range"),
-        ("hidden_dropout", "hidden_dropout"),
-        ("attention_dropout", "attention_dropout"),
-    ),
+    fields=(*SIZES, ("ffn_hidden_size", "intermediate_size"), ("layernorm_epsilon", "layer_norm_eps")),
+    training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={"position_embedding_type": "rotary"},
     megatron_derived={"kv_channels": equal_heads},
     hf_constants={"attention_bias": True},

@@ -1,1 +1,0 @@
-"""Conversions: universal checkpoints and Hugging Face."""

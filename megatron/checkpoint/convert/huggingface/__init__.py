@@ -1,1 +1,0 @@
-"""Models from and to Hugging Face transformers. registry.py lists the families."""

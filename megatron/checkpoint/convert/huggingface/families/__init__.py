@@ -1,1 +1,0 @@
-"""One file per Hugging Face model family; `..registry` lists them."""

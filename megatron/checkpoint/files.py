@@ -1,0 +1,123 @@
+"""The files of a checkpoint: sizes, digests, and errors of access.
+
+An error of access, such as an I/O error of a network file system, says nothing about a checkpoint's content:
+a read is repeated and then stops the program. Only a file that was read counts as damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.errors import is_access_error
+from megatron.files import open_regular
+
+# Delays between attempts: a network file system may recover, or show a new file to other nodes, only after
+# some seconds.
+RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
+# The end of the sentence for an error of access.
+MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair the access, then start again"
+
+T = TypeVar("T")
+
+
+def read_with_retries(
+    path: Path, read: Callable[[], T], retry_delays_s: Sequence[float] = RETRY_DELAYS_S
+) -> T:
+    """Returns read(), which reads `path`. After an error of access it is called again for about ten seconds;
+    then the OSError is raised with the path. Any other error is raised at once."""
+    for delay_s in (*retry_delays_s, None):
+        try:
+            return read()
+        except OSError as error:
+            if not is_access_error(error):
+                raise
+            if delay_s is None:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+        time.sleep(delay_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+# File name -> {"bytes": size, "sha256": digest in hex}.
+Files = dict[str, dict[str, Any]]
+READ_THREADS = 4
+
+
+def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
+    """The first file that is missing or has another size, in words; None if there is none. Reads no file.
+
+    unneeded: files that may be missing. OSError if the folder cannot be read now.
+    """
+    for name, expected in sorted(files.items()):
+        try:
+            status = read_with_retries(folder / name, (folder / name).stat)
+        except OSError as error:
+            if is_access_error(error):
+                raise
+            if name in unneeded:
+                continue
+            return f"{name} is missing"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a regular file"
+        size = status.st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size:,} bytes and was written with {expected['bytes']:,}"
+    return None
+
+
+def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
+    """Reads a file. Returns what is wrong with it, in words; None if it has the expected size and digest.
+    OSError if it cannot be read now."""
+    differs = "is damaged: its digest differs from that in run.json"
+    return problem_of_content(folder, name, lambda found: found == expected, differs)
+
+
+def problem_of_content(
+    folder: Path, name: str, is_expected: Callable[[dict[str, Any]], bool], differs: str
+) -> str | None:
+    """Reads a file. Returns None if `describe_file` gives what is expected; else its name and `differs`, or
+    the error of reading it. OSError if it cannot be read now."""
+    path = folder / name
+    try:
+        found = read_with_retries(path, lambda: describe_file(path))
+    except OSError as error:
+        if is_access_error(error):
+            raise
+        return f"{name} cannot be read ({error.strerror or error})"
+    return None if is_expected(found) else f"{name} {differs}"
+
+
+def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> Iterator[str | None]:
+    """`file_problem` of every file, in order, read by several threads."""
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(lambda name: file_problem(folder, name, files[name]), files)
+
+
+def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with a SHA-256 of its content, which replaces that of an earlier content."""
+    content = {key: value for key, value in record.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {**content, "sha256": digest}
+
+
+def has_valid_checksum(record: dict[str, Any]) -> bool:
+    """Whether the record has the checksum that `add_checksum` adds."""
+    return record.get("sha256") == add_checksum(record)["sha256"]
+
+
+def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:
+    """Size and digest of one file. to_disk: sync it to the disk."""
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        if to_disk:
+            os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}

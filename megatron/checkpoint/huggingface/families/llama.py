@@ -1,0 +1,237 @@
+"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Its relatives Mistral, Qwen 2, Qwen 3
+and OLMo 2 are described by their differences from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.huggingface.family import (
+    INITIALIZATION,
+    LM_HEAD,
+    SIZES,
+    WORD_EMBEDDINGS,
+    Conversion,
+    Family,
+    Parameter,
+    Transform,
+    equal_heads,
+)
+from megatron.checkpoint.huggingface.rope import ROPE
+from megatron.config import ModelConfig
+from megatron.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
+    """Rows ordered (groups, heads per group + 2, head_dim) -> those of all queries, keys, values."""
+    shared = model.num_attention_heads // model.query_groups
+    grouped = rows.unflatten(0, (model.query_groups, shared + 2, -1))
+    return [part.flatten(0, 2) for part in grouped.split((shared, 1, 1), dim=1)]
+
+
+def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    """The inverse of `_split_heads`."""
+    groups = model.query_groups
+    grouped = [part.unflatten(0, (groups, -1, model.kv_channels)) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
+HEADS = Transform(_split_heads, _join_heads, slice_dim=0, of_groups=True)
+# Megatron has (value, gate); Hugging Face has the gate and the value ("up").
+GATE = Transform(
+    lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]), slice_dim=0
+)
+
+
+def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
+        raise UserError(
+            f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
+            f"{one_line(heads)}: expected a multiple of the former"
+        )
+    return {} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}
+
+
+QUERY_GROUPS = Conversion(
+    megatron=("group_query_attention", "num_query_groups"),
+    hf=("num_key_value_heads",),
+    to_hf=lambda model: {"num_key_value_heads": model.query_groups},
+    to_megatron=_megatron_groups,
+)
+UNTIED = Conversion(
+    megatron=("untie_embeddings_and_output_weights",),
+    hf=("tie_word_embeddings",),
+    to_hf=lambda model: {"tie_word_embeddings": not model.untie_embeddings_and_output_weights},
+    to_megatron=lambda hf_config: {"untie_embeddings_and_output_weights": not hf_config.tie_word_embeddings},
+)
+CONVERSIONS = (QUERY_GROUPS, UNTIED, ROPE)
+
+FIELDS = (*SIZES, ("ffn_hidden_size", "intermediate_size"), ("layernorm_epsilon", "rms_norm_eps"))
+CONSTANTS = {
+    "position_embedding_type": "rotary",
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+    "disable_bias_linear": True,
+}
+ATTENTION = "model.layers.{block}.self_attn"
+PARAMETERS = (
+    Parameter(WORD_EMBEDDINGS, ("model.embed_tokens.weight",)),
+    Parameter("{layer}.input_layernorm.weight", ("model.layers.{block}.input_layernorm.weight",)),
+    Parameter(
+        "{layer}.self_attention.query_key_value.weight",
+        tuple(f"{ATTENTION}.{part}_proj.weight" for part in "qkv"),
+        HEADS,
+    ),
+    Parameter("{layer}.self_attention.dense.weight", (f"{ATTENTION}.o_proj.weight",)),
+    Parameter(
+        "{layer}.post_attention_layernorm.weight", ("model.layers.{block}.post_attention_layernorm.weight",)
+    ),
+    Parameter(
+        "{layer}.mlp.dense_h_to_4h.weight",
+        ("model.layers.{block}.mlp.gate_proj.weight", "model.layers.{block}.mlp.up_proj.weight"),
+        GATE,
+    ),
+    Parameter("{layer}.mlp.dense_4h_to_h.weight", ("model.layers.{block}.mlp.down_proj.weight",)),
+    Parameter("{final}.weight", ("model.norm.weight",)),
+)
+HEAD = Parameter("{head}.lm_head.weight", (LM_HEAD,))
+
+LLAMA = Family(
+    title="Llama",
+    architecture="LlamaForCausalLM",
+    fields=(*FIELDS, ("kv_channels", "head_dim")),
+    training_fields=(*INITIALIZATION, ("attention_dropout", "attention_dropout")),
+    megatron_constants=CONSTANTS,
+    megatron_training={"hidden_dropout": 0.0},
+    hf_constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    conversions=CONVERSIONS,
+    parameters=PARAMETERS,
+    head=HEAD,
+    buffers=(f"{ATTENTION}.rotary_emb.inv_freq",),
+    prefix="model.",
+    # Slices of the matrix products of one training layout; older versions of transformers used them.
+    ignored=("pretraining_tp",),
+)
+
+# --- Mistral: in its first version with sliding-window attention ---
+
+# Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
+MISTRAL_WINDOW = Conversion(
+    megatron=("window_size",),
+    hf=("sliding_window",),
+    to_hf=lambda model: {"sliding_window": model.window_size},
+    to_megatron=lambda hf_config: (
+        {} if hf_config.sliding_window is None else {"window_size": hf_config.sliding_window}
+    ),
+)
+
+MISTRAL = replace(
+    LLAMA,
+    title="Mistral",
+    architecture="MistralForCausalLM",
+    hf_constants={"hidden_act": "silu"},
+    conversions=(*CONVERSIONS, MISTRAL_WINDOW),
+    ignored=(),
+)
+
+# --- Qwen 2 and 2.5: biases of queries, keys and values, and often a tied LM head ---
+
+
+def _window_to_hf(model: ModelConfig) -> dict[str, Any]:
+    if model.window_size is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": model.window_size, "max_window_layers": 0}
+
+
+def _window_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    # transformers makes layer_types from max_window_layers if the file has none.
+    kinds = hf_config.layer_types
+    if kinds == ["full_attention"] * hf_config.num_hidden_layers:
+        return {}
+    if kinds == ["sliding_attention"] * hf_config.num_hidden_layers and hf_config.sliding_window is not None:
+        return {"window_size": hf_config.sliding_window}
+    raise UserError(
+        f"the model has use_sliding_window = {hf_config.use_sliding_window} and layer_types = "
+        f"{one_line(kinds)}: expected a window in all layers or in none"
+    )
+
+
+QWEN_WINDOW = Conversion(
+    megatron=("window_size",),
+    hf=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    to_hf=_window_to_hf,
+    to_megatron=_window_to_megatron,
+)
+
+QKV_BIAS = Parameter(
+    "{layer}.self_attention.query_key_value.bias",
+    tuple(f"{ATTENTION}.{part}_proj.bias" for part in "qkv"),
+    HEADS,
+)
+
+QWEN2 = replace(
+    LLAMA,
+    title="Qwen 2",
+    architecture="Qwen2ForCausalLM",
+    fields=FIELDS,
+    megatron_constants={**CONSTANTS, "add_qkv_bias": True},
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"hidden_act": "silu", "use_mrope": False},
+    conversions=(*CONVERSIONS, QWEN_WINDOW),
+    parameters=(*PARAMETERS, QKV_BIAS),
+    ignored=(),
+)
+
+# --- Qwen 3: a norm of each query and key head, a head dimension of its own and no biases ---
+
+QK_NORM_PARAMETERS = tuple(
+    Parameter(f"{{layer}}.self_attention.{part}_layernorm.weight", (f"{ATTENTION}.{part}_norm.weight",))
+    for part in "qk"
+)
+
+QWEN3 = replace(
+    LLAMA,
+    title="Qwen 3",
+    architecture="Qwen3ForCausalLM",
+    megatron_constants={**CONSTANTS, "qk_layernorm": True},
+    hf_constants={"hidden_act": "silu", "attention_bias": False},
+    conversions=(*CONVERSIONS, QWEN_WINDOW),
+    parameters=(*PARAMETERS, *QK_NORM_PARAMETERS),
+    ignored=(),
+)
+
+# --- OLMo 2: norms after attention and MLP, and one over all query heads and one over all keys ---
+
+_INPUT_NORM = "{layer}.input_layernorm.weight"
+_OUTPUT_NORM = Parameter(
+    "{layer}.post_mlp_layernorm.weight", ("model.layers.{block}.post_feedforward_layernorm.weight",)
+)
+
+OLMO2 = replace(
+    LLAMA,
+    title="OLMo 2",
+    architecture="Olmo2ForCausalLM",
+    fields=FIELDS,
+    megatron_constants={
+        **CONSTANTS,
+        "layer_arrangement": "post-norm",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "projection",
+    },
+    megatron_derived={"kv_channels": equal_heads},
+    hf_constants={"hidden_act": "silu", "attention_bias": False},
+    parameters=(
+        *(parameter for parameter in PARAMETERS if parameter.megatron != _INPUT_NORM),
+        *QK_NORM_PARAMETERS,
+        _OUTPUT_NORM,
+    ),
+    ignored=(),
+)

@@ -1,0 +1,95 @@
+"""What the ranks of a run share about a checkpoint: rank 0's values and errors, and the reading of files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.checkpoint.files import Files, describe_file
+from megatron.errors import UserError
+
+T = TypeVar("T")
+
+
+class FolderTakenError(Exception):
+    """Another run or job owns --save, or the checkpoint of this name in it. Raised on every rank."""
+
+
+def no_heartbeat() -> None:
+    """The default for functions that call a heartbeat after each file."""
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value on every rank. Collective."""
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def all_gather(value: T) -> list[T]:
+    """The values of all ranks, in order. Collective."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
+    """Raises on all ranks what rank 0 raises in the block, where it alone reads files. Otherwise the others
+    would wait for it. Only the end of the block is collective.
+
+    unreadable: if given, an OSError becomes the UserError that this cannot be read.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (UserError, FolderTakenError, OSError) as found:
+        error = found
+        if unreadable and isinstance(found, OSError):
+            error = UserError(f"{unreadable} cannot be read ({found})")
+    if (shared := broadcast(error)) is not None:
+        raise shared
+
+
+def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
+    """The first rank that has a problem, and its problem; None if no rank has one. Collective."""
+    return next(((rank, text) for rank, text in enumerate(all_gather(problem)) if text is not None), None)
+
+
+def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -> Files:
+    """Size and digest of every file in the folder, and syncs each to the disk. Collective: the ranks share
+    the work, and all get the result. heartbeat: called after each file."""
+    # One rank lists: on a shared file system another's listing may be older.
+    names = broadcast(sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else [])
+    return _shared(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
+
+
+def first_problem(
+    names: list[str], find_problem: Callable[[str], str | None], heartbeat: Callable[[], None] = no_heartbeat
+) -> str | None:
+    """The first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks share
+    the files, so that each is read once. heartbeat: called after each file."""
+    problems = _shared(broadcast(names), find_problem, heartbeat)
+    return next((problem for _, problem in sorted(problems.items()) if problem), None)
+
+
+def _shared(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]) -> dict[str, T]:
+    """describe(name) of every name, each computed by one rank. An OSError on one rank is raised on all."""
+    own: dict[str, T] | OSError
+    try:
+        own = {}
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            own[name] = describe(name)
+            heartbeat()
+    except OSError as error:
+        own = error
+    described: dict[str, T] = {}
+    for part in all_gather(own):
+        if isinstance(part, OSError):
+            raise part
+        described |= sorted(part.items())
+    return described

@@ -1,1 +1,0 @@
-"""Verification of a loaded checkpoint: digests of every parameter and moment, and a canary loss."""
