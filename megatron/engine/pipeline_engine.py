@@ -165,21 +165,21 @@ class GPTEngine(ScheduleExecutor):
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()
 
-    def _exec_forward_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_forward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         self._heartbeat()
         self.optimizer.unit_overlap.begin_micro_batch()
-        samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_phase]
+        samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
         head_loss = nullcontext() if self.eval_return_logits else self.module.fused_head_loss()
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
-            super()._exec_forward_pass(buffer_id, phase)
+            super()._exec_forward_pass(buffer_id, model_chunk_id)
 
-    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         with self._timed_pass():
-            super()._exec_backward_pass(buffer_id, phase)
+            super()._exec_backward_pass(buffer_id, model_chunk_id)
 
-    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_weight_grad_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         with self._timed_pass():
-            super()._exec_weight_grad_pass(buffer_id, phase)
+            super()._exec_weight_grad_pass(buffer_id, model_chunk_id)
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()

@@ -156,7 +156,7 @@ class DistributedGPT:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """This rank's logits. From the final norm on, each position is computed independently."""
-        functions = self.module.functions_of_phase(self._phase_of(len(self._rank_of_stage) - 1))
+        functions = self.module.functions_of_chunk(self._model_chunk_id_of(len(self._rank_of_stage) - 1))
         logits: LayerIO = hidden
         for layer_index, function in functions.items():
             if layer_index >= self._final_norm:
@@ -164,7 +164,7 @@ class DistributedGPT:
         assert isinstance(logits, Tensor)
         return logits
 
-    def _phase_of(self, stage: int) -> int:
+    def _model_chunk_id_of(self, stage: int) -> int:
         """Which of this rank's stages it is."""
         return self._rank_of_stage[:stage].count(self._rank_of_stage[stage])
 
@@ -181,7 +181,9 @@ class DistributedGPT:
                 continue
             if stage and self._rank_of_stage[stage - 1] != own:
                 layer_io = self._receive(stage, shape)
-            for layer_index, function in self.module.functions_of_phase(self._phase_of(stage)).items():
+            for layer_index, function in self.module.functions_of_chunk(
+                self._model_chunk_id_of(stage)
+            ).items():
                 if stage < last or layer_index < self._final_norm:
                     layer_io = function(layer_io)
             if stage < last and self._rank_of_stage[stage + 1] != own:

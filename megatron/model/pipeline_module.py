@@ -99,9 +99,9 @@ class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
     Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and
-    all that DeepSpeed does with the layers, concerns one stage of the rank, the active phase. Parameters are
-    initialized from (seed, name) only, so every layout starts from the same weights, and have the run's
-    precision. With ZeRO-3 those of transformer layers have no memory yet.
+    all that DeepSpeed does with the layers, concerns one stage of the rank, the active model chunk.
+    Parameters have the run's precision, and are initialized from (seed, name) only, so every layout starts
+    from the same weights. With ZeRO-3 those of transformer layers have no memory yet.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GPTModelPipe(PipelineModule):
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """This rank's transformer layers by layer index, the first part of their parameters' names."""
-        layers = (f for functions in self._phase_functions for f in functions)
+        layers = (f for functions in self._chunk_functions for f in functions)
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
     def stages_record(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class GPTModelPipe(PipelineModule):
         self.parts = self.stage_bounds
         rank = self._topo.get_coord(self.global_rank).pipe
         holders = self.config.parallel.rank_of_stage
-        self._phase_bounds = [
+        self._chunk_bounds = [
             (self.parts[stage], self.parts[stage + 1])
             for stage, holder in enumerate(holders)
             if holder == rank
@@ -214,31 +214,31 @@ class GPTModelPipe(PipelineModule):
         return self.config.parallel.rank_of_stage[bisect_right(self.parts, layer_idx) - 1]
 
     def _build(self) -> None:
-        self._phase_functions: list[list[Callable]] = []
-        for first, end in self._phase_bounds:
+        self._chunk_functions: list[list[Callable]] = []
+        for first, end in self._chunk_bounds:
             self._set_bounds(first, end)
             self.forward_funcs: list[Callable] = []
             super()._build()
-            self._phase_functions.append(self.forward_funcs)
-        self.activate_phase(0)
+            self._chunk_functions.append(self.forward_funcs)
+        self.activate_model_chunk(0)
 
-    def activate_phase(self, phase: int) -> None:
+    def activate_model_chunk(self, model_chunk_id: int) -> None:
         """Makes one of this rank's stages the one that `forward` runs."""
-        self.forward_funcs = self._phase_functions[phase]
-        self._set_bounds(*self._phase_bounds[phase])
+        self.forward_funcs = self._chunk_functions[model_chunk_id]
+        self._set_bounds(*self._chunk_bounds[model_chunk_id])
 
-    def functions_of_phase(self, phase: int) -> dict[int, Callable]:
+    def functions_of_chunk(self, model_chunk_id: int) -> dict[int, Callable]:
         """The layers of one of this rank's stages, by their index in the list."""
-        return dict(enumerate(self._phase_functions[phase], self._phase_bounds[phase][0]))
+        return dict(enumerate(self._chunk_functions[model_chunk_id], self._chunk_bounds[model_chunk_id][0]))
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        for phase in range(len(self._phase_bounds)):
-            self.activate_phase(phase)
+        for model_chunk_id in range(len(self._chunk_bounds)):
+            self.activate_model_chunk(model_chunk_id)
             super().save_state_dict(*args, **kwargs)
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
-        for phase in range(len(self._phase_bounds)):
-            self.activate_phase(phase)
+        for model_chunk_id in range(len(self._chunk_bounds)):
+            self.activate_model_chunk(model_chunk_id)
             super().load_state_dir(*args, **kwargs)
 
     def _synchronize_tied_weights(self) -> None:

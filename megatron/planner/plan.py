@@ -250,7 +250,7 @@ def _timeline(config: Config, step: StepTime, micro_batches: int) -> tuple[Event
     pipeline = PipelineTime.measure(config.parallel, step.stages, step.transfers, micro_batches)
     spans = pipeline.timeline(micro_batches).spans
     return tuple(
-        Event(rank, span.work.chunk, span.work.kind, span.work.micro_batch, span.start, span.end)
+        Event(rank, span.action.chunk, span.action.kind, span.action.micro_batch, span.start, span.end)
         for rank, of_rank in enumerate(spans)
         for span in of_rank
     )
