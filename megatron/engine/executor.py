@@ -43,6 +43,9 @@ class ScheduleExecutor(PatchedPipelineEngine):
     "samples", the numbers of a micro-batch's samples.
     """
 
+    loss: Tensor
+    total_loss: Tensor | None
+    grad_layer: Tensors | None
     _is_built = False
     _model_chunk_id: int | None = None
     """The model chunk whose pass runs."""
@@ -178,7 +181,9 @@ class ScheduleExecutor(PatchedPipelineEngine):
         buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
         with self._in_model_chunk(model_chunk_id):
             if self.is_last_stage():
-                self.loss, buffers["losses"][buffer_id] = buffers["losses"][buffer_id], None
+                # Only the last stage has a loss to scale; the others receive gradients that are scaled.
+                self.loss = buffers["losses"][buffer_id] * self.optimizer.scaler.scale
+                buffers["losses"][buffer_id] = None
             elif following is not None:
                 self.grad_layer = _gradients(buffers["inputs"][following])
                 buffers["inputs"][following] = None

@@ -21,9 +21,9 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.optimizer.gradient_reduction import divide_into_buckets
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 
@@ -127,6 +127,7 @@ class GPTEngine(ScheduleExecutor):
         """The step's mean loss, and rank 0's grad norm, before the update. Collective; equal on all ranks."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
+            assert self.total_loss is not None
             both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_size)
         if self.global_rank == 0:
             both[1] = grad_norm
@@ -246,7 +247,7 @@ def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
-    """The layers of each bucket (see `gradient_reduction`), by the bucket's name. bucket_size: None for no
+    """The layers of each bucket (see `optimizer.overlap`), by the bucket's name. bucket_size: None for no
     buckets."""
     if bucket_size is None:
         return {}

@@ -137,12 +137,6 @@ class PatchedPipelineEngine(PipelineEngine):
             self.optimizer.register_loss(self.total_loss)
         self.optimizer.reduce_gradients()
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        # Only the last stage has a loss to scale; the others receive gradients that are scaled already.
-        if self.is_last_stage():
-            self.loss = self.loss * self.optimizer.scaler.scale
-        super()._exec_backward_pass(buffer_id)
-
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Entry 18."""
         if self.is_last_stage():

@@ -156,34 +156,33 @@ class DistributedGPT:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """This rank's logits. From the final norm on, each position is computed independently."""
-        functions = self.module.functions_of_chunk(self._model_chunk_id_of(len(self._rank_of_stage) - 1))
         logits: LayerIO = hidden
-        for layer_index, function in functions.items():
+        for layer_index, function in self._functions_of(len(self._rank_of_stage) - 1).items():
             if layer_index >= self._final_norm:
                 logits = function(logits)
         assert isinstance(logits, Tensor)
         return logits
 
-    def _model_chunk_id_of(self, stage: int) -> int:
-        """Which of this rank's stages it is."""
-        return self._rank_of_stage[:stage].count(self._rank_of_stage[stage])
+    def _functions_of(self, stage: int) -> dict[int, Callable]:
+        """The layers of one of this rank's stages, by their index in the list."""
+        model_chunk_id = self._rank_of_stage[:stage].count(self._rank_of_stage[stage])
+        return self.module.functions_of_chunk(model_chunk_id)
 
     def _run_stages(self, tokens: Tensor) -> Tensor | None:
         """tokens [rows, length] through the stages of this rank; hidden [rows, padded length, hidden] before
         the final norm on the last stage, else None."""
         self._heartbeat()
         padding = -tokens.shape[1] % self._length_multiple
-        layer_io: LayerIO = torch.nn.functional.pad(tokens, (0, padding))
+        padded = torch.nn.functional.pad(tokens, (0, padding))
+        layer_io: LayerIO = padded
         own, last = self.layout.pipeline_stage, len(self._rank_of_stage) - 1
-        shape = tuple(layer_io.shape)
+        shape = tuple(padded.shape)
         for stage, holder in enumerate(self._rank_of_stage):
             if holder != own:
                 continue
             if stage and self._rank_of_stage[stage - 1] != own:
                 layer_io = self._receive(stage, shape)
-            for layer_index, function in self.module.functions_of_chunk(
-                self._model_chunk_id_of(stage)
-            ).items():
+            for layer_index, function in self._functions_of(stage).items():
                 if stage < last or layer_index < self._final_norm:
                     layer_io = function(layer_io)
             if stage < last and self._rank_of_stage[stage + 1] != own:

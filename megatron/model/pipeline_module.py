@@ -37,7 +37,7 @@ from megatron.model.gpt_model import (
     lm_head,
     pipeline_layers,
 )
-from megatron.model.layer_context import LayerContext, LayerIO, split_layer_io
+from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
@@ -257,6 +257,7 @@ class GPTModelPipe(PipelineModule):
         position = 0
         while position < len(functions):
             end = self._end_of_checkpointed_layers(position)
+            run: Callable[[LayerIO], LayerIO]
             if end > position:
                 run = partial(self.activation_checkpointing.run, _chain(functions[position:end]))
             else:
@@ -283,7 +284,7 @@ class GPTModelPipe(PipelineModule):
         return end
 
 
-def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
+def _chain(layers: Sequence[Callable[[LayerIO], LayerIO]]) -> Callable[[LayerIO], LayerIO]:
     def run(layer_io: LayerIO) -> LayerIO:
         for layer in layers:
             layer_io = layer(layer_io)
@@ -324,10 +325,9 @@ class ActivationCheckpointing:
 
         def run(hidden: Tensor) -> Tensor:
             with self.dropout_rng.use_samples(samples):
-                return split_layer_io(function(hidden if document_ids is None else (hidden, document_ids)))[0]
+                return split_layer_io(function(join_layer_io(hidden, document_ids)))[0]
 
-        hidden = self._checkpoint(run, hidden)
-        return hidden if document_ids is None else (hidden, document_ids)
+        return join_layer_io(self._checkpoint(run, hidden), document_ids)
 
 
 class _TensorRanks:

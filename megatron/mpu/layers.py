@@ -50,6 +50,9 @@ class VocabParallelEmbedding(nn.Module):
     sequence_parallel: the output is this rank's shard [seq / size, batch, hidden].
     """
 
+    norm: nn.Module
+    """The norm after the embedding, set by the model, which calls it (--embed-layernorm)."""
+
     def __init__(
         self,
         padded_vocab: int,
