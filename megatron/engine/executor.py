@@ -30,6 +30,7 @@ from megatron.engine.instructions import InstructionSchedule, WeightGradPass, pi
 from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.mpu.deferred_gradients import accumulate
 from megatron.mpu.layout import TPGroup
+from megatron.pipeline.schedule_actions import chunks_of_rank
 
 Tensors = tuple[Tensor, ...]
 Spec = tuple[torch.Size, torch.dtype]
@@ -56,7 +57,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         self._parts = tp_group if parallel.sends_parts else TPGroup()
         super().__init__(**options)
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # by DeepSpeed's own instructions
-        self._stages = [stage for stage, rank in enumerate(self._rank_of_stage) if rank == self.stage_id]
+        self._stages = chunks_of_rank(self._rank_of_stage, self.stage_id)
         self._make_schedule = lru_cache(4)(partial(pipeline_schedule, parallel, self.stage_id))
         # Messages of the default group would need a communicator of all ranks. All ranks of a group must take
         # part in its first call, as they need not in an exchange of messages.

@@ -24,7 +24,13 @@ from deepspeed.runtime.pipe.schedule import (
 
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.pipeline.schedule import actions_of
-from megatron.pipeline.schedule_actions import Kind, PipelineAction, ScheduleActions, forward_only
+from megatron.pipeline.schedule_actions import (
+    Kind,
+    PipelineAction,
+    ScheduleActions,
+    chunks_of_rank,
+    forward_only,
+)
 
 
 class WeightGradPass(BufferOpInstruction):
@@ -63,7 +69,7 @@ class InstructionSchedule(PipeSchedule):
         super().__init__(micro_batches, max(actions.rank_of_chunk) + 1, rank)
         self._own_steps = actions.steps[rank]
         self._trains = trains
-        held = [stage for stage, holder in enumerate(actions.rank_of_chunk) if holder == rank]
+        held = chunks_of_rank(actions.rank_of_chunk, rank)
         self._model_chunk_ids = {stage: model_chunk_id for model_chunk_id, stage in enumerate(held)}
 
     def num_pipe_buffers(self) -> int:

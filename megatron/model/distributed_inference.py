@@ -23,6 +23,7 @@ from megatron.model.layer_context import LayerIO
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.pipeline.schedule_actions import chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
 """Of forward passes without training: the pipeline is idle for a fifth of the time."""
@@ -165,8 +166,8 @@ class DistributedGPT:
 
     def _functions_of(self, stage: int) -> dict[int, Callable]:
         """The layers of one of this rank's stages, by their index in the list."""
-        model_chunk_id = self._rank_of_stage[:stage].count(self._rank_of_stage[stage])
-        return self.module.functions_of_chunk(model_chunk_id)
+        held = chunks_of_rank(self._rank_of_stage, self.layout.pipeline_stage)
+        return self.module.functions_of_chunk(held.index(stage))
 
     def _run_stages(self, tokens: Tensor) -> Tensor | None:
         """tokens [rows, length] through the stages of this rank; hidden [rows, padded length, hidden] before

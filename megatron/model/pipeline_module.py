@@ -45,6 +45,7 @@ from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
+from megatron.pipeline.schedule_actions import chunks_of_rank
 
 
 def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
@@ -202,12 +203,8 @@ class GPTModelPipe(PipelineModule):
         """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
         self.parts = self.stage_bounds
         rank = self._topo.get_coord(self.global_rank).pipe
-        holders = self.config.parallel.rank_of_stage
-        self._chunk_bounds = [
-            (self.parts[stage], self.parts[stage + 1])
-            for stage, holder in enumerate(holders)
-            if holder == rank
-        ]
+        held = chunks_of_rank(self.config.parallel.rank_of_stage, rank)
+        self._chunk_bounds = [(self.parts[stage], self.parts[stage + 1]) for stage in held]
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that holds the layer."""

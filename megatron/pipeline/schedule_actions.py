@@ -23,8 +23,9 @@ order. Messages between two ranks are received in the order in which they are se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -69,39 +70,29 @@ class ScheduleActions:
 
 def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """All forward passes, then all backward passes, both in the order of the micro-batches."""
-    stages = range(num_stages)
 
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
-        for action in chain(*_passes(stage, num_micro_batches)):
-            steps.add(action)
-        return steps.finished()
+    def add_steps(stage: int, steps: _Steps) -> None:
+        steps.add_each(chain(*_passes(stage, num_micro_batches)))
 
-    return ScheduleActions([stage_steps(stage) for stage in stages], stages)
+    return _schedule(range(num_stages), add_steps)
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
     alternates one backward and one forward pass. So stage s keeps activations of at most p - s
     micro-batches."""
-    stages = range(num_stages)
 
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
+    def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
         depth = num_stages - stage
-        for action in forwards[:depth]:
-            steps.add(action)
+        steps.add_each(forwards[:depth])
         for micro_batch, action in enumerate(backwards):
             # After a forward pass DeepSpeed receives the gradient before it sends the activation. If there
             # are fewer micro-batches than stages from this one on, the activation was already sent.
-            last_forward = micro_batch + depth - 1
-            steps.add(action, sends_late=last_forward < num_micro_batches)
-            if last_forward + 1 < num_micro_batches:
-                steps.add(forwards[last_forward + 1])
-        return steps.finished()
+            steps.add(action, sends_late=micro_batch + depth - 1 < num_micro_batches)
+            steps.add_each(forwards[micro_batch + depth :][:1])
 
-    return ScheduleActions([stage_steps(stage) for stage in stages], stages)
+    return _schedule(range(num_stages), add_steps)
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
@@ -113,27 +104,21 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     on stage s, so the stages keep equal numbers of micro-batches: stage s of p has p - s that wait for their
     B, and s that wait for their W. If all three passes take equally long, the bubble is a third of 1F1B's.
     """
-    stages = range(num_stages)
 
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
+    def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
         weights = [PipelineAction("weight", k, stage) for k in range(num_micro_batches)]
         depth = num_stages - stage
-        for action in forwards[:depth]:
-            steps.add(action)
+        steps.add_each(forwards[:depth])
         for micro_batch, action in enumerate(backwards):
             steps.add(action)
             # A step of its own: the output of B is sent before it.
             if micro_batch >= stage:
                 steps.add(weights[micro_batch - stage])
-            if micro_batch + depth < num_micro_batches:
-                steps.add(forwards[micro_batch + depth])
-        for action in weights[max(num_micro_batches - stage, 0) :]:
-            steps.add(action)
-        return steps.finished()
+            steps.add_each(forwards[micro_batch + depth :][:1])
+        steps.add_each(weights[max(num_micro_batches - stage, 0) :])
 
-    return ScheduleActions([stage_steps(stage) for stage in stages], stages)
+    return _schedule(range(num_stages), add_steps)
 
 
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
@@ -148,17 +133,15 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
             f"{num_micro_batches}: take a larger global batch, a smaller micro-batch or fewer pipeline ranks"
         )
     rank_of_chunk = [*range(num_ranks), *reversed(range(num_ranks))]
-    steps = [_dual_pipe_v_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
-    return ScheduleActions(steps, rank_of_chunk)
+    return _schedule(rank_of_chunk, partial(_add_dual_pipe_v_steps, num_ranks, num_micro_batches))
 
 
-def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
+def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, steps: _Steps) -> None:
     """One rank's steps. The numbers are those of the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
-    last_chunk = len(rank_of_chunk) - 1
+    last_chunk = 2 * num_ranks - 1
     down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
     forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
-    below = len(rank_of_chunk) // 2 - 1 - rank
-    steps = _Steps(rank, rank_of_chunk)
+    below = num_ranks - 1 - rank
 
     for _ in range(2 * below):  # 1
         steps.add(next(forward_down))
@@ -186,9 +169,7 @@ def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
     for _ in range(rank + 1):  # 6
         steps.add(next(backward_up))
         steps.add(next(backward_down))
-    for _ in range(below):  # 7
-        steps.add(next(backward_down))
-    return steps.finished()
+    steps.add_each(backward_down)  # 7
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> ScheduleActions:
@@ -207,28 +188,22 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) ->
             f"{num_micro_batches}: take another global batch or micro-batch, or another number of ranks"
         )
     rank_of_chunk = [chunk % num_ranks for chunk in range(num_ranks * chunks_per_rank)]
-    steps = [_interleaved_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
-    return ScheduleActions(steps, rank_of_chunk)
-
-
-def _interleaved_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
-    num_ranks = max(rank_of_chunk) + 1
-    chunks = range(rank, len(rank_of_chunk), num_ranks)
     groups = [range(first, first + num_ranks) for first in range(0, num_micro_batches, num_ranks)]
-    forwards = [PipelineAction("forward", k, chunk) for group in groups for chunk in chunks for k in group]
-    backwards = [
-        PipelineAction("backward", k, chunk) for group in groups for chunk in reversed(chunks) for k in group
-    ]
-    warm_up = min(2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * num_ranks, len(forwards))
-    steps = _Steps(rank, rank_of_chunk)
-    for action in forwards[:warm_up]:
-        steps.add(action)
-    pairs = len(forwards) - warm_up
-    for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
-        steps.add(forward, backward)
-    for action in backwards[pairs:]:
-        steps.add(action)
-    return steps.finished()
+
+    def passes(kind: Kind, chunks: Sequence[int]) -> list[PipelineAction]:
+        return [PipelineAction(kind, k, chunk) for group in groups for chunk in chunks for k in group]
+
+    def add_steps(rank: int, steps: _Steps) -> None:
+        chunks = chunks_of_rank(rank_of_chunk, rank)
+        forwards, backwards = passes("forward", chunks), passes("backward", chunks[::-1])
+        warm_up = min(2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * num_ranks, len(forwards))
+        pairs = len(forwards) - warm_up
+        steps.add_each(forwards[:warm_up])
+        for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
+            steps.add(forward, backward)
+        steps.add_each(backwards[pairs:])
+
+    return _schedule(rank_of_chunk, add_steps)
 
 
 def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> ScheduleActions:
@@ -238,15 +213,25 @@ def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Schedu
     it.
     """
 
-    def rank_steps(rank: int) -> list[Step]:
-        chunks = [chunk for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
-        steps = _Steps(rank, rank_of_chunk)
+    def add_steps(rank: int, steps: _Steps) -> None:
         for number in range(num_micro_batches + len(rank_of_chunk) - 1):
-            actions = [PipelineAction("forward", number - chunk, chunk) for chunk in chunks]
-            steps.add(*(action for action in actions if 0 <= action.micro_batch < num_micro_batches))
-        return steps.finished()
+            chunks = [c for c in chunks_of_rank(rank_of_chunk, rank) if 0 <= number - c < num_micro_batches]
+            steps.add(*(PipelineAction("forward", number - chunk, chunk) for chunk in chunks))
 
-    return ScheduleActions([rank_steps(rank) for rank in range(max(rank_of_chunk) + 1)], rank_of_chunk)
+    return _schedule(rank_of_chunk, add_steps)
+
+
+def chunks_of_rank(rank_of_chunk: Sequence[int], rank: int) -> list[int]:
+    """The chunks that a rank holds; the index in this list is the model_chunk_id."""
+    return [chunk for chunk, holder in enumerate(rank_of_chunk) if holder == rank]
+
+
+def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], None]) -> ScheduleActions:
+    """The steps of all ranks. add_steps: adds those of one rank."""
+    of_ranks = [_Steps(rank, rank_of_chunk) for rank in range(max(rank_of_chunk) + 1)]
+    for rank, steps in enumerate(of_ranks):
+        add_steps(rank, steps)
+    return ScheduleActions([steps.finished() for steps in of_ranks], rank_of_chunk)
 
 
 def _passes(chunk: int, num_micro_batches: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
@@ -265,7 +250,7 @@ class _Steps:
         def elsewhere(chunk: int) -> bool:
             return 0 <= chunk < len(rank_of_chunk) and rank_of_chunk[chunk] != rank
 
-        own = [(kind, chunk) for kind in FLOW for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
+        own = [(kind, chunk) for kind in FLOW for chunk in chunks_of_rank(rank_of_chunk, rank)]
         self._incoming = {(kind, chunk) for kind, chunk in own if elsewhere(chunk - FLOW[kind])}
         self._outgoing = {(kind, chunk) for kind, chunk in own if elsewhere(chunk + FLOW[kind])}
         self._steps: list[Step] = []
@@ -295,6 +280,11 @@ class _Steps:
         sends, late_sends = ((), self._unsent) if sends_late else (self._unsent, ())
         self._steps.append(Step(sends, receives, late_sends, actions))
         self._unsent, self._held = (self._held, outputs) if hold else (self._held + outputs, ())
+
+    def add_each(self, actions: Iterable[PipelineAction]) -> None:
+        """Adds a step for each pass."""
+        for action in actions:
+            self.add(action)
 
     def finished(self) -> list[Step]:
         """All steps; a last step without passes sends the remaining outputs."""
