@@ -315,7 +315,7 @@ def _take_loss_scale(
             f"the DeepSpeed config's fp16.initial_scale_power is {power}: expected 0 to "
             f"{_LARGEST_SCALE_POWER}, correct the file"
         )
-    changes = {
+    changes: dict[str, Any] = {
         name: convert(in_file[key]) for key, (name, convert) in _LOSS_SCALE_KEYS.items() if key in in_file
     }
     for name, value in changes.items():
