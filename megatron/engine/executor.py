@@ -29,8 +29,7 @@ from megatron.data.loader import MicroBatch
 from megatron.engine.instructions import InstructionSchedule, WeightGradPass, pipeline_schedule
 from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.mpu.deferred_gradients import accumulate
-from megatron.mpu.layout import TPGroup
-from megatron.pipeline.schedule_actions import chunks_of_rank
+from megatron.mpu.layout import TPGroup, chunks_of_rank
 
 Tensors = tuple[Tensor, ...]
 Spec = tuple[torch.Size, torch.dtype]

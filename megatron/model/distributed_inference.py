@@ -22,8 +22,7 @@ from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 from megatron.model.layer_context import LayerIO
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
-from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.pipeline.schedule_actions import chunks_of_rank
+from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
 """Of forward passes without training: the pipeline is idle for a fifth of the time."""

@@ -41,11 +41,10 @@ from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, s
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
-from megatron.pipeline.schedule_actions import chunks_of_rank
 
 
 def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:

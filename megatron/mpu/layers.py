@@ -243,21 +243,14 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = grad_bias = pending = None
-        if needs_x:
+        grad_x = pending = None
+        if ctx.needs_input_grad[0]:
             grad_x = grad.matmul(weight)
             pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        grad_rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.defer is not None:
-            ctx.defer(partial(weight_gradient, grad=grad_rows, x=x.detach()))
-        elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad_rows, x)
-        if needs_bias:
-            grad_bias = grad_rows.sum(0)
+        others = _weight_and_bias_gradients(ctx, grad, partial(weight_gradient, x=x.detach()))
         if pending is not None:
             pending.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, *others, None, None
 
 
 class _SequenceColumnLinear(torch.autograd.Function):
@@ -287,22 +280,30 @@ class _SequenceColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        compute = partial(_gathered_weight_gradient, x=x.detach(), tp_group=ctx.tp_group)
         gathered = None if ctx.defer else all_gather_sequence(x, ctx.tp_group)
         grad_full = grad.matmul(weight)
         if gathered is not None:
-            gathered[1].wait()
+            full, pending = gathered
+            pending.wait()
+            compute = partial(weight_gradient, x=full)
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
-        grad_weight = grad_bias = None
-        grad_rows = grad.reshape(-1, grad.shape[-1])
-        if gathered is None:
-            ctx.defer(partial(_gathered_weight_gradient, grad=grad_rows, x=x.detach(), tp_group=ctx.tp_group))
-        elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad_rows, gathered[0])
-        if needs_bias:
-            grad_bias = grad_rows.sum(0)
+        others = _weight_and_bias_gradients(ctx, grad, compute)
         summed.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, *others, None, None
+
+
+def _weight_and_bias_gradients(
+    ctx: Any, grad: torch.Tensor, compute: Callable[..., torch.Tensor | None]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """compute: function of the weight and the rows of `grad` that computes the weight's gradient, or is given
+    to `ctx.defer`."""
+    rows, grad_weight = grad.reshape(-1, grad.shape[-1]), None
+    if ctx.defer is not None:
+        ctx.defer(partial(compute, grad=rows))
+    elif ctx.needs_input_grad[1]:
+        grad_weight = compute(ctx.weight, grad=rows)
+    return grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _gathered_weight_gradient(

@@ -29,6 +29,8 @@ from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
+from megatron.mpu.layout import chunks_of_rank
+
 Kind = Literal["forward", "backward", "weight"]
 """Of a pass. "weight" computes the gradients of weights, where "backward" computes those of inputs only."""
 
@@ -219,11 +221,6 @@ def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Schedu
             steps.add(*(PipelineAction("forward", number - chunk, chunk) for chunk in chunks))
 
     return _schedule(rank_of_chunk, add_steps)
-
-
-def chunks_of_rank(rank_of_chunk: Sequence[int], rank: int) -> list[int]:
-    """The chunks that a rank holds; the index in this list is the model_chunk_id."""
-    return [chunk for chunk, holder in enumerate(rank_of_chunk) if holder == rank]
 
 
 def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], None]) -> ScheduleActions:
