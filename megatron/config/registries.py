@@ -262,8 +262,8 @@ PARTITION_METHODS = Registry(
 
 @dataclass(frozen=True)
 class PipelineSchedule(Choice):
-    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> Order: the order of
-    work that the engine, the simulation and the plan run.
+    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> ScheduleActions: what
+    the engine, the simulation and the plan run.
 
     stages_per_rank: 0 if --virtual-pipeline-stages gives it; the function then has it as third parameter.
     is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
@@ -286,12 +286,12 @@ PIPELINE_SCHEDULES = Registry(
     {
         "1f1b": PipelineSchedule(
             "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
-            "megatron.pipeline.orders:one_f_one_b",
+            "megatron.pipeline.schedule_actions:one_f_one_b",
         ),
         "interleaved": PipelineSchedule(
             "interleaved 1F1B: each rank holds --virtual-pipeline-stages stages, which reduces the pipeline "
             "bubble; stage s is on rank s modulo the pipeline-parallel size (arXiv:2104.04473)",
-            "megatron.pipeline.orders:interleaved",
+            "megatron.pipeline.schedule_actions:interleaved",
             stages_per_rank=0,
             micro_batches_per_rank=1,
             micro_batches_multiple_of_ranks=True,
@@ -299,7 +299,7 @@ PIPELINE_SCHEDULES = Registry(
         "dualpipev": PipelineSchedule(
             "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
             "pipeline bubble (DualPipeV, github.com/deepseek-ai/DualPipe)",
-            "megatron.pipeline.orders:dual_pipe_v",
+            "megatron.pipeline.schedule_actions:dual_pipe_v",
             stages_per_rank=2,
             is_v_schedule=True,
             micro_batches_per_rank=2,
@@ -307,7 +307,7 @@ PIPELINE_SCHEDULES = Registry(
         "zero-bubble": PipelineSchedule(
             "1F1B with the gradients of inputs and those of weights in separate passes; the latter run when "
             "the rank would be idle, which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
-            "megatron.pipeline.orders:zero_bubble",
+            "megatron.pipeline.schedule_actions:zero_bubble",
             splits_backward=True,
         ),
     },

@@ -3,8 +3,7 @@
 preprocessing    tokenizes jsonl text into token files
 indexed_dataset  reads and writes token files: Megatron's .bin and .idx
 splits           assigns documents to the train, valid and test splits
-indices          computes the document, sample and shuffle index of a split
-index_cache      stores these three arrays as .npy files
+indices          computes the document, sample and shuffle index of a split, and stores them as .npy files
 gpt_dataset      map-style datasets of samples, one per split
 blended_dataset  a weighted blend of several datasets
 loader           assigns samples to data-parallel ranks, and reads their micro-batches

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import zlib
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,10 +24,12 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, smallest_dtype, write_errors
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+from megatron.tokenizer.flags import tokenizer_settings
 from megatron.tokenizer.vocabulary_record import record_path, remove_record, write_record
 
 BATCH_BYTES = 1 << 20
@@ -293,15 +296,7 @@ def _encode_in_processes(
     batches: Iterator[LineBatch], flags: TokenizerFlags, encoder: BatchEncoder, workers: int
 ) -> Iterator[EncodedBatch]:
     """Apply `encoder.encode` to each batch in `workers` processes; yield the results in order."""
-    settings = _EncoderSettings(
-        flags.tokenizer_type,
-        flags.vocab_file,
-        flags.merge_file,
-        flags.tokenizer_name_or_path,
-        flags.tokenizer_model,
-        encoder.json_keys,
-        encoder.append_eod,
-    )
+    settings = (tuple(tokenizer_settings(flags).items()), encoder.json_keys, encoder.append_eod)
     executor = ProcessPoolExecutor(
         workers,
         # fork is unsafe in a process with threads (the progress bar has one).
@@ -326,23 +321,14 @@ def _encode_in_processes(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class _EncoderSettings:
-    """The settings from which a worker builds its encoder. Sent with each batch: a tokenizer is too large."""
-
-    tokenizer_type: str | None
-    vocab_file: str | None
-    merge_file: str | None
-    tokenizer_name_or_path: str | None
-    tokenizer_model: str | None
-    json_keys: tuple[str, ...]
-    append_eod: bool
-
-
 @cache
-def _worker_encoder(settings: _EncoderSettings) -> BatchEncoder:
-    """The encoder of a worker process, built at the first batch."""
-    return BatchEncoder(build_tokenizer(settings), settings.json_keys, settings.append_eod)
+def _worker_encoder(
+    flags: tuple[tuple[str, str], ...], json_keys: tuple[str, ...], append_eod: bool
+) -> BatchEncoder:
+    """The encoder of a worker process, built at the first batch. Its settings are sent with each batch: a
+    tokenizer is too large. flags: items of `tokenizer_settings`."""
+    given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **dict(flags)}
+    return BatchEncoder(build_tokenizer(Namespace(**given)), json_keys, append_eod)
 
 
 @contextmanager
@@ -368,5 +354,5 @@ def _exit_after_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(settings: _EncoderSettings, batch: LineBatch) -> EncodedBatch:
-    return _worker_encoder(settings).encode(batch)
+def _encode_in_worker(settings: tuple[Any, ...], batch: LineBatch) -> EncodedBatch:
+    return _worker_encoder(*settings).encode(batch)

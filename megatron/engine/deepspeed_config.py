@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,15 @@ _REFUSED_SECTIONS = {
     "--log-interval shows the TFLOPs)",
 }
 
-# Supported keys of the section `fp16`; "enabled" is compared with --fp16.
-_FP16_KEYS = ("loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale", "initial_scale_power")
+# Supported keys of the section `fp16` -> field of PrecisionConfig, and its value from that of the key.
+# "enabled" is compared with --fp16.
+_LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
+    "loss_scale": ("loss_scale", lambda scale: float(scale) or None),
+    "loss_scale_window": ("loss_scale_window", int),
+    "hysteresis": ("hysteresis", int),
+    "min_loss_scale": ("min_loss_scale", float),
+    "initial_scale_power": ("initial_loss_scale", lambda power: 2.0**power),
+}
 
 # The loss scale is stored in fp32.
 _LARGEST_SCALE_POWER = 127
@@ -208,6 +215,12 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
+def _value(settings: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, such as 'train_batch_size' or 'fp16.enabled'; None if it is absent."""
+    section, _, name = key.rpartition(".")
+    return (_section(settings, section) if section else settings).get(name)
+
+
 def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
     for name, instead in _REFUSED_SECTIONS.items():
         if not _is_off(settings.get(name)):
@@ -226,7 +239,7 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
                 "from the file (--cpu-offload keeps the optimizer's state on the CPU)"
             )
     for name, value in _section(settings, "fp16").items():
-        if name not in ("enabled", *_FP16_KEYS) and value and not _unset(value):
+        if name not in ("enabled", *_LOSS_SCALE_KEYS) and value and not _unset(value):
             raise ConfigError(f"the DeepSpeed config's fp16.{name} is not supported: remove it from the file")
 
 
@@ -263,43 +276,22 @@ def _check_passed_on(settings: Mapping[str, Any]) -> None:
 
 def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
     """ConfigError if a value of the file differs from its flag."""
-    batch, parallel = config.batch, config.parallel
-    bf16 = "bfloat16" if "bfloat16" in settings else "bf16"
-    pairs = [
-        (
-            "train_micro_batch_size_per_gpu",
-            settings.get("train_micro_batch_size_per_gpu"),
-            "--micro-batch-size",
-            batch.micro_batch_size,
-        ),
-        (
-            "train_batch_size",
-            settings.get("train_batch_size"),
-            "--global-batch-size",
-            batch.global_batch_size,
-        ),
-        (
-            "gradient_accumulation_steps",
-            settings.get("gradient_accumulation_steps"),
-            "--global-batch-size / (--micro-batch-size x data-parallel size)",
-            config.micro_batches_per_step,
-        ),
-        ("gradient_clipping", settings.get("gradient_clipping"), "--clip-grad", config.optimizer.clip_grad),
-        (
-            "zero_optimization.stage",
-            _section(settings, "zero_optimization").get("stage"),
-            "--zero-stage",
-            parallel.zero_stage,
-        ),
-        (
-            "zero_optimization.offload_optimizer to cpu",
-            {"cpu": True, "none": False}.get(_offload_device(settings, "offload_optimizer")),
-            "--cpu-offload",
-            parallel.cpu_offload,
-        ),
-        ("fp16.enabled", _section(settings, "fp16").get("enabled"), "--fp16", config.precision.fp16),
-        (f"{bf16}.enabled", _section(settings, bf16).get("enabled"), "--bf16", config.precision.bf16),
-    ]
+    parallel, precision = config.parallel, config.precision
+    accumulation = "--global-batch-size / (--micro-batch-size x data-parallel size)"
+    flags = {
+        "train_micro_batch_size_per_gpu": ("--micro-batch-size", config.batch.micro_batch_size),
+        "train_batch_size": ("--global-batch-size", config.batch.global_batch_size),
+        "gradient_accumulation_steps": (accumulation, config.micro_batches_per_step),
+        "gradient_clipping": ("--clip-grad", config.optimizer.clip_grad),
+        "zero_optimization.stage": ("--zero-stage", parallel.zero_stage),
+        "fp16.enabled": ("--fp16", precision.fp16),
+        f"{'bfloat16' if 'bfloat16' in settings else 'bf16'}.enabled": ("--bf16", precision.bf16),
+    }
+    pairs = [(key, _value(settings, key), *flag) for key, flag in flags.items()]
+    offload = {"cpu": True, "none": False}.get(_offload_device(settings, "offload_optimizer"))
+    pairs.append(
+        ("zero_optimization.offload_optimizer to cpu", offload, "--cpu-offload", parallel.cpu_offload)
+    )
     for key, in_file, flag, value in pairs:
         if not _unset(in_file) and in_file != value:
             raise ConfigError(
@@ -312,7 +304,7 @@ def _take_loss_scale(
     precision: PrecisionConfig, fp16: Mapping[str, Any], notes: list[str]
 ) -> PrecisionConfig:
     """The precision with the file's loss-scale settings. Adds a note for each setting that changes."""
-    in_file = {key: fp16[key] for key in _FP16_KEYS if not _unset(fp16.get(key))}
+    in_file = {key: fp16[key] for key in _LOSS_SCALE_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
         is_number = not isinstance(value, bool) and isinstance(value, (int, float))
         if not is_number or not abs(value) <= 2.0**_LARGEST_SCALE_POWER:  # NaN is not below it
@@ -323,16 +315,9 @@ def _take_loss_scale(
             f"the DeepSpeed config's fp16.initial_scale_power is {power}: expected 0 to "
             f"{_LARGEST_SCALE_POWER}, correct the file"
         )
-    changes: dict[str, Any] = {}
-    if "loss_scale" in in_file:
-        changes["loss_scale"] = float(in_file["loss_scale"]) or None
-    for key in ("loss_scale_window", "hysteresis"):
-        if key in in_file:
-            changes[key] = int(in_file[key])
-    if "min_loss_scale" in in_file:
-        changes["min_loss_scale"] = float(in_file["min_loss_scale"])
-    if "initial_scale_power" in in_file:
-        changes["initial_loss_scale"] = 2.0**power
+    changes: dict[str, Any] = {
+        name: convert(in_file[key]) for key, (name, convert) in _LOSS_SCALE_KEYS.items() if key in in_file
+    }
     for name, value in changes.items():
         before = getattr(precision, name)
         if before != value:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 # Steps of more instructions than this are seen in part. The host waits once per step for the device.
 _MOST_EVENTS = 2048
@@ -64,7 +65,8 @@ def flight_record() -> bytes:
     """The calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE), in the
     format of `python -m torch.distributed.flight_recorder.fr_trace`."""
     # NCCL's process groups have a recorder of their own.
-    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
+    dump = next(dump for dump in dumps if dump is not None)
     found: bytes = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
     return found
 
@@ -103,7 +105,8 @@ def _describe_call(group: str, entry: Mapping[str, Any]) -> str:
 
 def _members(group: str) -> str:
     try:
-        ranks = sorted(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)))
+        found = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group))
+        ranks = sorted(dist.get_process_group_ranks(found))
     except (LookupError, RuntimeError, ValueError):
         return f"group {group}"
     shown = ", ".join(map(str, ranks[:_MOST_RANKS_SHOWN]))

@@ -26,26 +26,29 @@ from torch import Tensor
 
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.data.loader import MicroBatch
-from megatron.engine.instructions import OrderSchedule, WeightGradPass, pipeline_schedule
+from megatron.engine.instructions import InstructionSchedule, WeightGradPass, pipeline_schedule
 from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.mpu.deferred_gradients import accumulate
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.layout import TPGroup, chunks_of_rank
 
 Tensors = tuple[Tensor, ...]
 Spec = tuple[torch.Size, torch.dtype]
 
 
 class ScheduleExecutor(PatchedPipelineEngine):
-    """Trains a model by any schedule. A phase is a stage's index on its rank.
+    """Trains a model by any schedule. `model_chunk_id` is the index of a stage on its rank.
 
     Buffers beside DeepSpeed's, by the instructions' buffer_id: "messages", outputs to be sent, and gradients
     of outputs that were received; "losses"; "deferred", gradients of weights that are not computed yet;
     "samples", the numbers of a micro-batch's samples.
     """
 
+    loss: Tensor
+    total_loss: Tensor | None
+    grad_layer: Tensors | None
     _is_built = False
-    _phase: int | None = None
-    """The phase of the pass that runs."""
+    _model_chunk_id: int | None = None
+    """The model chunk whose pass runs."""
 
     def __init__(self, parallel: ParallelConfig, tp_group: TPGroup, **options: Any) -> None:
         """options: of DeepSpeed's engine."""
@@ -53,7 +56,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         self._parts = tp_group if parallel.sends_parts else TPGroup()
         super().__init__(**options)
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # by DeepSpeed's own instructions
-        self._stages = [stage for stage, rank in enumerate(self._rank_of_stage) if rank == self.stage_id]
+        self._stages = chunks_of_rank(self._rank_of_stage, self.stage_id)
         self._make_schedule = lru_cache(4)(partial(pipeline_schedule, parallel, self.stage_id))
         # Messages of the default group would need a communicator of all ranks. All ranks of a group must take
         # part in its first call, as they need not in an exchange of messages.
@@ -71,9 +74,9 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _is_at(self, stage: int) -> bool:
         """During a pass: whether the pass runs this stage. Otherwise: whether this rank holds it."""
-        if self._phase is None:
+        if self._model_chunk_id is None:
             return self._rank_of_stage[stage] == self.stage_id
-        return self._stages[self._phase] == stage
+        return self._stages[self._model_chunk_id] == stage
 
     def is_first_stage(self) -> bool:
         """Whether the current pass is through stage 0; between passes, whether this rank holds stage 0."""
@@ -87,20 +90,20 @@ class ScheduleExecutor(PatchedPipelineEngine):
         return int(self.grid.stage_to_global(self._rank_of_stage[-1]))
 
     @contextmanager
-    def _in_phase(self, phase: int) -> Iterator[None]:
-        self._phase = phase
-        self.module.activate_phase(phase)
+    def _in_model_chunk(self, model_chunk_id: int) -> Iterator[None]:
+        self._model_chunk_id = model_chunk_id
+        self.module.activate_model_chunk(model_chunk_id)
         try:
             yield
         finally:
-            self._phase = None
+            self._model_chunk_id = None
 
-    def _next_on_this_rank(self, buffer_id: int, phase: int) -> int | None:
+    def _next_on_this_rank(self, buffer_id: int, model_chunk_id: int) -> int | None:
         """The buffer of the micro-batch in the next stage, if that is on this rank too."""
-        following = self._stages[phase] + 1
+        following = self._stages[model_chunk_id] + 1
         if following not in self._stages:
             return None
-        return buffer_id + (self._stages.index(following) - phase) * self._buffers_per_phase
+        return buffer_id + (self._stages.index(following) - model_chunk_id) * self._buffers_per_chunk
 
     # --- schedule ---
 
@@ -108,14 +111,14 @@ class ScheduleExecutor(PatchedPipelineEngine):
         """Every rank needs the numbers of the samples."""
         self.data_iterator = iterator
 
-    def _train_schedule(self) -> OrderSchedule:
+    def _train_schedule(self) -> InstructionSchedule:
         return self._make_schedule(self.micro_batches, trains=True)
 
-    def _inference_schedule(self, micro_batches: int) -> OrderSchedule:
+    def _inference_schedule(self, micro_batches: int) -> InstructionSchedule:
         return self._make_schedule(micro_batches, trains=False)
 
-    def _exec_schedule(self, pipe_schedule: OrderSchedule) -> None:
-        self._buffers_per_phase = pipe_schedule.num_micro_batches
+    def _exec_schedule(self, pipe_schedule: InstructionSchedule) -> None:
+        self._buffers_per_chunk = pipe_schedule.num_micro_batches
         super()._exec_schedule(pipe_schedule)
         self._wait_for_sends()
 
@@ -137,15 +140,15 @@ class ScheduleExecutor(PatchedPipelineEngine):
         if self.is_first_stage():
             buffers["inputs"][buffer_id] = (send(micro_batch.tokens),)
         if self.is_last_stage():
-            last = (len(self._stages) - 1) * self._buffers_per_phase
+            last = (len(self._stages) - 1) * self._buffers_per_chunk
             buffers["labels"][last + buffer_id] = (send(micro_batch.labels), send(micro_batch.loss_mask))
 
-    def _exec_forward_pass(self, buffer_id: int, phase: int) -> None:
-        buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, phase)
-        if phase in self._input_specs:
+    def _exec_forward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
+        buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
+        if model_chunk_id in self._input_specs:
             buffers["inputs"][buffer_id] = _leaves(self._gather(buffers["inputs"][buffer_id]))
         inputs = buffers["inputs"][buffer_id]
-        with self._in_phase(phase):
+        with self._in_model_chunk(model_chunk_id):
             # The forward pass of DeepSpeed's pipeline engine would clone the inputs.
             found = DeepSpeedEngine.forward(self, inputs if len(inputs) > 1 else inputs[0])
             if not self.module.training:
@@ -174,11 +177,13 @@ class ScheduleExecutor(PatchedPipelineEngine):
         if torch.is_grad_enabled():
             self.pipe_buffers["losses"][buffer_id] = self.loss
 
-    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
-        buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, phase)
-        with self._in_phase(phase):
+    def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
+        buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
+        with self._in_model_chunk(model_chunk_id):
             if self.is_last_stage():
-                self.loss, buffers["losses"][buffer_id] = buffers["losses"][buffer_id], None
+                # Only the last stage has a loss to scale; the others receive gradients that are scaled.
+                self.loss = buffers["losses"][buffer_id] * self.optimizer.scaler.scale
+                buffers["losses"][buffer_id] = None
             elif following is not None:
                 self.grad_layer = _gradients(buffers["inputs"][following])
                 buffers["inputs"][following] = None
@@ -194,7 +199,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         if self.module.deferred_gradients is not None:
             buffers["deferred"][buffer_id] = self.module.deferred_gradients.take()
 
-    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_weight_grad_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         deferred, self.pipe_buffers["deferred"][buffer_id] = self.pipe_buffers["deferred"][buffer_id], None
         accumulate(deferred)
 
@@ -224,36 +229,39 @@ class ScheduleExecutor(PatchedPipelineEngine):
         dist.all_gather_into_tensor(hidden.view(-1), part.view(-1), group=self._parts.group)
         return hidden, *others
 
-    def _exec_send_activations(self, buffer_id: int, phase: int) -> None:
-        target = self._rank_of_stage[self._stages[phase] + 1]
+    def _exec_send_activations(self, buffer_id: int, model_chunk_id: int) -> None:
+        target = self._rank_of_stage[self._stages[model_chunk_id] + 1]
         message, self.pipe_buffers["messages"][buffer_id] = self.pipe_buffers["messages"][buffer_id], None
-        if phase not in self._announced:
-            self._announced.add(phase)
+        if model_chunk_id not in self._announced:
+            self._announced.add(model_chunk_id)
             self._send_tensor_meta(message, target)
         self._queue(dist.isend, message, target)
 
-    def _exec_recv_activations(self, buffer_id: int, phase: int) -> None:
-        source = self._rank_of_stage[self._stages[phase] - 1]
-        if phase not in self._input_specs:
+    def _exec_recv_activations(self, buffer_id: int, model_chunk_id: int) -> None:
+        source = self._rank_of_stage[self._stages[model_chunk_id] - 1]
+        if model_chunk_id not in self._input_specs:
             described = self._recv_tensor_meta(source)
-            self._input_specs[phase] = [(x.shape, x.dtype) for x in described]
+            self._input_specs[model_chunk_id] = [(x.shape, x.dtype) for x in described]
             self._grad_layer_buf.clear()  # DeepSpeed's buffers of these shapes, which are not used here
         received = tuple(
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._input_specs[phase]
+            torch.empty(shape, dtype=dtype, device=self.device)
+            for shape, dtype in self._input_specs[model_chunk_id]
         )
         self._queue(dist.irecv, received, source)
         self.pipe_buffers["inputs"][buffer_id] = received
 
-    def _exec_send_grads(self, buffer_id: int, phase: int) -> None:
+    def _exec_send_grads(self, buffer_id: int, model_chunk_id: int) -> None:
         hidden, *others = _gradients(self.pipe_buffers["inputs"][buffer_id])
         self.pipe_buffers["inputs"][buffer_id] = None
-        self._queue(dist.isend, (self._part(hidden), *others), self._rank_of_stage[self._stages[phase] - 1])
+        self._queue(
+            dist.isend, (self._part(hidden), *others), self._rank_of_stage[self._stages[model_chunk_id] - 1]
+        )
 
-    def _exec_recv_grads(self, buffer_id: int, phase: int) -> None:
+    def _exec_recv_grads(self, buffer_id: int, model_chunk_id: int) -> None:
         hidden, *others = (x for x in self.pipe_buffers["outputs"][buffer_id] if x.is_floating_point())
         part = hidden.new_empty(*hidden.shape[:-1], hidden.shape[-1] // self._parts.size)
         received = (part, *map(torch.empty_like, others))
-        self._queue(dist.irecv, received, self._rank_of_stage[self._stages[phase] + 1])
+        self._queue(dist.irecv, received, self._rank_of_stage[self._stages[model_chunk_id] + 1])
         self.pipe_buffers["messages"][buffer_id] = received
 
     def _queue(self, operation: Callable, tensors: Tensors, rank: int) -> None:

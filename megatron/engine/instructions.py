@@ -1,4 +1,4 @@
-"""An order of work as the instructions of a step for DeepSpeed's pipeline engine."""
+"""The actions of a schedule as the instructions of a step for DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.pipeline.orders import Kind, Order, Work, forward_only
-from megatron.pipeline.schedule import order_of_work
+from megatron.mpu.layout import chunks_of_rank
+from megatron.pipeline.schedule import actions_of
+from megatron.pipeline.schedule_actions import Kind, PipelineAction, ScheduleActions, forward_only
 
 
 class WeightGradPass(BufferOpInstruction):
@@ -42,55 +43,58 @@ _PASSES: dict[Kind, type[PipeInstruction]] = {
 
 def pipeline_schedule(
     parallel: ParallelConfig, rank: int, micro_batches: int, *, trains: bool
-) -> OrderSchedule:
+) -> InstructionSchedule:
     """The instructions of a training step, or of an evaluation, on a pipeline rank."""
     if trains:
         ranks = parallel.pipeline_model_parallel_size
-        order = order_of_work(parallel.pipeline_schedule, ranks, micro_batches, parallel.stages_per_rank)
+        actions = actions_of(parallel.pipeline_schedule, ranks, micro_batches, parallel.stages_per_rank)
     else:
-        order = forward_only(parallel.rank_of_stage, micro_batches)
-    return OrderSchedule(order, micro_batches, rank, trains=trains)
+        actions = forward_only(parallel.rank_of_stage, micro_batches)
+    return InstructionSchedule(actions, micro_batches, rank, trains=trains)
 
 
-class OrderSchedule(PipeSchedule):
+class InstructionSchedule(PipeSchedule):
     """The instructions of a rank.
 
-    The stages of a rank are its phases 0, 1 and so on. Each phase has a buffer for every micro-batch:
-    phase x micro-batches + micro-batch. A rank loads a micro-batch before its first pass.
+    The stages of a rank are its model chunks 0, 1 and so on. Each chunk has a buffer for every micro-batch:
+    model_chunk_id x micro-batches + micro-batch. A rank loads a micro-batch before its first pass.
     """
 
-    def __init__(self, order: Order, micro_batches: int, rank: int, *, trains: bool) -> None:
-        super().__init__(micro_batches, max(order.rank_of_chunk) + 1, rank)
-        self._own_steps = order.steps[rank]
+    def __init__(self, actions: ScheduleActions, micro_batches: int, rank: int, *, trains: bool) -> None:
+        super().__init__(micro_batches, max(actions.rank_of_chunk) + 1, rank)
+        self._own_steps = actions.steps[rank]
         self._trains = trains
-        held = [stage for stage, holder in enumerate(order.rank_of_chunk) if holder == rank]
-        self._phases = {stage: phase for phase, stage in enumerate(held)}
+        held = chunks_of_rank(actions.rank_of_chunk, rank)
+        self._model_chunk_ids = {stage: model_chunk_id for model_chunk_id, stage in enumerate(held)}
 
     def num_pipe_buffers(self) -> int:
-        return len(self._phases) * self.micro_batches
+        return len(self._model_chunk_ids) * self.micro_batches
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each step of the order, and at the end those of the optimizer step."""
+        """The instructions of each step, and at the end those of the optimizer step."""
         for step in self._own_steps:
             yield [
                 *self._exchange(step.sends, step.receives),
                 *self._exchange(step.late_sends, ()),
-                *chain.from_iterable(map(self._pass, step.work)),
+                *chain.from_iterable(map(self._pass, step.actions)),
             ]
         if self._trains:
             yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
-    def _exchange(self, sends: Sequence[Work], receives: Sequence[Work]) -> list[PipeInstruction]:
+    def _exchange(
+        self, sends: Sequence[PipelineAction], receives: Sequence[PipelineAction]
+    ) -> list[PipeInstruction]:
         """Messages that are sent and received together."""
-        queued = [self._of(work, _SENDS[work.kind]) for work in sends]
-        queued += [self._of(work, _RECEIVES[work.kind]) for work in receives]
+        queued = [self._of(action, _SENDS[action.kind]) for action in sends]
+        queued += [self._of(action, _RECEIVES[action.kind]) for action in receives]
         return [*queued, CommitP2P()] if queued else []
 
-    def _pass(self, work: Work) -> list[PipeInstruction]:
-        run = self._of(work, _PASSES[work.kind])
-        loads = work.kind == "forward" and self._phases[work.chunk] == 0
+    def _pass(self, action: PipelineAction) -> list[PipeInstruction]:
+        run = self._of(action, _PASSES[action.kind])
+        loads = action.kind == "forward" and self._model_chunk_ids[action.chunk] == 0
         return [LoadMicroBatch(run.kwargs["buffer_id"]), run] if loads else [run]
 
-    def _of(self, work: Work, kind: type[PipeInstruction]) -> PipeInstruction:
-        phase = self._phases[work.chunk]
-        return kind(buffer_id=phase * self.micro_batches + work.micro_batch, phase=phase)
+    def _of(self, action: PipelineAction, kind: type[PipeInstruction]) -> PipeInstruction:
+        model_chunk_id = self._model_chunk_ids[action.chunk]
+        buffer_id = model_chunk_id * self.micro_batches + action.micro_batch
+        return kind(buffer_id=buffer_id, model_chunk_id=model_chunk_id)

@@ -21,9 +21,9 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.optimizer.gradient_reduction import divide_into_buckets
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 
@@ -127,6 +127,7 @@ class GPTEngine(ScheduleExecutor):
         """The step's mean loss, and rank 0's grad norm, before the update. Collective; equal on all ranks."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
+            assert self.total_loss is not None
             both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_size)
         if self.global_rank == 0:
             both[1] = grad_norm
@@ -165,21 +166,21 @@ class GPTEngine(ScheduleExecutor):
             buffers[:] = [None] * len(buffers)
         self.loss = self.loss.detach()
 
-    def _exec_forward_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_forward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         self._heartbeat()
         self.optimizer.unit_overlap.begin_micro_batch()
-        samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_phase]
+        samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
         head_loss = nullcontext() if self.eval_return_logits else self.module.fused_head_loss()
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
-            super()._exec_forward_pass(buffer_id, phase)
+            super()._exec_forward_pass(buffer_id, model_chunk_id)
 
-    def _exec_backward_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         with self._timed_pass():
-            super()._exec_backward_pass(buffer_id, phase)
+            super()._exec_backward_pass(buffer_id, model_chunk_id)
 
-    def _exec_weight_grad_pass(self, buffer_id: int, phase: int) -> None:
+    def _exec_weight_grad_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         with self._timed_pass():
-            super()._exec_weight_grad_pass(buffer_id, phase)
+            super()._exec_weight_grad_pass(buffer_id, model_chunk_id)
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
@@ -246,7 +247,7 @@ def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
-    """The layers of each bucket (see `gradient_reduction`), by the bucket's name. bucket_size: None for no
+    """The layers of each bucket (see `optimizer.overlap`), by the bucket's name. bucket_size: None for no
     buckets."""
     if bucket_size is None:
         return {}

@@ -24,8 +24,7 @@ tests/distributed/test_optimizer.py unless another file is named.
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
    lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
    tests/distributed/test_workarounds.py
-9, 10. Removed: of DeepSpeed's buffers for messages and of its `DualPipeVEngine`, which `engine.executor`
-   replaces.
+9, 10, 16, 17. Removed: `engine.executor` replaces DeepSpeed's messages and its `DualPipeVEngine`.
 11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
    (`model/pipeline_module.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
@@ -40,7 +39,6 @@ tests/distributed/test_optimizer.py unless another file is named.
 15. The groups that DeepSpeed creates (data, tensor, pipeline) do not inherit the timeout of the default
    group: with NCCL a collective that waits for more than 600 s, as in a long step or save, ends the process.
    tests/distributed/test_workarounds.py
-16, 17. Removed: of DeepSpeed's messages in parts, which `engine.executor` replaces.
 18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
    waits once per step. Here it is made on the device.
    tests/simulated/test_layouts.py
@@ -136,12 +134,6 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             self.optimizer.register_loss(self.total_loss)
         self.optimizer.reduce_gradients()
-
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        # Only the last stage has a loss to scale; the others receive gradients that are scaled already.
-        if self.is_last_stage():
-            self.loss = self.loss * self.optimizer.scaler.scale
-        super()._exec_backward_pass(buffer_id)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
         """Entry 18."""

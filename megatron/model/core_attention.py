@@ -65,14 +65,15 @@ class CoreAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
     ) -> Tensor:
         """The Triton kernel: [seq, batch, heads, head_dim]."""
-        first_keys, end_queries = self.masks.ranges(*query.shape[:2], query.device, document_ids)
+        seq, batch, heads, _ = query.shape
+        first_keys, end_queries = self.masks.ranges(seq, batch, query.device, document_ids)
         mask = AttentionMask(
             self.masks.slopes_on(query.device),
             first_keys,
             end_queries,
             device_sample_keys(query, self.dropout_rng, self.dropout_salt, batch_dim=1) if rate else None,
             rate,
-            first_head=self.tp_group.rank * query.shape[2],
+            first_head=self.tp_group.rank * heads,
         )
         return flash_attention(query, key, value, self.scale, mask)
 

@@ -22,7 +22,7 @@ from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 from megatron.model.layer_context import LayerIO
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
 """Of forward passes without training: the pipeline is idle for a fifth of the time."""
@@ -156,32 +156,33 @@ class DistributedGPT:
 
     def _head(self, hidden: Tensor) -> Tensor:
         """This rank's logits. From the final norm on, each position is computed independently."""
-        functions = self.module.functions_of_phase(self._phase_of(len(self._rank_of_stage) - 1))
         logits: LayerIO = hidden
-        for layer_index, function in functions.items():
+        for layer_index, function in self._functions_of(len(self._rank_of_stage) - 1).items():
             if layer_index >= self._final_norm:
                 logits = function(logits)
         assert isinstance(logits, Tensor)
         return logits
 
-    def _phase_of(self, stage: int) -> int:
-        """Which of this rank's stages it is."""
-        return self._rank_of_stage[:stage].count(self._rank_of_stage[stage])
+    def _functions_of(self, stage: int) -> dict[int, Callable]:
+        """The layers of one of this rank's stages, by their index in the list."""
+        held = chunks_of_rank(self._rank_of_stage, self.layout.pipeline_stage)
+        return self.module.functions_of_chunk(held.index(stage))
 
     def _run_stages(self, tokens: Tensor) -> Tensor | None:
         """tokens [rows, length] through the stages of this rank; hidden [rows, padded length, hidden] before
         the final norm on the last stage, else None."""
         self._heartbeat()
         padding = -tokens.shape[1] % self._length_multiple
-        layer_io: LayerIO = torch.nn.functional.pad(tokens, (0, padding))
+        padded = torch.nn.functional.pad(tokens, (0, padding))
+        layer_io: LayerIO = padded
         own, last = self.layout.pipeline_stage, len(self._rank_of_stage) - 1
-        shape = tuple(layer_io.shape)
+        shape = tuple(padded.shape)
         for stage, holder in enumerate(self._rank_of_stage):
             if holder != own:
                 continue
             if stage and self._rank_of_stage[stage - 1] != own:
                 layer_io = self._receive(stage, shape)
-            for layer_index, function in self.module.functions_of_phase(self._phase_of(stage)).items():
+            for layer_index, function in self._functions_of(stage).items():
                 if stage < last or layer_index < self._final_norm:
                     layer_io = function(layer_io)
             if stage < last and self._rank_of_stage[stage + 1] != own:

@@ -94,7 +94,7 @@ def transformer_layer_flops(config: Config) -> float:
     tokens = config.batch.micro_batch_size * model.seq_length
     scores = 2 * tokens * model.seq_length * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
-    total = _FORWARD_AND_BACKWARD * forward
+    total: float = _FORWARD_AND_BACKWARD * forward
     attention = attention_of(config)
     if attention == Implementation.TRITON:
         total += 3 * scores

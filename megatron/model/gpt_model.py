@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.config.vocab import padded_vocab_size
 from megatron.model.core_attention import CoreAttention
-from megatron.model.layer_context import LayerContext, LayerIO, split_layer_io
+from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
 from megatron.mpu.compilation import not_compiled
@@ -172,10 +172,12 @@ class EmbeddingPipe(nn.Module):
         if self.fp32_residual:
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
-            dims = {"batch_dim": 1, "shard_dim": 0} if self.sequence_parallel else {"batch_dim": 0}
-            rng, salt = self.dropout_rng, "embedding.dropout"
-            hidden = dropout(hidden, self.dropout_rate, rng, salt, **dims, tp_group=self.tp_group)
-        return (hidden, document_ids) if self.passes_document_ids else hidden
+            rate, rng, salt = self.dropout_rate, self.dropout_rng, "embedding.dropout"
+            batch_dim, shard_dim = (1, 0) if self.sequence_parallel else (0, None)
+            hidden = dropout(
+                hidden, rate, rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, tp_group=self.tp_group
+            )
+        return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
     @property
     def head_weight(self) -> Tensor:
@@ -189,8 +191,7 @@ def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
         if context.sequence_parallel:
             return layer_io
         hidden, document_ids = split_layer_io(layer_io)
-        hidden = hidden.transpose(0, 1).contiguous()
-        return hidden if document_ids is None else (hidden, document_ids)
+        return join_layer_io(hidden.transpose(0, 1).contiguous(), document_ids)
 
     return to_sequence_first
 
@@ -221,9 +222,9 @@ class ParallelTransformerLayerPipe(nn.Module):
         model = context.config.model
         self.arrange = LAYER_ARRANGEMENTS.load(model.layer_arrangement)
 
-        def norm(name: str) -> nn.Module | None:
+        def norm(name: str) -> nn.Module:
             if name not in LAYER_ARRANGEMENTS[model.layer_arrangement].norms:
-                return None
+                return nn.Identity()  # not called
             return norm_class(context.config)(*norm_arguments(context.config))
 
         self.input_layernorm = norm("input_layernorm")
@@ -242,8 +243,7 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     def forward(self, layer_io: LayerIO) -> LayerIO:
         hidden, document_ids = split_layer_io(layer_io)
-        hidden = self.arrange(self, hidden, document_ids)
-        return hidden if document_ids is None else (hidden, document_ids)
+        return join_layer_io(self.arrange(self, hidden, document_ids), document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         """residual + dropout(output of `block`, self_attention or mlp, plus its skipped bias, if any)."""
@@ -256,9 +256,10 @@ class ParallelTransformerLayerPipe(nn.Module):
     @not_compiled  # the masks are hashed in Python from the layer's index
     def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
         salt = f"{self.layer_index}.{block}.hidden_dropout"
-        shards = {"shard_dim": 0 if self.sequence_parallel else None, "tp_group": self.tp_group}
+        shard_dim = 0 if self.sequence_parallel else None
+        rate, rng, tp_group = self.dropout_rate, self.dropout_rng, self.tp_group
         return dropout_add(
-            output, residual, self.dropout_rate, self.dropout_rng, salt, bias=bias, batch_dim=1, **shards
+            output, residual, rate, rng, salt, bias=bias, batch_dim=1, shard_dim=shard_dim, tp_group=tp_group
         )
 
 
@@ -373,9 +374,8 @@ class ParallelMLP(nn.Module):
         super().__init__()
         model = context.config.model
         self.gated = model.glu_activation is not None
-        self.activation = (
-            GLU_ACTIVATIONS.load(model.glu_activation) if self.gated else ACTIVATIONS.load(model.activation)
-        )
+        gate = model.glu_activation
+        self.activation = ACTIVATIONS.load(model.activation) if gate is None else GLU_ACTIVATIONS.load(gate)
         parts = 2 if self.gated else 1
         first, second = _matrix_settings(context)
         wide = parts * model.ffn_hidden_size

@@ -22,6 +22,11 @@ def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
     return (layer_io, None) if isinstance(layer_io, Tensor) else (layer_io[0], layer_io[1])
 
 
+def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
+    """The inverse of `split_layer_io`."""
+    return hidden if document_ids is None else (hidden, document_ids)
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """What all layers of a stage share: the configuration, the TP group, the dropout RNG, and with

@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron.model.scoring import masked_mean
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import main_grad_of
 
 
 class CrossEntropy:
@@ -46,5 +47,5 @@ class CrossEntropy:
             self.vocab_size,
             token_weights=token_weights,
             z_loss_weight=self.z_loss_weight if torch.is_grad_enabled() else 0.0,
-            main_grad=getattr(weight, "main_grad", None),
+            main_grad=main_grad_of(weight),
         ).sum()

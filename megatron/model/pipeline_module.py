@@ -37,11 +37,11 @@ from megatron.model.gpt_model import (
     lm_head,
     pipeline_layers,
 )
-from megatron.model.layer_context import LayerContext, LayerIO, split_layer_io
+from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
@@ -99,9 +99,9 @@ class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
     Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and
-    all that DeepSpeed does with the layers, concerns one stage of the rank, the active phase. Parameters are
-    initialized from (seed, name) only, so every layout starts from the same weights, and have the run's
-    precision. With ZeRO-3 those of transformer layers have no memory yet.
+    all that DeepSpeed does with the layers, concerns one stage of the rank, the active model chunk.
+    Parameters have the run's precision, and are initialized from (seed, name) only, so every layout starts
+    from the same weights. With ZeRO-3 those of transformer layers have no memory yet.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GPTModelPipe(PipelineModule):
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """This rank's transformer layers by layer index, the first part of their parameters' names."""
-        layers = (f for functions in self._phase_functions for f in functions)
+        layers = (f for functions in self._chunk_functions for f in functions)
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
     def stages_record(self) -> dict[str, Any]:
@@ -202,43 +202,39 @@ class GPTModelPipe(PipelineModule):
         """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
         self.parts = self.stage_bounds
         rank = self._topo.get_coord(self.global_rank).pipe
-        holders = self.config.parallel.rank_of_stage
-        self._phase_bounds = [
-            (self.parts[stage], self.parts[stage + 1])
-            for stage, holder in enumerate(holders)
-            if holder == rank
-        ]
+        held = chunks_of_rank(self.config.parallel.rank_of_stage, rank)
+        self._chunk_bounds = [(self.parts[stage], self.parts[stage + 1]) for stage in held]
 
     def stage_owner(self, layer_idx: int) -> int:
         """The pipeline rank that holds the layer."""
         return self.config.parallel.rank_of_stage[bisect_right(self.parts, layer_idx) - 1]
 
     def _build(self) -> None:
-        self._phase_functions: list[list[Callable]] = []
-        for first, end in self._phase_bounds:
+        self._chunk_functions: list[list[Callable]] = []
+        for first, end in self._chunk_bounds:
             self._set_bounds(first, end)
             self.forward_funcs: list[Callable] = []
             super()._build()
-            self._phase_functions.append(self.forward_funcs)
-        self.activate_phase(0)
+            self._chunk_functions.append(self.forward_funcs)
+        self.activate_model_chunk(0)
 
-    def activate_phase(self, phase: int) -> None:
+    def activate_model_chunk(self, model_chunk_id: int) -> None:
         """Makes one of this rank's stages the one that `forward` runs."""
-        self.forward_funcs = self._phase_functions[phase]
-        self._set_bounds(*self._phase_bounds[phase])
+        self.forward_funcs = self._chunk_functions[model_chunk_id]
+        self._set_bounds(*self._chunk_bounds[model_chunk_id])
 
-    def functions_of_phase(self, phase: int) -> dict[int, Callable]:
+    def functions_of_chunk(self, model_chunk_id: int) -> dict[int, Callable]:
         """The layers of one of this rank's stages, by their index in the list."""
-        return dict(enumerate(self._phase_functions[phase], self._phase_bounds[phase][0]))
+        return dict(enumerate(self._chunk_functions[model_chunk_id], self._chunk_bounds[model_chunk_id][0]))
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        for phase in range(len(self._phase_bounds)):
-            self.activate_phase(phase)
+        for model_chunk_id in range(len(self._chunk_bounds)):
+            self.activate_model_chunk(model_chunk_id)
             super().save_state_dict(*args, **kwargs)
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
-        for phase in range(len(self._phase_bounds)):
-            self.activate_phase(phase)
+        for model_chunk_id in range(len(self._chunk_bounds)):
+            self.activate_model_chunk(model_chunk_id)
             super().load_state_dir(*args, **kwargs)
 
     def _synchronize_tied_weights(self) -> None:
@@ -257,6 +253,7 @@ class GPTModelPipe(PipelineModule):
         position = 0
         while position < len(functions):
             end = self._end_of_checkpointed_layers(position)
+            run: Callable[[LayerIO], LayerIO]
             if end > position:
                 run = partial(self.activation_checkpointing.run, _chain(functions[position:end]))
             else:
@@ -283,7 +280,7 @@ class GPTModelPipe(PipelineModule):
         return end
 
 
-def _chain(layers: Sequence[nn.Module]) -> Callable[[LayerIO], LayerIO]:
+def _chain(layers: Sequence[Callable[[LayerIO], LayerIO]]) -> Callable[[LayerIO], LayerIO]:
     def run(layer_io: LayerIO) -> LayerIO:
         for layer in layers:
             layer_io = layer(layer_io)
@@ -324,10 +321,9 @@ class ActivationCheckpointing:
 
         def run(hidden: Tensor) -> Tensor:
             with self.dropout_rng.use_samples(samples):
-                return split_layer_io(function(hidden if document_ids is None else (hidden, document_ids)))[0]
+                return split_layer_io(function(join_layer_io(hidden, document_ids)))[0]
 
-        hidden = self._checkpoint(run, hidden)
-        return hidden if document_ids is None else (hidden, document_ids)
+        return join_layer_io(self._checkpoint(run, hidden), document_ids)
 
 
 class _TensorRanks:

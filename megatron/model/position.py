@@ -22,14 +22,17 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
-def document_ids_of(tokens: Tensor, eod: int) -> Tensor:
+def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:
     """Number of the document within its sample for each token [batch, seq] int64; `eod` ends a document."""
+    if eod is None:
+        raise ValueError("document boundaries are needed, but the end-of-document token is unknown")
     ends = (tokens == eod).to(torch.int64)
     return ends.cumsum(dim=1) - ends
 
 
-def positions_within_documents(document_ids: Tensor) -> Tensor:
+def positions_within_documents(document_ids: Tensor | None) -> Tensor:
     """Position of each token counted from the start of its document, [batch, seq] int64."""
+    document_ids = _required(document_ids)
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

@@ -13,8 +13,6 @@ assumes 1 per token, times token_weights, and the backward pass rescales.
 
 Invariant: both functions return the same loss bitwise on all tensor-parallel ranks, and padding columns have
 no influence on the loss and a gradient of zero.
-
-z-loss: PaLM, arXiv 2204.02311, section 5.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def vocab_parallel_cross_entropy(
     overwrite_logits: reuse the memory of fp32 logits for the probabilities, which saves a copy. Allowed only
         if neither the caller nor the backward pass of the layer before reads the logits afterwards.
 
-    Three numbers per token are exchanged between ranks. The backward pass can run once only.
+    The backward pass can run only once.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, vocab_size, overwrite_logits)
 
@@ -66,22 +64,18 @@ def vocab_parallel_linear_cross_entropy(
 
     hidden: [..., h], replicated over the tensor-parallel ranks, fp32, bf16 or fp16.
     weight: [V / size, h], this rank's rows of the padded output embedding, of hidden's dtype.
-    labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
-    vocab_size: size without padding; rows from this number on are ignored and have a gradient of zero.
+    labels, vocab_size: see `vocab_parallel_cross_entropy`.
     token_weights: [...], constant factors of the losses: a mask, or 1 / number of tokens for a mean.
     z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, Z = sum(exp(logits)). This keeps
-        log(Z) close to 0 (arXiv 2204.02311, section 5).
+        log(Z) close to 0 (PaLM, arXiv 2204.02311, section 5).
     main_grad: fp32, of weight's shape. If given, the backward pass adds the weight's gradient to it in fp32,
         and autograd gets None.
 
-    The logits are computed one chunk of tokens at a time. The forward pass computes the gradients of the sum
-    of the result; the backward pass scales them. That is three matrix products in all. The gradients are
-    exact for any function of the result. But if its gradient is different for each token, the weight's
-    gradient must be recomputed with two more matrix products. So pass known factors as token_weights. Without
-    autograd only the losses are computed.
-
-    Three numbers per token and the gradient of hidden are exchanged between ranks. The backward pass can run
-    once only. ValueError for shapes and dtypes that do not match.
+    The forward pass computes the gradients of the sum of the result: three matrix products in all. The
+    gradients are exact for any function of the result. But if its gradient is different for each token, the
+    weight's gradient must be recomputed with two more matrix products. So pass known factors as
+    token_weights. Without autograd only the losses are computed. The backward pass can run only once.
+    ValueError for shapes and dtypes that do not match.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.embedding import fused_add_rows
 from megatron.kernels.selection import uses_kernels
+from megatron.mpu.parameters import main_grad_of
 
 # Size of an fp32 work buffer of the backward pass, which allocates two.
 WORK_BYTES = 32 * 2**20
@@ -25,7 +26,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, batch: int | None = None)
     fp32 and returned in the dtype of `weight`. The sums are deterministic: they do not depend on the order of
     threads.
     """
-    return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None), batch)
+    return _Embedding.apply(ids, weight, main_grad_of(weight), batch)
 
 
 class _Embedding(torch.autograd.Function):

@@ -50,6 +50,9 @@ class VocabParallelEmbedding(nn.Module):
     sequence_parallel: the output is this rank's shard [seq / size, batch, hidden].
     """
 
+    norm: nn.Module
+    """The norm after the embedding, set by the model, which calls it (--embed-layernorm)."""
+
     def __init__(
         self,
         padded_vocab: int,
@@ -82,15 +85,16 @@ class VocabParallelEmbedding(nn.Module):
         return _AllReduceInPlace.apply(vectors, self.tp_group)
 
 
-class ColumnParallelLinear(nn.Module):
-    """Replicated [..., n_in] -> [..., n_out / size], this rank's shard of the outputs.
+class _ParallelLinear(nn.Module):
+    """What column-parallel and row-parallel layers share: weight, bias, and how they communicate.
 
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
-    sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
     deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
     overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`gather_and_multiply`).
     """
+
+    weight_shard_dim: int
 
     def __init__(
         self,
@@ -111,24 +115,23 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.deferred = deferred
         self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
-        self.weight = new_parameter(
-            ParameterSpec(
-                (n_out, n_in),
-                shard_dim=0,
-                num_fused_parts=num_fused_parts,
-                init_std=init_std,
-                lr_mult=lr_mult,
-            ),
-            tp_group,
+        weight = ParameterSpec(
+            (n_out, n_in), self.weight_shard_dim, num_fused_parts, init_std=init_std, lr_mult=lr_mult
         )
-        self.bias = (
-            new_parameter(
-                ParameterSpec((n_out,), shard_dim=0, num_fused_parts=num_fused_parts, weight_decay=False),
-                tp_group,
-            )
-            if bias
-            else None
-        )
+        # The outputs are sharded with the rows of the weight. A sharded input leaves them whole.
+        bias_shard_dim = 0 if self.weight_shard_dim == 0 else None
+        bias_spec = ParameterSpec((n_out,), bias_shard_dim, num_fused_parts, weight_decay=False)
+        self.weight = new_parameter(weight, tp_group)
+        self.bias = new_parameter(bias_spec, tp_group) if bias else None
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Replicated [..., n_in] -> [..., n_out / size], this rank's shard of the outputs.
+
+    sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
+    """
+
+    weight_shard_dim = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.overlap_chunks > 1:
@@ -137,40 +140,20 @@ class ColumnParallelLinear(nn.Module):
         return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel, self.deferred)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """[..., n_in / size], this rank's shard of the inputs -> [..., n_out], replicated.
 
-    lr_mult: multiplier of the weight's learning rate.
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
     skip_bias_add: with several ranks the caller adds `skipped_bias`, together with what follows. One rank
         adds the bias within the matrix product, which costs nothing.
-    deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
-    overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`gather_and_multiply`).
     """
 
+    weight_shard_dim = 1
+
     def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        tp_group: TPGroup,
-        *,
-        init_std: float,
-        lr_mult: float = 1.0,
-        bias: bool = True,
-        skip_bias_add: bool = False,
-        sequence_parallel: bool = False,
-        deferred: DeferredGradients | None = None,
-        overlap_chunks: int = 1,
+        self, n_in: int, n_out: int, tp_group: TPGroup, *, skip_bias_add: bool = False, **settings: Any
     ) -> None:
-        super().__init__()
-        self.tp_group = tp_group
-        self.sequence_parallel = sequence_parallel
-        self.deferred = deferred
-        self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
-        self.weight = new_parameter(
-            ParameterSpec((n_out, n_in), shard_dim=1, init_std=init_std, lr_mult=lr_mult), tp_group
-        )
-        self.bias = new_parameter(ParameterSpec((n_out,), weight_decay=False), tp_group) if bias else None
+        super().__init__(n_in, n_out, tp_group, **settings)
         self.skip_bias_add = skip_bias_add and tp_group.size > 1
 
     @property
@@ -260,21 +243,14 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = grad_bias = pending = None
-        if needs_x:
+        grad_x = pending = None
+        if ctx.needs_input_grad[0]:
             grad_x = grad.matmul(weight)
             pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        grad_rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.defer is not None:
-            ctx.defer(partial(weight_gradient, grad=grad_rows, x=x.detach()))
-        elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad_rows, x)
-        if needs_bias:
-            grad_bias = grad_rows.sum(0)
+        others = _weight_and_bias_gradients(ctx, grad, partial(weight_gradient, x=x.detach()))
         if pending is not None:
             pending.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, *others, None, None
 
 
 class _SequenceColumnLinear(torch.autograd.Function):
@@ -304,22 +280,30 @@ class _SequenceColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        compute = partial(_gathered_weight_gradient, x=x.detach(), tp_group=ctx.tp_group)
         gathered = None if ctx.defer else all_gather_sequence(x, ctx.tp_group)
         grad_full = grad.matmul(weight)
         if gathered is not None:
-            gathered[1].wait()
+            full, pending = gathered
+            pending.wait()
+            compute = partial(weight_gradient, x=full)
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
-        grad_weight = grad_bias = None
-        grad_rows = grad.reshape(-1, grad.shape[-1])
-        if gathered is None:
-            ctx.defer(partial(_gathered_weight_gradient, grad=grad_rows, x=x.detach(), tp_group=ctx.tp_group))
-        elif needs_weight:
-            grad_weight = weight_gradient(ctx.weight, grad_rows, gathered[0])
-        if needs_bias:
-            grad_bias = grad_rows.sum(0)
+        others = _weight_and_bias_gradients(ctx, grad, compute)
         summed.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, *others, None, None
+
+
+def _weight_and_bias_gradients(
+    ctx: Any, grad: torch.Tensor, compute: Callable[..., torch.Tensor | None]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """compute: function of the weight and the rows of `grad` that computes the weight's gradient, or is given
+    to `ctx.defer`."""
+    rows, grad_weight = grad.reshape(-1, grad.shape[-1]), None
+    if ctx.defer is not None:
+        ctx.defer(partial(compute, grad=rows))
+    elif ctx.needs_input_grad[1]:
+        grad_weight = compute(ctx.weight, grad=rows)
+    return grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _gathered_weight_gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,6 +12,12 @@ from megatron.config import ConfigError, ParallelConfig
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
     from torch.distributed import ProcessGroup
+
+
+def chunks_of_rank(rank_of_chunk: Sequence[int], rank: int) -> list[int]:
+    """The model chunks (pipeline stages) that a pipeline rank holds. A chunk's index in this list is its
+    model_chunk_id."""
+    return [chunk for chunk, holder in enumerate(rank_of_chunk) if holder == rank]
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,18 @@ def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | N
     return parameter
 
 
+def set_main_grad(parameter: torch.Tensor, total: torch.Tensor, *, stays_allocated: bool) -> None:
+    """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. stays_allocated: whether
+    it has memory at all times, so that a matrix product can add to it (`weight_gradient.adds_in_product`)."""
+    parameter.main_grad = total  # type: ignore[attr-defined]
+    parameter.keeps_main_grad = stays_allocated  # type: ignore[attr-defined]
+
+
+def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The fp32 sum of the parameter's gradients, which the run's optimizer sets; None without one."""
+    return getattr(parameter, "main_grad", None)
+
+
 def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
     """Whether this rank counts the parameter in sums over the model-parallel ranks (norms, parameter counts).
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,25 @@ class DropoutRNG:
         return keys
 
 
+@dataclass(frozen=True)
+class DropoutMask:
+    """What a dropout mask depends on, for an activation that may be sharded."""
+
+    p: float
+    """Probability that an element is dropped."""
+    rng: DropoutRNG
+    salt: str
+    """Name of this dropout in the model; it must be unique in a forward pass (include the layer index)."""
+    batch_dim: int
+    """The dimension that indexes the samples of `rng`; not the last one."""
+    shard_dim: int | None
+    """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
+    tp_group: TPGroup
+    part: tuple[int, int, int] | None = None
+    """(dimension, first, size) of an activation that has the elements from `first` on of a dimension of
+    `size` elements; neither the last dimension nor shard_dim."""
+
+
 def dropout(
     x: torch.Tensor,
     p: float,
@@ -75,24 +95,15 @@ def dropout(
     part: tuple[int, int, int] | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`.
-
-    salt: name of this dropout in the model; it must be unique in a forward pass (include the layer index).
-    batch_dim: the dimension of `x` that indexes the samples of `dropout_rng`; not the last one.
-    shard_dim: the dimension along which `x` is sharded over the tensor-parallel ranks; None if replicated.
-    part: (dimension, first, size) if `x` has the elements from `first` on of a dimension of `size` elements;
-        neither the last dimension nor shard_dim.
-    """
+    """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`. The
+    other arguments: see `DropoutMask`."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    if part is None:
-        fused = _fused_dropout(x, None, None, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
-        if fused is not None:
-            return fused
-    mask = keep_mask(x, p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
-    return _Dropout.apply(x, mask, 1.0 / (1.0 - p))
+    mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
+    fused = _fused_dropout(x, None, None, mask)
+    return _Dropout.apply(x, keep_mask(x, mask), 1.0 / (1.0 - p)) if fused is None else fused
 
 
 def dropout_add(
@@ -110,7 +121,8 @@ def dropout_add(
     """residual + dropout(x + bias), with the arguments of `dropout`; bias: of the last dimension. On a GPU
     one kernel."""
     if 0.0 < p < 1.0:
-        fused = _fused_dropout(x, bias, residual, p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        fused = _fused_dropout(x, bias, residual, mask)
         if fused is not None:
             return fused
     x = x if bias is None else x + bias
@@ -120,47 +132,30 @@ def dropout_add(
 
 
 def _fused_dropout(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    p: float,
-    dropout_rng: DropoutRNG,
-    salt: str,
-    batch_dim: int,
-    shard_dim: int | None,
-    tp_group: TPGroup,
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, mask: DropoutMask
 ) -> torch.Tensor | None:
     """dropout(x + bias) + residual in one kernel; None if PyTorch computes it. bias, residual: None for no
     addition."""
-    if not uses_kernels(x):
+    if mask.part is not None or not uses_kernels(x):
         return None
-    batch_dim, shard_dim = batch_dim % x.dim(), None if shard_dim is None else shard_dim % x.dim()
-    offsets = shard_offsets(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
+    batch_dim = mask.batch_dim % x.dim()
+    shard_dim = None if mask.shard_dim is None else mask.shard_dim % x.dim()
+    offsets = shard_offsets(x.shape, batch_dim, shard_dim, mask.tp_group.rank, mask.tp_group.size)
     if offsets is None:
         return None
-    keys = device_sample_keys(x, dropout_rng, salt, batch_dim)
-    return fused_dropout_add(x, bias, residual, keys, p, offsets)
+    keys = device_sample_keys(x, mask.rng, mask.salt, batch_dim)
+    return fused_dropout_add(x, bias, residual, keys, mask.p, offsets)
 
 
-def keep_mask(
-    x: torch.Tensor,
-    p: float,
-    dropout_rng: DropoutRNG,
-    salt: str,
-    batch_dim: int,
-    shard_dim: int | None,
-    tp_group: TPGroup,
-    part: tuple[int, int, int] | None = None,
-) -> torch.Tensor:
+def keep_mask(x: torch.Tensor, settings: DropoutMask) -> torch.Tensor:
     """The mask of `dropout`: int8, of the shape of `x`, 1 for elements that are kept."""
-    row_keys = _row_keys(x, dropout_rng, salt, batch_dim % x.dim(), shard_dim, tp_group, part)
-    offset = (
-        tp_group.rank * x.shape[-1] if shard_dim is not None and shard_dim % x.dim() == x.dim() - 1 else 0
-    )
+    row_keys, shard_dim = _row_keys(x, settings), settings.shard_dim
+    is_sharded = shard_dim is not None and shard_dim % x.dim() == x.dim() - 1
+    offset = settings.tp_group.rank * x.shape[-1] if is_sharded else 0
     columns = torch.arange(offset, offset + x.shape[-1], device=x.device)
     # A bijection on 32 bits: no two columns have the same key.
     column_keys = _mix32(columns).to(torch.int32)
-    dropped_below = drop_threshold(p)
+    dropped_below = drop_threshold(settings.p)
     mask = torch.empty(row_keys.shape[0], x.shape[-1], dtype=torch.int8, device=x.device)
     rows_per_piece = (
         max(_ELEMENTS_PER_PIECE // max(x.shape[-1], 1), 1) if x.device.type == "cpu" else mask.shape[0]
@@ -171,16 +166,9 @@ def keep_mask(
     return mask.view(x.shape)
 
 
-def _row_keys(
-    x: torch.Tensor,
-    dropout_rng: DropoutRNG,
-    salt: str,
-    batch_dim: int,
-    shard_dim: int | None,
-    tp_group: TPGroup,
-    part: tuple[int, int, int] | None,
-) -> torch.Tensor:
+def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
     """Two int32 keys, [rows, 2], for each row of `x`. A row is the elements along the last dimension."""
+    batch_dim, shard_dim, tp_group = mask.batch_dim % x.dim(), mask.shard_dim, mask.tp_group
     last = x.dim() - 1
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
     stride = 1
@@ -190,12 +178,12 @@ def _row_keys(
         is_sharded = shard_dim is not None and shard_dim % x.dim() == dim
         first = tp_group.rank * x.shape[dim] if is_sharded else 0
         full = x.shape[dim] * (tp_group.size if is_sharded else 1)
-        if part is not None and part[0] == dim:
-            _, first, full = part
+        if mask.part is not None and mask.part[0] == dim:
+            _, first, full = mask.part
         coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
         stride *= full
-    sample_keys = device_sample_keys(x, dropout_rng, salt, batch_dim).view(
+    sample_keys = device_sample_keys(x, mask.rng, mask.salt, batch_dim).view(
         [-1 if d == batch_dim else 1 for d in range(last)]
     )
     return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.selection import uses_kernels
+from megatron.mpu.parameters import main_grad_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,10 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
     """The gradient of `weight` [n_out, n_in] from grad [..., n_out] and x [..., n_in]; None if it was added
     to `main_grad`."""
     transposed, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-    if not adds_in_product(weight):
+    total = main_grad_of(weight) if adds_in_product(weight) else None
+    if total is None:
         return transposed.matmul(x)
-    add_product(weight.main_grad, transposed, x)  # type: ignore[attr-defined]
+    add_product(total, transposed, x)
     return None
 
 

@@ -72,9 +72,9 @@ class EightBitAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_of(parameter, group)
+                    self._step_of(parameter, parameter.grad, group)
 
-    def _step_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _step_of(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -83,7 +83,8 @@ class EightBitAdam(torch.optim.Optimizer):
         state["step"] += 1
         update = _update_8_bits if group["moment_bits"] == 8 else _update_32_bits
         for start in range(0, parameter.numel(), _ELEMENTS_AT_ONCE):
-            update(parameter, state, group, start, min(_ELEMENTS_AT_ONCE, parameter.numel() - start))
+            part = slice(start, min(start + _ELEMENTS_AT_ONCE, parameter.numel()))
+            update(parameter.detach()[part], gradient[part], state, group, part)
 
 
 def new_moment(moment: str, parameter: Tensor, bits: int) -> Tensor | QuantizedMoment:
@@ -94,15 +95,15 @@ def new_moment(moment: str, parameter: Tensor, bits: int) -> Tensor | QuantizedM
 
 
 def _update_8_bits(
-    parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any], start: int, length: int
+    values: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], part: slice
 ) -> None:
     first, second = (state[moment] for moment in MAPS)
-    first_codes, first_scales = first.part(start, length)
-    second_codes, second_scales = second.part(start, length)
+    first_codes, first_scales = first.part(part.start, len(values))
+    second_codes, second_scales = second.part(part.start, len(values))
     kernels().optimizer_update_8bit_blockwise(
         "adam",
-        parameter.grad[start : start + length],
-        parameter.detach()[start : start + length],
+        gradient,
+        values,
         first_codes,
         second_codes,
         beta1=group["betas"][0],
@@ -121,13 +122,12 @@ def _update_8_bits(
 
 
 def _update_32_bits(
-    parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any], start: int, length: int
+    values: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], part: slice
 ) -> None:
-    part = slice(start, start + length)
     kernels().optimizer_update_32bit(
         "adam",
-        parameter.grad[part],
-        parameter.detach()[part],
+        gradient,
+        values,
         state["exp_avg"][part],
         beta1=group["betas"][0],
         eps=group["eps"],

@@ -19,7 +19,7 @@ of the fp32 master weights. The ZeRO stage decides which full buffers are alloca
 Invariant: parameters and their `main_grad` are views of the full buffers at all times. A full buffer is freed
 by resizing its storage to zero. Views of it stay valid objects, and so do tensors that autograd saved for the
 backward pass: they have their contents again once the storage is allocated and filled again. The hooks in
-`megatron.optimizer.sharded_units` do this around each layer.
+`megatron.optimizer.overlap` do this around each layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import spec_of
+from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
 # A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
@@ -57,34 +57,38 @@ class FlatGroup:
         group: dict[str, Any],
         partitions: int,
         partition: int,
+        dp_group: dist.ProcessGroup | None = None,
         *,
         shards_gradients: bool = False,
         initial_values: Callable[[nn.Parameter], Tensor] | None = None,
         master_on_host: bool = False,
     ) -> None:
-        """`partitions`, `partition`: number of partitions and index of this rank's. `shards_gradients`: the
-        full gradients are allocated only while in use. `initial_values`: the same for the weights; the
-        parameters have no memory yet, and this gives the values of each (fp32, on the host).
-        `master_on_host`: master weights and optimizer state are kept in host memory (--cpu-offload)."""
+        """`partitions`, `partition`: number of partitions and index of this rank's. `dp_group`: the ranks
+        that hold the partitions, None for one partition. `shards_gradients`: the full gradients are allocated
+        only while in use. `initial_values`: the same for the weights; the parameters have no memory yet, and
+        this gives the values of each (fp32, on the host). `master_on_host`: master weights and optimizer
+        state are kept in host memory (--cpu-offload)."""
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")
         self.shards_gradients, self.shards_weights = shards_gradients, initial_values is not None
         alignment = BLOCK_SIZE if self.quantized else 1
         aligned = max(alignment, ALIGNMENT) * partitions
+        self.offsets: dict[nn.Parameter, int] = {}
+        """Index of each parameter's first element in the full buffers."""
         offset = 0
         for parameter in self.parameters:
-            parameter.flat_offset = math.ceil(offset / alignment) * alignment
-            offset = parameter.flat_offset + parameter.numel()
+            self.offsets[parameter] = math.ceil(offset / alignment) * alignment
+            offset = self.offsets[parameter] + parameter.numel()
         length = math.ceil(offset / aligned) * aligned
         first = self.parameters[0]
-        self.partitions = partitions
+        self.partitions, self._dp_group = partitions, dp_group
         self.size = length // partitions
         self.start = partition * self.size
         # Weights first, then gradients: the parameters' first memory is freed in between.
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         for parameter in self.parameters:
-            view = self._view(self.weights, parameter)
+            view = self._part(self.weights, parameter).view_as(parameter)
             if initial_values is None:
                 view.copy_(parameter.data)
             parameter.data = view
@@ -94,8 +98,8 @@ class FlatGroup:
             self.local_weights = self._make_local_weights(initial_values)
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
         for parameter in self.parameters:
-            parameter.main_grad = self._view(self.gradients, parameter)
-            parameter.keeps_main_grad = not shards_gradients
+            total = self.full_grad(parameter).view_as(parameter)
+            set_main_grad(parameter, total, stays_allocated=not shards_gradients)
         self.local_gradients = self._own_part(self.gradients)
         if shards_gradients:
             self.local_gradients = torch.zeros_like(self.local_gradients)
@@ -117,13 +121,13 @@ class FlatGroup:
             master = self.local_weights if self.weights_are_master else self.local_weights.float()
         self.master = nn.Parameter(master.detach())
 
-    def _view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The parameter's part of a full buffer, in its shape."""
-        return flat[parameter.flat_offset : parameter.flat_offset + parameter.numel()].view_as(parameter)
+    def _part(self, full: Tensor, parameter: nn.Parameter) -> Tensor:
+        """The parameter's part of a full buffer, flat."""
+        return full[self.offsets[parameter] : self.offsets[parameter] + parameter.numel()]
 
     def first_element(self, parameter: nn.Parameter) -> int:
         """Index of the parameter's first element in this rank's partition."""
-        return max(self.start - parameter.flat_offset, 0)
+        return max(self.start - self.offsets[parameter], 0)
 
     def _make_local_weights(self, initial_values: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """This rank's partition of the weights, made one parameter at a time; padding is zero."""
@@ -145,8 +149,8 @@ class FlatGroup:
 
     def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """(start, length) of the parameter's elements in this rank's partition; None if it has none."""
-        begin = max(parameter.flat_offset, self.start)
-        end = min(parameter.flat_offset + parameter.numel(), self.start + self.size)
+        offset = self.offsets[parameter]
+        begin, end = max(offset, self.start), min(offset + parameter.numel(), self.start + self.size)
         return (begin - self.start, end - begin) if begin < end else None
 
     def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
@@ -182,16 +186,16 @@ class FlatGroup:
         elif not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
-    def all_gather_params(self, dp_group: dist.ProcessGroup) -> dist.Work:
+    def all_gather_params(self) -> dist.Work:
         """Starts the all-gather of the full weights from all partitions; complete after `wait()`.
         Collective."""
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
-        elif dist.get_backend(dp_group) == dist.Backend.GLOO:
+        elif dist.get_backend(self._dp_group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter's version counter is not that of the buffer.
-        return dist.all_gather_into_tensor(self.weights, own, group=dp_group, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, own, group=self._dp_group, async_op=True)
 
     def free_full_params(self) -> None:
         """Frees the full weights; this rank's partition stays."""
@@ -213,13 +217,13 @@ class FlatGroup:
         _alloc_storage(self.gradients)
         self.gradients.zero_()
 
-    def reduce_scatter_grads(self, dp_group: dist.ProcessGroup) -> dist.Work:
+    def reduce_scatter_grads(self) -> dist.Work:
         """Starts the reduce-scatter of the full gradients. After `wait()` this rank's partition is the
         sum over the replicas, and the rest is undefined. Collective."""
-        if prefers_all_reduce(dp_group):
-            return dist.all_reduce(self.gradients, group=dp_group, async_op=True)
+        if prefers_all_reduce(self._dp_group):
+            return dist.all_reduce(self.gradients, group=self._dp_group, async_op=True)
         return dist.reduce_scatter_tensor(
-            self._own_part(self.gradients), self.gradients, group=dp_group, async_op=True
+            self._own_part(self.gradients), self.gradients, group=self._dp_group, async_op=True
         )
 
     def accumulate_grad_shard(self) -> None:
@@ -227,6 +231,10 @@ class FlatGroup:
         Only with `shards_gradients`."""
         self.local_gradients += self._own_part(self.gradients)
         _free_storage(self.gradients)
+
+    def full_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter's gradient in the full buffer, a flat view."""
+        return self._part(self.gradients, parameter)
 
     def owned_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient of the parameter's elements in this rank's partition, as a flat view; may be empty.
@@ -244,6 +252,16 @@ class FlatGroup:
         self.master.grad = self.local_gradients if self.host_gradients is None else self.host_gradients
 
 
+def add_to_main_grad(parameter: Tensor) -> None:
+    """Hook: adds a micro-batch's gradient to the fp32 sum and frees it. The fused loss adds the head's
+    gradient to the fp32 sum itself; `grad` is then None."""
+    if parameter.grad is not None:
+        total = main_grad_of(parameter)
+        assert total is not None  # set by FlatGroup
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+
 def wait_for_copies(groups: Sequence[FlatGroup]) -> None:
     """Waits until all copies between the device and the host memory of `groups` have ended: gradients on
     their way to the host, weights on their way to the device. One wait for all."""
@@ -255,7 +273,7 @@ def wait_for_copies(groups: Sequence[FlatGroup]) -> None:
         event.synchronize()
 
 
-def prefers_all_reduce(group: dist.ProcessGroup) -> bool:
+def prefers_all_reduce(group: dist.ProcessGroup | None) -> bool:
     """Whether an all-reduce is to be used instead of a reduce-scatter. With gloo the latter gives the same
     bits and takes several times as long."""
     return dist.get_backend(group) == dist.Backend.GLOO

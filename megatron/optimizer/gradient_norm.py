@@ -49,7 +49,9 @@ def record_norms(flats: Sequence[FlatGroup]) -> None:
     parameters = [parameter for flat in flats for parameter in flat.parameters]
     if not parameters:
         return
-    norms = gradient_norms([p.main_grad.reshape(-1) for p in parameters], parameters[0].device)
+    norms = gradient_norms(
+        [flat.full_grad(p) for flat in flats for p in flat.parameters], parameters[0].device
+    )
     for flat, part in zip(flats, norms.split([len(flat.parameters) for flat in flats]), strict=True):
         flat.add_grad_norms(part)
 

@@ -8,7 +8,7 @@ would depend on its layout. This module replaces them with one code path:
 - they are summed over ranks in fp32, so that all replicas of a parameter stay equal (`gradient_reduction`);
 - the gradient norm counts each parameter of the model once;
 - master weights and optimizer state are sharded over the data-parallel ranks (ZeRO-1) or replicated (ZeRO-0).
-  ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`sharded_units`).
+  ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`overlap`).
 
 The saved state has the layout of DeepSpeed's ZeRO files, so DeepSpeed's tools can read it. 8-bit moments are
 saved in fp32: any optimizer of the Adam family can load them, on any layout.
@@ -29,15 +29,21 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, is_norm_owner, spec_of
+from megatron.mpu.parameters import ParameterSpec, is_norm_owner, main_grad_of, spec_of
 from megatron.mpu.world import largest_of_all_ranks
 from megatron.optimizer.eight_bit import new_moment
-from megatron.optimizer.flat_group import FlatGroup, average_replicated, is_host_memory, wait_for_copies
+from megatron.optimizer.flat_group import (
+    FlatGroup,
+    add_to_main_grad,
+    average_replicated,
+    is_host_memory,
+    wait_for_copies,
+)
 from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
-from megatron.optimizer.gradient_reduction import Bucket, GradientReduction
+from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loss_scale import LossScaler
+from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
-from megatron.optimizer.sharded_units import ShardedUnit, UnitOverlap
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 
 # Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
@@ -103,34 +109,35 @@ class MixedPrecisionOptimizer:
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
         self.unit_overlap = UnitOverlap(zero.overlap_param_gather, zero.overlap_grad_reduce)
         self._units = [
-            ShardedUnit(
-                module, [flat for flat in self.flat if flat.unit == unit], groups.data, self.unit_overlap
-            )
+            ShardedUnit(module, self._flats_of(unit), self.unit_overlap)
             for unit, module in zero.units.items()
         ]
         self._overlaps_gather = zero.overlap_param_gather
         for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
-                parameter.grad = parameter.main_grad  # autograd accumulates in the flat buffer
+                parameter.grad = main_grad_of(parameter)  # autograd accumulates in the flat buffer
             else:
-                parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+                parameter.register_post_accumulate_grad_hook(add_to_main_grad)
         start = self._reduction.start if zero.overlap_grad_reduce else None
         self.buckets = [
-            Bucket(modules, [flat for flat in self.flat if flat.unit == unit], groups.data, start)
-            for unit, modules in zero.buckets.items()
+            Bucket(modules, self._flats_of(unit), start) for unit, modules in zero.buckets.items()
         ]
 
     def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
         in_unit = group.get("unit") in zero.units
-        has_values = zero.initial_values is None or not in_unit
+        values_of = zero.initial_values if in_unit else None
         return FlatGroup(
             group,
             self.partition_count,
             self.groups.dp_rank if self.partition_count > 1 else 0,
+            self.groups.data,
             shards_gradients=in_unit,
-            initial_values=None if has_values else lambda p: zero.initial_values(self.names[p]),
+            initial_values=None if values_of is None else lambda p: values_of(self.names[p]),
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
+
+    def _flats_of(self, unit: str) -> list[FlatGroup]:
+        return [flat for flat in self.flat if flat.unit == unit]
 
     # --- the interface that DeepSpeed's engine expects of an optimizer ---
 
@@ -254,7 +261,7 @@ class MixedPrecisionOptimizer:
         if self.partition_count > 1:
             in_buckets = {id(flat) for bucket in self.buckets for flat in bucket.flats}
             rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
-            pending = [flat.all_gather_params(self.groups.data) for flat in rest]
+            pending = [flat.all_gather_params() for flat in rest]
             for bucket in self.buckets:
                 bucket.start_gather()
             for work in pending:
@@ -413,6 +420,7 @@ class MixedPrecisionOptimizer:
         self,
         flat: FlatGroup,
         parameter: nn.Parameter,
+        start: int,
         key: str,
         elements: Tensor,
         before_rounding: Callable[[LocalParamState], None],
@@ -422,7 +430,6 @@ class MixedPrecisionOptimizer:
             state[key] = new_moment(key, flat.master, flat.moment_bits)
         if flat.quantized:
             before_rounding(self._local_state(flat, parameter, {key: elements}))
-        (start, _) = flat.fragment(parameter)
         if not write_moment(state[key], start, elements):
             raise RuntimeError(f"{key} of {self.names[parameter]} was not quantized to within one step")
 
@@ -477,20 +484,15 @@ class MixedPrecisionOptimizer:
                 if with_moments:
                     for key in moments:
                         self._load_moment(
-                            flat, parameter, key, moments[key][offset : offset + length], before_rounding
+                            flat,
+                            parameter,
+                            start,
+                            key,
+                            moments[key][offset : offset + length],
+                            before_rounding,
                         )
                     self._load_others(flat, index, self.names[parameter], others, loaded)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self._all_gather_params()
         self.wait_for_params()
-
-
-def _accumulate_in_fp32(parameter: nn.Parameter) -> None:
-    """Hook: adds a micro-batch's 16-bit gradient to the fp32 sum and frees it.
-
-    The fused loss adds the head's gradient to the fp32 sum itself; `grad` is then None.
-    """
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None

@@ -67,7 +67,7 @@ def _groups_by_kind(
     factors = (1.0,) if lr_mult == 1.0 else (lr_mult, 1.0)
     # (weight decay, moment bits), in the order of the groups.
     kinds = [*([(True, 8)] if eight_bit else []), (True, 32), (False, 32)]
-    groups = {
+    groups: dict[tuple[bool, int, float], dict[str, Any]] = {
         (decays, bits, factor): {
             "params": [],
             "names": [],
@@ -103,21 +103,19 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
     # PyTorch's fused kernels (one pass over memory) exist on these devices.
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices <= {"cpu", "cuda", "xpu", "mps", "sim"}  # 'sim': the simulated device
-    kernels = {"fused": fused, "foreach": not fused}
-    return OPTIMIZERS.load(config.optimizer)(groups, config, kernels)
+    optimizer: torch.optim.Optimizer = OPTIMIZERS.load(config.optimizer)(groups, config, fused)
+    return optimizer
 
 
-def make_sgd(
-    groups: list[dict[str, Any]], config: OptimizerConfig, kernels: Mapping[str, bool]
-) -> torch.optim.Optimizer:
-    """SGD with momentum. kernels: PyTorch's arguments `fused` and `foreach`."""
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, **kernels)
+def make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
+    """SGD with momentum. fused: whether PyTorch's fused kernel computes it."""
+    return torch.optim.SGD(
+        groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, fused=fused, foreach=not fused
+    )
 
 
-def make_adam(
-    groups: list[dict[str, Any]], config: OptimizerConfig, kernels: Mapping[str, bool]
-) -> torch.optim.Optimizer:
-    """AdamW of PyTorch, apex or bitsandbytes. kernels: PyTorch's arguments `fused` and `foreach`."""
+def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
+    """AdamW of PyTorch, apex or bitsandbytes. fused: as for `make_sgd`."""
     settings: dict[str, Any] = {
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -128,7 +126,7 @@ def make_adam(
         return _apex_adam(groups, settings)
     if config.use_bnb_optimizer:
         return _eight_bit_adam(groups, settings)
-    return torch.optim.AdamW(groups, **settings, **kernels)
+    return torch.optim.AdamW(groups, fused=fused, foreach=not fused, **settings)
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:

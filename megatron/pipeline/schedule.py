@@ -1,7 +1,5 @@
 """Simulation of pipeline schedules, with given times of the stages and of the transfers between them.
 
-The orders of work are those of `pipeline.orders`.
-
 Simplifications: a send does not block, whereas in DeepSpeed it blocks until the receiver takes the message;
 transfers do not share bandwidth and do not slow computation; the step ends with the last backward pass,
 before the gradients are reduced.
@@ -19,19 +17,19 @@ from typing import NamedTuple
 
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.registry import load_object
-from megatron.pipeline.orders import FLOW, Kind, Order, Step, Work
+from megatron.pipeline.schedule_actions import FLOW, Kind, PipelineAction, ScheduleActions, Step
 
 # Schedules that can be simulated: --pipeline-schedule's, and GPipe for comparison.
 SCHEDULES = {
     **{name: schedule.implementation for name, schedule in PIPELINE_SCHEDULES.items()},
-    "gpipe": "megatron.pipeline.orders:gpipe",
+    "gpipe": "megatron.pipeline.schedule_actions:gpipe",
 }
 
 
 class Span(NamedTuple):
-    """Start and end of a piece of work, in seconds from the start of the step."""
+    """Start and end of a pass, in seconds from the start of the step."""
 
-    work: Work
+    action: PipelineAction
     start: float
     end: float
 
@@ -41,7 +39,7 @@ class Timeline:
     """The result of a simulation."""
 
     spans: list[list[Span]]
-    """Per rank, its work in chronological order."""
+    """Per rank, its passes in chronological order."""
     peak_in_flight: list[int]
     """Per rank, the largest number of in-flight forward passes (through one chunk, backward pass, and weight
     pass if there is one, not finished): the activations that are kept. A chunk is a part of the rank's
@@ -54,7 +52,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Seconds of work per rank."""
+        """Seconds of passes per rank."""
         return [sum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
@@ -94,14 +92,14 @@ def simulate_schedule(
         raise ValueError(
             f"{name} has {per_rank} chunks per rank, and times were given for {num_chunks} chunks"
         )
-    order = order_of_work(name, num_chunks // per_rank, num_micro_batches, chunks_per_rank)
+    actions = actions_of(name, num_chunks // per_rank, num_micro_batches, chunks_per_rank)
     if not splits_backward(name):
-        return simulate(order, forward, backward, transfer)
+        return simulate(actions, forward, backward, transfer)
     weight = [seconds / 2 for seconds in backward] if weight is None else weight
     rest = [both - part for both, part in zip(backward, weight, strict=True)]
     if min(rest) < 0:
         raise ValueError("a weight pass takes longer than the backward pass that it is a part of")
-    return simulate(order, forward, rest, transfer, weight)
+    return simulate(actions, forward, rest, transfer, weight)
 
 
 def splits_backward(name: str) -> bool:
@@ -110,14 +108,14 @@ def splits_backward(name: str) -> bool:
 
 
 @lru_cache(maxsize=16)  # a plan asks for it once per rank
-def order_of_work(
+def actions_of(
     name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
-) -> Order:
-    """The order of work of the schedule `name`; ValueError if the sizes do not fit. chunks_per_rank: see
+) -> ScheduleActions:
+    """The actions of the schedule `name`; ValueError if the sizes do not fit. chunks_per_rank: see
     `simulate_schedule`."""
     of_schedule = () if _is_fixed(name) else (_chunks_per_rank(name, chunks_per_rank),)
-    order: Order = load_object(SCHEDULES[name])(num_ranks, num_micro_batches, *of_schedule)
-    return order
+    actions: ScheduleActions = load_object(SCHEDULES[name])(num_ranks, num_micro_batches, *of_schedule)
+    return actions
 
 
 def _is_fixed(name: str) -> bool:
@@ -165,26 +163,26 @@ def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: 
 
 
 def simulate(
-    order: Order,
+    actions: ScheduleActions,
     forward: Sequence[float],
     backward: Sequence[float],
     transfer: Sequence[float],
     weight: Sequence[float] = (),
 ) -> Timeline:
-    """Simulates an order of work; each step starts as early as its rank and its messages allow.
+    """Simulates the actions of a schedule; each step starts as early as its rank and its messages allow.
 
     The times are those of `simulate_schedule`, but `weight` is not included in `backward`: it is the time of
-    the weight passes, if the order has any. ValueError if the order deadlocks; it names a piece of work that
-    never gets its input.
+    the weight passes, if the schedule has any. ValueError if the actions deadlock; it names a pass that never
+    gets its input.
     """
-    run = _Run(order, {"forward": forward, "backward": backward, "weight": weight}, transfer)
-    ready = deque(range(len(order.steps)))
+    run = _Run(actions, {"forward": forward, "backward": backward, "weight": weight}, transfer)
+    ready = deque(range(len(actions.steps)))
     while ready:
         ready.extend(run.advance(ready.popleft()))
     if run.waiting:
-        work, rank = next(iter(run.waiting.items()))
+        action, rank = next(iter(run.waiting.items()))
         raise ValueError(
-            f"the order of work cannot be run: rank {rank} waits forever for the input of {work}"
+            f"the order of work cannot be run: rank {rank} waits forever for the input of {action}"
         )
     return Timeline([rank.spans for rank in run.ranks], [rank.peak_in_flight for rank in run.ranks])
 
@@ -198,10 +196,10 @@ class _Rank:
     resumes: bool = False
     """Whether the current step was interrupted: its first messages are sent, and it waits for an input."""
     clock: float = 0
-    inputs: set[Work] = field(default_factory=set)
-    """Work whose input has arrived."""
-    outputs: set[Work] = field(default_factory=set)
-    """Work whose output is not sent yet."""
+    inputs: set[PipelineAction] = field(default_factory=set)
+    """Passes whose input has arrived."""
+    outputs: set[PipelineAction] = field(default_factory=set)
+    """Passes whose output is not sent yet."""
     live: set[tuple[int, int]] = field(default_factory=set)
     """(micro-batch, chunk) of the in-flight forward passes."""
     weight_passes: set[tuple[int, int]] = field(default_factory=set)
@@ -213,57 +211,61 @@ class _Rank:
 class _Run:
     """The state of a simulation."""
 
-    def __init__(self, order: Order, times: dict[Kind, Sequence[float]], transfer: Sequence[float]) -> None:
-        self.ranks = [_Rank(steps) for steps in order.steps]
-        self.waiting: dict[Work, int] = {}
-        """Work that waits for its input -> its rank."""
-        self._rank_of_chunk = order.rank_of_chunk
+    def __init__(
+        self, actions: ScheduleActions, times: dict[Kind, Sequence[float]], transfer: Sequence[float]
+    ) -> None:
+        self.ranks = [_Rank(steps) for steps in actions.steps]
+        self.waiting: dict[PipelineAction, int] = {}
+        """Pass that waits for its input -> its rank."""
+        self._rank_of_chunk = actions.rank_of_chunk
         self._times = times
         self._transfer = transfer
-        self._arrivals: dict[Work, float] = {}
+        self._arrivals: dict[PipelineAction, float] = {}
         self._splits_backward = bool(times["weight"])
 
     def advance(self, number: int) -> list[int]:
         """Advances a rank until it waits for a message; returns the ranks that its messages unblock."""
         rank, woken = self.ranks[number], []
         while rank.position < len(rank.steps):
-            sends, receives, late_sends, step_work = rank.steps[rank.position]
+            sends, receives, late_sends, step_actions = rank.steps[rank.position]
             if not rank.resumes:
                 woken += self._send(rank, sends)
-            for work in receives:
-                if work not in self._arrivals:
-                    self.waiting[work] = number
+            for action in receives:
+                if action not in self._arrivals:
+                    self.waiting[action] = number
                     rank.resumes = True
                     return woken
-            for work in receives:
-                rank.clock = max(rank.clock, self._arrivals.pop(work))
-                rank.inputs.add(work)
+            for action in receives:
+                rank.clock = max(rank.clock, self._arrivals.pop(action))
+                rank.inputs.add(action)
             woken += self._send(rank, late_sends)
-            for work in step_work:
-                self._compute(number, rank, work)
+            for action in step_actions:
+                self._compute(number, rank, action)
             rank.position += 1
             rank.resumes = False
         return woken
 
-    def _send(self, rank: _Rank, outputs: Sequence[Work]) -> list[int]:
+    def _send(self, rank: _Rank, outputs: Sequence[PipelineAction]) -> list[int]:
         """Sends outputs; returns the ranks that waited for them."""
         woken = []
-        for work in outputs:
-            if work not in rank.outputs:
-                raise ValueError(f"the order of work cannot be run: it sends the output of {work} too early")
-            rank.outputs.remove(work)
-            kind, micro_batch, chunk = work
-            target = Work(kind, micro_batch, chunk + FLOW[kind])
+        for action in outputs:
+            if action not in rank.outputs:
+                raise ValueError(
+                    f"the order of work cannot be run: it sends the output of {action} too early"
+                )
+            rank.outputs.remove(action)
+            kind, micro_batch, chunk = action
+            target = PipelineAction(kind, micro_batch, chunk + FLOW[kind])
             self._arrivals[target] = rank.clock + self._transfer[min(chunk, target.chunk)]
             if target in self.waiting:
                 woken.append(self.waiting.pop(target))
         return woken
 
-    def _compute(self, number: int, rank: _Rank, work: Work) -> None:
-        self._check_input(rank, work)
-        kind, micro_batch, chunk = work
+    def _compute(self, number: int, rank: _Rank, action: PipelineAction) -> None:
+        self._check_input(rank, action)
+        kind, micro_batch, chunk = action
         key = (micro_batch, chunk)
-        rank.inputs.discard(work)
+        rank.inputs.discard(action)
         if kind == "forward":
             rank.live.add(key)
             rank.peak_in_flight = max(rank.peak_in_flight, len(rank.live))
@@ -274,21 +276,23 @@ class _Run:
             rank.live.remove(key)
         start = rank.clock
         rank.clock = start + self._times[kind][chunk]
-        rank.spans.append(Span(work, start, rank.clock))
+        rank.spans.append(Span(action, start, rank.clock))
         target = chunk + FLOW.get(kind, 0)
         if kind in FLOW and 0 <= target < len(self._rank_of_chunk):
             if self._rank_of_chunk[target] == number:
-                rank.inputs.add(Work(kind, micro_batch, target))
+                rank.inputs.add(PipelineAction(kind, micro_batch, target))
             else:
-                rank.outputs.add(work)
+                rank.outputs.add(action)
 
-    def _check_input(self, rank: _Rank, work: Work) -> None:
-        kind, micro_batch, chunk = work
+    def _check_input(self, rank: _Rank, action: PipelineAction) -> None:
+        kind, micro_batch, chunk = action
         key = (micro_batch, chunk)
         if kind == "weight":
             has_input = key in rank.weight_passes
         else:
             begins = chunk == (0 if kind == "forward" else len(self._rank_of_chunk) - 1)
-            has_input = (begins or work in rank.inputs) and (kind == "forward" or key in rank.live)
+            has_input = (begins or action in rank.inputs) and (kind == "forward" or key in rank.live)
         if not has_input:
-            raise ValueError(f"the order of work cannot be run: it does {work} before its input has arrived")
+            raise ValueError(
+                f"the order of work cannot be run: it does {action} before its input has arrived"
+            )

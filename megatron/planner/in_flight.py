@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from megatron.config import Config
-from megatron.pipeline.schedule import order_of_work
+from megatron.pipeline.schedule import actions_of
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,23 @@ def in_flight_micro_batches(config: Config) -> list[int]:
 
 def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, InFlight]]:
     """Stage -> micro-batches in flight, for the stages of a pipeline rank, at each of the times when the rank
-    has most of them, by its order of work."""
+    has most of them, by its schedule's actions."""
     parallel = config.parallel
     stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]
     waiting, deferred = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     splits = parallel.schedule.splits_backward
     moments: list[dict[int, InFlight]] = []
     most = 0
-    order = order_of_work(
+    actions = actions_of(
         parallel.pipeline_schedule,
         parallel.pipeline_model_parallel_size,
         filling_micro_batches(config),
         parallel.stages_per_rank,
     )
-    for work in chain.from_iterable(step.work for step in order.steps[rank]):
-        stage = work.chunk
-        waiting[stage] += {"forward": 1, "backward": -1}.get(work.kind, 0)
-        deferred[stage] += {"backward": splits, "weight": -1}.get(work.kind, 0)
+    for action in chain.from_iterable(step.actions for step in actions.steps[rank]):
+        stage = action.chunk
+        waiting[stage] += {"forward": 1, "backward": -1}.get(action.kind, 0)
+        deferred[stage] += {"backward": splits, "weight": -1}.get(action.kind, 0)
         total = sum(waiting.values()) + sum(deferred.values())
         moment = {stage: InFlight(waiting[stage], deferred[stage]) for stage in stages}
         if total > most:

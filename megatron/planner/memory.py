@@ -149,11 +149,11 @@ class _Replay:
         self.kept = self.extra = self.most_in_flight = 0
         self.is_loss = False
 
-    def run(self, name: str, buffer_id: int = -1, phase: int = 0) -> None:
+    def run(self, name: str, buffer_id: int = -1, model_chunk_id: int = 0) -> None:
         """Runs the instruction of this name."""
         method = getattr(self, f"_{name}", None)
         if method is not None:
-            method(self._stages[phase], buffer_id)
+            method(self._stages[model_chunk_id], buffer_id)
 
     def _hold(self, what: str, buffer_id: int, size: int) -> None:
         """`size`: 0 frees it."""

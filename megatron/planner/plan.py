@@ -132,7 +132,7 @@ class Plan:
         parallel, step = self.config.parallel, self.step
         pipeline = timeline(parallel, step.stages, step.transfers, self.timeline_micro_batches)
         return [
-            Event(rank, span.work.chunk, span.work.kind, span.work.micro_batch, span.start, span.end)
+            Event(rank, span.action.chunk, span.action.kind, span.action.micro_batch, span.start, span.end)
             for rank, of_rank in enumerate(pipeline.spans)
             for span in of_rank
         ]

@@ -223,7 +223,8 @@ class _Estimates:
         head = self._cluster.kernel_seconds(product, config.precision.name)
         seconds = forward + backward
         heaviest = max((model.num_layers * seconds + head) / ranks, layers * seconds)
-        fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)  # see `pipeline.orders`
+        # See `pipeline.schedule_actions`.
+        fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
         step = heaviest * (count + fill)
         of_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
         if layout.dp_size > 1:

@@ -196,7 +196,7 @@ def layout_of_blocks(row):
         )
         if flat.quantized:
             assert flat.size % BLOCK_SIZE == 0
-            assert all(parameter.flat_offset % BLOCK_SIZE == 0 for parameter in flat.parameters)
+            assert all(offset % BLOCK_SIZE == 0 for offset in flat.offsets.values())
             gaps = sum(-parameter.numel() % BLOCK_SIZE for parameter in flat.parameters)
             assert sum(p.numel() for p in flat.parameters) + gaps <= flat.weights.numel()
             return gaps

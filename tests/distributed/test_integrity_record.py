@@ -111,7 +111,7 @@ def save_with_unequal_copies(row, folder):
 
 def make_copies_unequal(engine):
     (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
-    place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
+    place = next(at for p, at in flat.offsets.items() if engine.optimizer.names[p] == "8.weight")
     flat.master.data[place] += 1e-3 * engine.global_rank
 
 

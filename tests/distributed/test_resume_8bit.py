@@ -54,7 +54,7 @@ def pieces_of(engine):
             values = {"fp32": flat.master.detach()[start : start + length].clone()}
             for key, moment in optimizer.moment_fragments(flat, parameter).items():
                 values[key] = moment.clone()
-            first = max(flat.start - parameter.flat_offset, 0)
+            first = max(flat.start - flat.offsets[parameter], 0)
             name, spec = optimizer.names[parameter], spec_of(parameter)
             pieces[name] = Piece(spec, layout.pipeline_stage, layout.tp_rank, first, values)
     return pieces

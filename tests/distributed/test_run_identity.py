@@ -151,7 +151,7 @@ def save_good_then_unequal(folder):
     checkpoints.restore_or_init(None, lambda text: None)
     train(engine, range(1))
     (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
-    place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
+    place = next(at for p, at in flat.offsets.items() if engine.optimizer.names[p] == "8.weight")
     for step in (1, 2, 3, 4):
         if step == 3:
             flat.master.data[place] += 1e-3 * engine.global_rank

@@ -140,12 +140,12 @@ def norms_per_reduction(row):
     """Norms that are computed when the gradients of a layer are reduced, and its groups and parameters."""
     engine = build_engine(config_of(row))
     unit = engine.optimizer._units[0]
-    for flat in unit._flats:
+    for flat in unit.flats:
         flat.alloc_full_grads()
     with mock.patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as norm:
         unit.start_reduction()
     unit.finish_reduction()
-    return norm.call_count, len(unit._flats), len(unit._parameters)
+    return norm.call_count, len(unit.flats), len(unit._parameters)
 
 
 def test_a_reduction_computes_one_norm_per_group():

@@ -11,7 +11,7 @@ import torch
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.model.position import alibi_slopes, document_ids_of
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.random import DropoutRNG, keep_mask
+from megatron.mpu.random import DropoutMask, DropoutRNG, keep_mask
 
 SALT, P = "4.self_attention.attention_dropout", 0.3
 EOD = 0
@@ -74,7 +74,7 @@ def dense_attention(query, key, value, scale, mask, ids, rng, tp_group):
         forbidden = forbidden | (ids[:, None, :, None] != ids[:, None, None, :])
     weights = scores.masked_fill(forbidden, -math.inf).softmax(-1)
     if mask.dropout:
-        keep = keep_mask(weights, mask.dropout, rng, SALT, 0, 1, tp_group)
+        keep = keep_mask(weights, DropoutMask(mask.dropout, rng, SALT, 0, 1, tp_group))
         weights = weights * keep / (1.0 - mask.dropout)
     return (weights @ v).permute(2, 0, 1, 3)
 
@@ -140,7 +140,8 @@ def test_the_dropout_mask_is_that_of_the_twin_bit_for_bit():
     values = torch.eye(seq).view(seq, 1, 1, seq)
     zeros = torch.zeros_like(values)
     weights = flash_attention(zeros, zeros, values, 1.0, mask)[:, 0, 0]
-    keep = keep_mask(torch.ones(1, 1, seq, seq), P, rng, SALT, 0, None, TPGroup())[0, 0].bool()
+    mask = DropoutMask(P, rng, SALT, 0, None, TPGroup())
+    keep = keep_mask(torch.ones(1, 1, seq, seq), mask)[0, 0].bool()
     assert torch.equal(weights != 0, keep.tril())
     expected = torch.ones(seq, seq).tril() / torch.arange(1, seq + 1)[:, None] / (1 - P)
     torch.testing.assert_close(weights[weights != 0], expected[weights != 0])

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.mpu import random
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.random import DropoutRNG, dropout, keep_mask
+from megatron.mpu.random import DropoutMask, DropoutRNG, dropout, keep_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLES = (7, 2**33 + 5, 123_456)
@@ -125,7 +125,7 @@ def test_shards_have_their_part_of_the_full_mask(shape, batch_dim, shard_dim):
     for rank, part in enumerate(ones.chunk(2, dim=shard_dim)):
         offsets = shard_offsets(part.shape, batch_dim, shard_dim, rank, 2)
         parts.append(fused_dropout_add(part, None, None, keys, 0.4, offsets))
-    mask = keep_mask(ones, 0.4, dropout_rng, "a", batch_dim, None, TPGroup())
+    mask = keep_mask(ones, DropoutMask(0.4, dropout_rng, "a", batch_dim, None, TPGroup()))
     assert torch.equal(torch.cat(parts, dim=shard_dim) != 0, mask.bool())
 
 

@@ -46,7 +46,7 @@ class _Ranges:
             self._simulated.trace.begin_step()
         elif name.isidentifier():
             values = {key: int(value) for key, _, value in (part.partition("=") for part in arguments)}
-            instruction = Instruction(name, values.get("phase", 0))
+            instruction = Instruction(name, values.get("model_chunk_id", 0))
             context = self._simulated.trace.instruction(instruction, values.get("buffer_id", 0))
         self._open.append(context)
         context.__enter__()

@@ -57,7 +57,7 @@ def run_order(config: Config, stage: int, micro_batches: int | None = None) -> t
     count = micro_batches or config.micro_batches_per_step
     schedule = pipeline_schedule(config.parallel, stage, count, trains=True)
     return tuple(
-        queued.name(Instruction(type(command).__name__, command.kwargs.get("phase", 0)))
+        queued.name(Instruction(type(command).__name__, command.kwargs.get("model_chunk_id", 0)))
         for commands in schedule
         for command in commands
     )

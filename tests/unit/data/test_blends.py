@@ -14,13 +14,13 @@ from megatron.config import DataConfig
 from megatron.data.blended_dataset import BlendedDataset, SampleDataset
 from megatron.data.gpt_dataset import (
     GPTDataset,
-    build_gpt_datasets,
     data_fingerprint,
     fingerprint_differences,
     missing_index_files,
     prepare_index_files,
 )
 from megatron.errors import UserError
+from tests.unit.data import token_files
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 
 SEQ, SEED = 4, 7
@@ -40,8 +40,7 @@ def b(tmp_path: Path) -> str:
 
 
 def build(data: DataConfig, num_samples: tuple[int, int, int]) -> Any:
-    prepare_index_files(data, SEQ, SEED, num_samples)
-    return build_gpt_datasets(data, SEQ, SEED, num_samples)
+    return token_files.build(data, SEQ, SEED, num_samples)
 
 
 def contents(dataset: SampleDataset | None, count: int | None = None) -> list[list[int]]:
@@ -84,6 +83,7 @@ def test_a_longer_run_begins_with_the_same_samples(a: str, b: str) -> None:
 
 def test_split_applies_to_all_components(a: str, b: str) -> None:
     train, valid, test = build(data_config("1", a, "1", b, split="60,20,20"), (30, 6, 4))
+    assert [dataset.name for dataset in (train, *valid, *test)] == ["train", "valid", "test"]
     ends_a, ends_b = np.cumsum(SIZES_A), np.cumsum(SIZES_B) + 1000
     for dataset, first, last in ((train, None, 5), (valid[0], 5, 7), (test[0], 7, 9)):
         tokens = np.array(contents(dataset)).ravel()

@@ -139,18 +139,19 @@ def test_an_intact_data_set_is_summarized(tmp_path: Path, capsys: pytest.Capture
     assert "no record" in capsys.readouterr().out
 
 
-def break_offset(prefix: str) -> str:
+def break_index(prefix: str, at: int) -> str:
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
-    content[HEADER.size + 4 * 3 + 8] ^= 1
+    content[at] ^= 9
     Path(f"{prefix}.idx").write_bytes(content)
     return f"{prefix}.idx"
+
+
+def break_offset(prefix: str) -> str:
+    return break_index(prefix, HEADER.size + 4 * 3 + 8)
 
 
 def break_boundary(prefix: str) -> str:
-    content = bytearray(Path(f"{prefix}.idx").read_bytes())
-    content[-8] = 9
-    Path(f"{prefix}.idx").write_bytes(content)
-    return f"{prefix}.idx"
+    return break_index(prefix, -8)
 
 
 def truncate_tokens(prefix: str) -> str:

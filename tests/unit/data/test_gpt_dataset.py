@@ -19,7 +19,7 @@ from megatron.data.gpt_dataset import (
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import split_documents
 from megatron.errors import UserError
-from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+from tests.unit.data.token_files import build, data_config, numbered_documents, write_documents
 
 SIZES = [5, 0, 7, 3, 9, 11, 2, 6, 1, 1, 1, 30, 0, 8, 4, 4, 4, 10, 12, 13]
 
@@ -31,8 +31,7 @@ def prefix(tmp_path: Path) -> str:
 
 def test_a_sample_is_seq_length_plus_1_tokens_of_the_concatenated_documents(prefix: str) -> None:
     data = data_config(prefix)
-    prepare_index_files(data, 6, 7, (60, 0, 0))
-    train, valid, test = build_gpt_datasets(data, 6, 7, (60, 0, 0))
+    train, valid, test = build(data, 6, 7, (60, 0, 0))
     assert train is not None and valid == () and test == ()
     assert len(train) >= 60
     stem = f"{prefix}_train_indexmap_60ns_6sl_7s"
@@ -49,22 +48,19 @@ def test_a_sample_is_seq_length_plus_1_tokens_of_the_concatenated_documents(pref
 
 def test_with_a_cache_path_nothing_is_written_next_to_the_data(prefix: str, tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
-    data = replace(data_config(prefix, split="60,40,0"), data_cache_path=str(tmp_path / "cache"))
+    data = replace(data_config(prefix, split="60,40,0"), data_cache_path=str(tmp_path / "new" / "cache"))
     assert len(missing_index_files(data, 4, 7, (9, 2, 0))) == 6
-    prepare_index_files(data, 4, 7, (9, 2, 0))
+    cached = build(data, 4, 7, (9, 2, 0)).train
     assert missing_index_files(data, 4, 7, (9, 2, 0)) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "cache"])
-    prepare_index_files(data_config(prefix, split="60,40,0"), 4, 7, (9, 2, 0))
-    cached, uncached = (
-        build_gpt_datasets(one, 4, 7, (9, 2, 0)).train for one in (data, replace(data, data_cache_path=None))
-    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "new"])
+    assert len(list((tmp_path / "new" / "cache").iterdir())) == 6
+    uncached = build(replace(data, data_cache_path=None), 4, 7, (9, 2, 0)).train
     assert [cached[i].tolist() for i in range(9)] == [uncached[i].tolist() for i in range(9)]
 
 
 def test_one_epoch_has_the_order_of_a_run_that_reads_less(prefix: str) -> None:
     data = data_config(prefix, split="60,40,0")
-    prepare_index_files(data, 4, 7, (0, 2, 0))
-    (valid,) = build_gpt_datasets(data, 4, 7, (0, 2, 0)).valid
+    (valid,) = build(data, 4, 7, (0, 2, 0)).valid
     dataset = IndexedDataset(prefix)
     documents = split_documents("60,40,0", len(dataset))[1]
     epoch = one_epoch(dataset, "valid", documents, 4, 7)
@@ -72,31 +68,11 @@ def test_one_epoch_has_the_order_of_a_run_that_reads_less(prefix: str) -> None:
     assert [epoch[i].tolist() for i in range(len(epoch))] == [valid[i].tolist() for i in range(len(valid))]
 
 
-def test_splits_share_no_document(prefix: str) -> None:
-    data = data_config(prefix, split="50,25,25")
-    prepare_index_files(data, 3, 7, (5, 5, 5))
-    train, valid, test = build_gpt_datasets(data, 3, 7, (5, 5, 5))
-    datasets = [train, *valid, *test]
-    assert [dataset.name for dataset in datasets if dataset] == ["train", "valid", "test"]
-    ends = np.cumsum(SIZES)
-    bounds = [0, ends[9], ends[14], ends[19]]
-    for dataset, start, end in zip(datasets, bounds[:-1], bounds[1:], strict=True):
-        assert dataset is not None
-        tokens = np.concatenate([dataset[i] for i in range(len(dataset))])
-        assert start <= tokens.min() and tokens.max() < end
-
-
 def test_splits_without_weight_documents_or_samples_are_none(prefix: str) -> None:
     data = data_config(prefix, split="999,1,0")
-    prepare_index_files(data, 3, 7, (5, 5, 5))
-    train, valid, test = build_gpt_datasets(data, 3, 7, (5, 5, 5))
+    train, valid, test = build(data, 3, 7, (5, 5, 5))
     assert train is not None and valid == () and test == ()
     assert build_gpt_datasets(data, 3, 7, (0, 0, 0)) == (None, (), ())
-
-
-def test_missing_index_files_are_refused(prefix: str) -> None:
-    with pytest.raises(UserError, match="_train_indexmap_5ns_3sl_7s_doc_idx.npy does not exist"):
-        build_gpt_datasets(data_config(prefix), 3, 7, (5, 0, 0))
 
 
 def test_a_prefix_or_pairs_are_expected(prefix: str) -> None:
@@ -107,8 +83,7 @@ def test_a_prefix_or_pairs_are_expected(prefix: str) -> None:
 
 def test_fingerprint_is_equal_exactly_when_the_order_is(prefix: str, tmp_path: Path) -> None:
     def order(seed: int, seq_length: int, samples: int) -> list[list[int]]:
-        prepare_index_files(data_config(prefix), seq_length, seed, (samples, 0, 0))
-        train = build_gpt_datasets(data_config(prefix), seq_length, seed, (samples, 0, 0))[0]
+        train = build(data_config(prefix), seq_length, seed, (samples, 0, 0)).train
         assert train is not None
         return [train[i].tolist() for i in range(20)]
 

@@ -14,10 +14,8 @@ from megatron.data import preprocessing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
-from tests.unit.data.token_files import numbered_documents, write_documents
+from tests.unit.data.token_files import index_request
 from tests.unit.hostile import MUTATIONS, bounds, fuzz, mutated
-
-SIZES = [5, 0, 7, 3, 9, 11, 2, 6]
 
 
 def test_a_hostile_gz_file_of_one_endless_line_is_refused(tmp_path: Path) -> None:
@@ -56,8 +54,7 @@ def test_hostile_json_in_a_line_is_refused() -> None:
 def request_(tmp_path: Path) -> IndexRequest:
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "f").write_text("dear")
-    dataset = IndexedDataset(write_documents(tmp_path / "data", numbered_documents(SIZES)))
-    return IndexRequest(dataset, "train", range(0, 8), num_samples=25, seq_length=4, seed=1234)
+    return index_request(tmp_path)
 
 
 @pytest.mark.parametrize("examples", MUTATIONS)

@@ -98,17 +98,6 @@ def test_a_last_epoch_used_by_less_than_95_percent_is_shuffled_separately(
     assert plan.separate_last_epoch is separate
 
 
-def test_documents_of_a_separate_last_epoch_come_last() -> None:
-    sizes = np.full(50, 10, dtype=np.int32)
-    plan = plan_epochs(500, 5, 250)
-    index = build_sample_order(sizes, range(50), 5, 1234, plan)
-    assert (plan.num_epochs, plan.separate_last_epoch) == (3, True)
-    assert sorted(index.documents[:100].tolist()) == sorted([*range(50), *range(50)])
-    assert sorted(index.documents[100:].tolist()) == list(range(50))
-    first = index.shuffle[: plan.samples_before_last_epoch]
-    assert sorted(first.tolist()) == list(range(plan.samples_before_last_epoch))
-
-
 def test_golden_order() -> None:
     """Frozen, so that a run can always be resumed: numpy guarantees RandomState's stream."""
     sizes = np.array([5, 0, 7, 3, 9], dtype=np.int32)

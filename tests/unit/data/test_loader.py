@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data.gpt_dataset import GPTDataset, build_gpt_datasets, prepare_index_files
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.loader import GPTBatchLoader, MicroBatch
 from megatron.errors import UserError
-from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+from tests.unit.data.token_files import build, data_config, numbered_documents, write_documents
 
 SEQ_LENGTH = 8
 
@@ -18,9 +18,8 @@ SEQ_LENGTH = 8
 @pytest.fixture
 def dataset(tmp_path: Path) -> GPTDataset:
     data = data_config(write_documents(tmp_path / "data", numbered_documents([37, 20, 51, 9, 40])))
-    prepare_index_files(data, SEQ_LENGTH, 3, (64, 0, 0))
-    train = build_gpt_datasets(data, SEQ_LENGTH, 3, (64, 0, 0))[0]
-    assert train is not None
+    train = build(data, SEQ_LENGTH, 3, (64, 0, 0)).train
+    assert isinstance(train, GPTDataset)
     return train
 
 

@@ -14,7 +14,6 @@ import sys
 import termios
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from megatron.data.preprocessing import preprocess
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from tests.support import HANG_TIMEOUT_S
-from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
+from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
 from tools import preprocess_data
 
 REPOSITORY = Path(__file__).parents[3]
@@ -36,13 +35,7 @@ RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "title": f"title {i}"} for i in range
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> Any:
     vocab, merges = train_gpt2_vocabulary(tmp_path_factory.mktemp("gpt2"))
-    return SimpleNamespace(
-        tokenizer_type=None,
-        vocab_file=vocab,
-        merge_file=merges,
-        tokenizer_name_or_path=None,
-        tokenizer_model=None,
-    )
+    return tokenizer_flags(vocab_file=vocab, merge_file=merges)
 
 
 @pytest.fixture
@@ -110,7 +103,7 @@ def test_gz_files_are_read_and_blank_lines_and_empty_documents_dropped(tmp_path:
 BAD_LINES = [
     (b'{"text": "a"', "not valid JSON"),
     (b"[1]", "expected a JSON object, got list"),
-    (b'{"title": "a"}', "has no key 'text'"),
+    (b'{"title": "a", "id": 3}', "has no key 'text', its keys are 'title', 'id'"),
     (b'{"text": 3}', "expected text under 'text', got 3"),
     (b'{"text": null}', "expected text under 'text', got None"),
     (b'{"text": "\xff"}', "not UTF-8"),
@@ -138,14 +131,6 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path: Path, flags: Any) ->
     assert documents(tmp_path / "out_text_document") == [build_tokenizer(flags).tokenize("good")]
 
 
-def test_a_truncated_gz_file_is_named(tmp_path: Path, flags: Any) -> None:
-    path = tmp_path / "in.jsonl.gz"
-    compressed = gzip.compress("".join(json.dumps(record) + "\n" for record in RECORDS).encode())
-    path.write_bytes(compressed[: len(compressed) // 2])
-    with pytest.raises(UserError, match=rf"--input {path}: cannot read line \d+"):
-        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
-
-
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
 
 
@@ -158,9 +143,10 @@ LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
         ("in.jsonl", LINES.encode("utf-16-be"), "UTF-16"),
         ("in.jsonl", LINES.encode("utf-32-le"), "UTF-16 or UTF-32"),
         ("in.jsonl.gz", gzip.compress(LINES.encode("utf-16-le")), "UTF-16"),
+        ("in.jsonl.gz", gzip.compress(LINES.encode())[:2000], r"cannot read line \d+"),
     ],
 )
-def test_an_input_of_another_format_is_named(
+def test_an_input_of_another_format_or_a_truncated_one_is_named(
     tmp_path: Path, flags: Any, name: str, content: bytes, reason: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -173,15 +159,6 @@ def test_utf_8_with_a_byte_order_mark_is_read(tmp_path: Path, flags: Any) -> Non
     (tmp_path / "in.jsonl").write_bytes('{"text": "one"}\n'.encode("utf-8-sig"))
     progress = preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags)
     assert progress.documents == {"text": 1}
-
-
-def test_a_missing_key_is_named_with_those_there_are(tmp_path: Path, flags: Any) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"content": "a", "id": 3}\n')
-    with pytest.raises(UserError, match="'text', its keys are 'content', 'id' .*--json-keys"):
-        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags)
-    with pytest.raises(UserError, match="1 lines skipped: .*line 1: has no key 'text'.*--json-keys"):
-        preprocess([str(path)], str(tmp_path / "out"), ["text"], flags, skip_bad_lines=True)
 
 
 class FullDisk(io.FileIO):
@@ -224,10 +201,17 @@ def test_a_disk_that_is_full_for_the_vocabulary_record_is_named(
         preprocess([jsonl], str(tmp_path / "out"), ["text"], flags)
 
 
-def test_input_without_text_is_refused(tmp_path: Path, flags: Any) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="no line has text under the JSON key 'text'"):
-        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags)
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": ""}', "no line has text under the JSON key 'text'"),
+        ('{"content": "a"}', "1 lines skipped: .*line 1: has no key 'text'.*--json-keys"),
+    ],
+)
+def test_input_without_text_is_refused(tmp_path: Path, flags: Any, line: str, reason: str) -> None:
+    (tmp_path / "in.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=reason):
+        preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), ["text"], flags, skip_bad_lines=True)
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 

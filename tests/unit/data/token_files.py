@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.gpt_dataset import Datasets, build_gpt_datasets, prepare_index_files
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indices import IndexRequest
 
 
 def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16") -> str:
@@ -29,3 +31,16 @@ def numbered_documents(sizes: Sequence[int]) -> list[list[int]]:
 def data_config(*prefixes: str, split: str = "1") -> DataConfig:
     """By default all documents are in the train split."""
     return DataConfig(data_path=prefixes, split=split)
+
+
+def build(data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]) -> Datasets:
+    """The datasets of a run, with their index files."""
+    prepare_index_files(data, seq_length, seed, num_samples)
+    return build_gpt_datasets(data, seq_length, seed, num_samples)
+
+
+def index_request(folder: Path) -> IndexRequest:
+    """25 samples of the training split of 8 documents, which have 3 epochs."""
+    documents = numbered_documents([5, 0, 7, 3, 9, 11, 2, 6])
+    dataset = IndexedDataset(write_documents(folder / "data", documents))
+    return IndexRequest(dataset, "train", range(0, 8), num_samples=25, seq_length=4, seed=1234)

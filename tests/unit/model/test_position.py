@@ -3,7 +3,6 @@
 import gc
 import math
 import weakref
-from fractions import Fraction
 
 import pytest
 import torch
@@ -42,12 +41,6 @@ def test_alibi_slopes_of_a_power_of_two_are_a_geometric_sequence_to_2_to_the_min
     assert slopes[-1] == 2.0**-8 and slopes[0] == pytest.approx(2 ** (-8 / heads))
     ratios = [b / a for a, b in zip(slopes, slopes[1:], strict=False)]
     assert ratios == pytest.approx([slopes[0]] * (heads - 1))
-
-
-def test_alibi_slopes_of_12_heads_are_those_of_8_and_every_second_of_16():
-    halves = [Fraction(1, 2**i) for i in range(1, 9)]
-    between = [2.0 ** -(i + 0.5) for i in range(4)]
-    assert alibi_slopes(12) == pytest.approx([float(x) for x in halves] + between)
 
 
 def test_alibi_slopes_of_112_heads_have_64_of_them_and_48_of_128():

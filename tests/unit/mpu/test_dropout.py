@@ -113,19 +113,6 @@ def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_gradient_has_the_mask_and_scale_of_the_output(dtype):
-    x = (torch.rand(2, 5, 300) + 1).to(dtype).requires_grad_()
-    y = dropout(x, 0.25, rng(1, 2), "a", batch_dim=0, tp_group=ONE)
-    upstream = torch.randn(2, 5, 300).to(dtype)
-    y.backward(upstream)
-    assert y.dtype == x.grad.dtype == dtype
-    expected = torch.where(y != 0, upstream.float() / 0.75, 0.0)
-    torch.testing.assert_close(
-        x.grad.float(), expected, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6
-    )
-
-
 def test_large_activations_are_masked_as_small_ones():
     large = kept((1, 40, 20000), 0.5, rng(5))  # more than one piece
     assert torch.equal(kept((1, 3, 20000), 0.5, rng(5)), large[:, :3])
@@ -161,6 +148,7 @@ def test_kept_elements_are_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
     keep = y.detach() != 0
     scale = torch.tensor(1 / (1 - p), dtype=torch.float32)
     for result, argument in ((y, x), (x.grad, gradient)):
+        assert result.dtype == dtype and not result[~keep].any()
         assert torch.equal(result[keep], (argument[keep].float() * scale).to(dtype))
         kept_mean = argument.detach()[keep].double().mean()
         # A scale in bf16 made this 1.5e-3. One rounding each is left, of the 128 numbers that bf16 has here.

@@ -198,33 +198,24 @@ def test_the_fused_loss_equals_the_loss_of_the_logits():
     torch.testing.assert_close(losses, vocab_parallel_cross_entropy(logits, labels, ONE, 70))
 
 
+def main_grad_of(hidden, weight):
+    """The gradient of the weight if every token has the label 0."""
+    labels, main_grad = torch.zeros(len(hidden), dtype=torch.int64), torch.zeros(weight.shape)
+    inputs = hidden.half().requires_grad_(), weight.half().requires_grad_()
+    vocab_parallel_linear_cross_entropy(*inputs, labels, ONE, ROWS, main_grad=main_grad).sum().backward()
+    return main_grad
+
+
 def test_fp16_holds_the_gradient_of_one_label_for_all_and_of_many_small_probabilities():
-    hidden = torch.full((2048, 8), 100.0, dtype=torch.float16, requires_grad=True)
-    weight = torch.zeros(ROWS, 8, dtype=torch.float16, requires_grad=True)
-    main_grad = torch.zeros(ROWS, 8)
-    labels = torch.zeros(2048, dtype=torch.int64)
-    vocab_parallel_linear_cross_entropy(
-        hidden, weight, labels, ONE, ROWS, main_grad=main_grad
-    ).sum().backward()
     expected = torch.full((ROWS, 8), 2048 * 100 / ROWS)
     expected[0] -= 2048 * 100
-    torch.testing.assert_close(main_grad, expected, rtol=2e-3, atol=0.0)
-
-
-def test_fp16_holds_the_gradient_of_small_probabilities():
+    found = main_grad_of(torch.full((2048, 8), 100.0), torch.zeros(ROWS, 8))
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0.0)
     # One large logit leaves all others a probability of exp(-18), a quarter of fp16's smallest number.
-    hidden = torch.ones(4, 1, dtype=torch.float16, requires_grad=True)
-    weight = torch.zeros(ROWS, 1, dtype=torch.float16)
+    weight = torch.zeros(ROWS, 1)
     weight[0] = 18.0
-    weight.requires_grad_()
-    main_grad = torch.zeros(ROWS, 1)
-    labels = torch.zeros(4, dtype=torch.int64)
-    vocab_parallel_linear_cross_entropy(
-        hidden, weight, labels, ONE, ROWS, main_grad=main_grad
-    ).sum().backward()
-    torch.testing.assert_close(
-        main_grad[1:], torch.full((ROWS - 1, 1), 4 * math.exp(-18)), rtol=0.1, atol=0.0
-    )
+    expected = torch.full((ROWS - 1, 1), 4 * math.exp(-18))
+    torch.testing.assert_close(main_grad_of(torch.ones(4, 1), weight)[1:], expected, rtol=0.1, atol=0.0)
 
 
 def test_no_tokens_have_no_loss_and_gradients_of_zero():

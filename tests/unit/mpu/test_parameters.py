@@ -104,16 +104,8 @@ def test_each_parameter_is_counted_once():
     first, second = ranks(2)
     sharded, replicated, tied = (new_parameter(spec, first) for spec in (SPECS[0], SPECS[-1], SPECS[0]))
     tied.ds_pipe_replicated = True
-    assert [is_norm_owner(parameter, first) for parameter in (sharded, replicated, tied)] == [
-        True,
-        True,
-        False,
-    ]
-    assert [is_norm_owner(parameter, second) for parameter in (sharded, replicated, tied)] == [
-        True,
-        False,
-        False,
-    ]
+    owners = [[is_norm_owner(p, group) for p in (sharded, replicated, tied)] for group in (first, second)]
+    assert owners == [[True, True, False], [True, False, False]]
 
 
 def test_a_dimension_that_cannot_be_sharded_evenly_is_refused():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.optimizer.gradient_reduction import divide_into_buckets
+from megatron.optimizer.overlap import divide_into_buckets
 
 CASES = {
     "no layers": ([], 1, []),

@@ -67,19 +67,12 @@ def test_a_fragment_leaves_zeros_in_the_rest_of_its_last_block(name):
 
 
 def steps(bits, count, length=5000):
+    """Weight and optimizer state after some steps; bits: of the moments, None for PyTorch's AdamW."""
     weight = nn.Parameter(torch.linspace(-1, 1, length))
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     group = {"params": [weight], "moment_bits": bits, "weight_decay": 0.1}
-    optimizer = EightBitAdam([group], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    random = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        weight.grad = weight.detach() + 0.1 * torch.randn(length, generator=random)
-        optimizer.step()
-    return weight.detach(), optimizer.state[weight]
-
-
-def plain_steps(count, length=5000):
-    weight = nn.Parameter(torch.linspace(-1, 1, length))
-    optimizer = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    make = torch.optim.AdamW if bits is None else EightBitAdam
+    optimizer = make([group], **settings, weight_decay=0.0)
     random = torch.Generator().manual_seed(1)
     for _ in range(count):
         weight.grad = weight.detach() + 0.1 * torch.randn(length, generator=random)
@@ -88,14 +81,14 @@ def plain_steps(count, length=5000):
 
 
 def test_32_bits_step_as_adamw_does():
-    (weight, state), (expected, plain) = steps(32, 20), plain_steps(20)
+    (weight, state), (expected, plain) = steps(32, 20), steps(None, 20)
     torch.testing.assert_close(weight, expected)
     torch.testing.assert_close(state["exp_avg"], plain["exp_avg"])
     assert torch.equal(state["step"], plain["step"])
 
 
 def test_8_bits_step_nearly_as_adamw_does():
-    (weight, state), (expected, plain) = steps(8, 20), plain_steps(20)
+    (weight, state), (expected, plain) = steps(8, 20), steps(None, 20)
     moved = (expected - torch.linspace(-1, 1, 5000)).norm()
     assert 0 < (weight - expected).norm() < 0.02 * moved
     assert state["exp_avg"].codes.dtype == torch.uint8

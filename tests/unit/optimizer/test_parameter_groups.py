@@ -35,12 +35,6 @@ def test_matrices_decay_and_biases_and_norms_do_not():
     assert [tuple(p.shape) for p in decayed["params"]] == [(8, 4), (4, 4)]
 
 
-def test_a_stage_with_only_the_embedding_still_has_both_groups():
-    decayed, plain = parameter_groups(named()[:1], 0.1)
-    assert decayed["names"] == ["embedding.weight"]
-    assert (plain["names"], plain["params"]) == ([], [])
-
-
 def test_parameters_with_an_lr_mult_have_groups_of_their_own():
     slow = ("slow.weight", parameter(4, 4, lr_mult=0.25))
     groups = parameter_groups([*named(), slow], 0.1, lr_mult=0.25)
@@ -144,11 +138,13 @@ def test_extra_keys_survive_and_the_rate_starts_at_zero():
     assert "lr" not in groups[0]
 
 
-def test_an_empty_group_takes_steps():
+def test_a_stage_with_only_the_embedding_has_both_groups_and_takes_steps():
     optimizer = make_optimizer(parameter_groups(named()[:1], 0.1), OptimizerConfig())
-    weight = optimizer.param_groups[0]["params"][0]
+    decayed, plain = optimizer.param_groups
+    assert (decayed["names"], plain["names"], plain["params"]) == (["embedding.weight"], [], [])
+    (weight,) = decayed["params"]
     weight.grad = torch.ones_like(weight)
-    optimizer.param_groups[0]["lr"] = 0.1
+    decayed["lr"] = 0.1
     optimizer.step()
     assert float(weight.data.max()) < 1
 
@@ -190,18 +186,14 @@ def test_apex_is_asked_for_decoupled_decay(monkeypatch):
     assert optimizer.param_groups[0]["names"] == ["embedding.weight", "dense.weight"]
 
 
-def test_another_package_named_apex_is_refused(monkeypatch):
-    fake_apex(monkeypatch, None)
-    with pytest.raises(ConfigError, match="--use-apex.*NVIDIA"):
-        make_optimizer(parameter_groups(named(), 0.1), OptimizerConfig(use_apex=True))
+def unbuilt(groups, **settings):
+    raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
 
 
-def test_apex_without_its_extensions_is_refused(monkeypatch):
-    def unbuilt(groups, **settings):
-        raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
-
-    fake_apex(monkeypatch, unbuilt)
-    with pytest.raises(ConfigError, match="--use-apex.*cuda extensions"):
+@pytest.mark.parametrize(("fused_adam", "words"), [(None, "NVIDIA"), (unbuilt, "cuda extensions")])
+def test_another_package_named_apex_and_one_without_extensions_are_refused(monkeypatch, fused_adam, words):
+    fake_apex(monkeypatch, fused_adam)
+    with pytest.raises(ConfigError, match=f"--use-apex.*{words}"):
         make_optimizer(parameter_groups(named(), 0.1), OptimizerConfig(use_apex=True))
 
 

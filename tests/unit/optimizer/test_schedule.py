@@ -54,38 +54,39 @@ def test_rate_equals_the_one_in_published_logs(consumed, logged):
     assert schedule.lr(samples(consumed)) == pytest.approx(float(logged), rel=2e-4)
 
 
-def test_first_step_of_a_warm_up_moves_and_its_last_has_the_full_rate():
-    schedule = by_iterations(lr_warmup_iters=10)
-    assert schedule.lr(at(1)) == pytest.approx(1e-4)
-    assert schedule.lr(at(5)) == pytest.approx(5e-4)
-    assert schedule.lr(at(10)) == pytest.approx(1e-3)
-
-
-def test_linear_decay_passes_its_middle_and_stays_at_the_minimum():
-    schedule = by_iterations(min_lr=1e-4, lr_warmup_iters=10, lr_decay_style="linear")
-    assert schedule.lr(at(60)) == pytest.approx(5.5e-4)
-    assert schedule.lr(at(110)) == 1e-4
-    assert schedule.lr(at(5000)) == 1e-4
-
-
-def test_cosine_decay_at_a_quarter():
-    schedule = by_iterations(min_lr=1e-4, lr_warmup_iters=10, lr_decay_style="cosine")
-    assert schedule.lr(at(35)) == pytest.approx(1e-4 + 9e-4 * (1 + math.sqrt(0.5)) / 2)
-
-
-def test_constant_rate_has_a_warm_up_and_no_end():
-    schedule = by_iterations(min_lr=1e-5, lr_warmup_iters=10, lr_decay_style="constant")
-    assert [schedule.lr(at(n)) for n in (5, 10, 110, 10_000)] == [5e-4, 1e-3, 1e-3, 1e-3]
-
-
-def test_without_a_warm_up_the_decay_starts_at_once():
-    assert by_iterations(train_iters=100).lr(at(1)) == pytest.approx(1e-3 * 0.99)
-
-
-def test_decay_length_given_in_iterations_wins_over_the_length_of_training():
-    schedule = by_iterations(train_iters=1000, lr_decay_iters=50)
-    assert schedule.lr(at(25)) == pytest.approx(5e-4)
-    assert schedule.lr(at(51)) == 0
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        pytest.param({"lr_warmup_iters": 10}, {1: 1e-4, 5: 5e-4, 10: 1e-3}, id="the first step moves"),
+        pytest.param(
+            {"min_lr": 1e-4, "lr_warmup_iters": 10, "lr_decay_style": "linear"},
+            {60: 5.5e-4, 110: 1e-4, 5000: 1e-4},
+            id="linear: its middle, and the minimum",
+        ),
+        pytest.param(
+            {"min_lr": 1e-4, "lr_warmup_iters": 10, "lr_decay_style": "cosine"},
+            {35: 1e-4 + 9e-4 * (1 + math.sqrt(0.5)) / 2},
+            id="cosine at a quarter",
+        ),
+        pytest.param(
+            {"min_lr": 1e-5, "lr_warmup_iters": 10, "lr_decay_style": "constant"},
+            {5: 5e-4, 10: 1e-3, 110: 1e-3, 10_000: 1e-3},
+            id="constant has no end",
+        ),
+        pytest.param(
+            {"lr_warmup_iters": 220, "lr_decay_style": "constant"},
+            {110: 5e-4},
+            id="constant may warm up for longer than the run",
+        ),
+        pytest.param({"train_iters": 100}, {1: 1e-3 * 0.99}, id="without a warm-up"),
+        pytest.param(
+            {"train_iters": 1000, "lr_decay_iters": 50}, {25: 5e-4, 51: 0}, id="a decay of its own length"
+        ),
+    ],
+)
+def test_rates_computed_by_hand(flags, rates):
+    schedule = by_iterations(**flags)
+    assert {n: schedule.lr(at(n)) for n in rates} == rates
 
 
 def test_warm_up_fraction_is_of_the_decay():
@@ -263,10 +264,6 @@ def test_rate_has_no_jump_and_stays_in_range(style, warmup, decay, min_share, st
 def test_a_warm_up_that_outlasts_the_decay_is_refused(make, flags, advice):
     with pytest.raises(ConfigError, match=advice):
         make(**flags)
-
-
-def test_a_constant_rate_may_warm_up_for_longer_than_the_run():
-    assert by_iterations(lr_warmup_iters=220, lr_decay_style="constant").lr(at(110)) == pytest.approx(5e-4)
 
 
 @pytest.mark.parametrize("style", ["exponential", "Cosine", "", None])

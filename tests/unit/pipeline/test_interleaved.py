@@ -1,19 +1,19 @@
-"""Interleaved 1F1B against its description and formulas, and the messages of all orders of work that run on
+"""Interleaved 1F1B against its description and formulas, and the messages of all schedules that run on
 `engine.executor`."""
 
 from fractions import Fraction
 
 import pytest
 
-from megatron.pipeline.orders import (
+from megatron.pipeline.schedule import simulate, simulate_schedule
+from megatron.pipeline.schedule_actions import (
     FLOW,
-    Work,
+    PipelineAction,
     dual_pipe_v,
     forward_only,
     interleaved,
     zero_bubble,
 )
-from megatron.pipeline.schedule import simulate, simulate_schedule
 from megatron.planner.simulation.matching import find_deadlock
 from megatron.planner.simulation.record import CollectiveCall
 
@@ -25,26 +25,26 @@ def megatrons_passes(ranks, micro_batches, chunks, rank):
     """The passes of Megatron-LM's `forward_backward_pipelining_with_interleaving`, from its description: the
     k-th forward pass is through the chunk k % (p v) // p, the k-th backward pass through the mirrored one."""
 
-    def work(kind, k):
+    def action(kind, k):
         group, rest = divmod(k, ranks * chunks)
         place, member = divmod(rest, ranks)
         place = place if kind == "forward" else chunks - 1 - place
-        return Work(kind, group * ranks + member, place * ranks + rank)
+        return PipelineAction(kind, group * ranks + member, place * ranks + rank)
 
     total = micro_batches * chunks
     warm_up = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
-    passes = [work("forward", k) for k in range(warm_up)]
+    passes = [action("forward", k) for k in range(warm_up)]
     for k in range(total - warm_up):
-        passes += [work("forward", warm_up + k), work("backward", k)]
-    return passes + [work("backward", k) for k in range(total - warm_up, total)]
+        passes += [action("forward", warm_up + k), action("backward", k)]
+    return passes + [action("backward", k) for k in range(total - warm_up, total)]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
 def test_interleaved_has_the_passes_of_megatron(ranks, micro_batches, chunks):
-    order = interleaved(ranks, micro_batches, chunks)
-    assert order.rank_of_chunk == [chunk % ranks for chunk in range(ranks * chunks)]
-    for rank, steps in enumerate(order.steps):
-        passes = [work for step in steps for work in step.work]
+    actions = interleaved(ranks, micro_batches, chunks)
+    assert actions.rank_of_chunk == [chunk % ranks for chunk in range(ranks * chunks)]
+    for rank, steps in enumerate(actions.steps):
+        passes = [action for step in steps for action in step.actions]
         assert passes == megatrons_passes(ranks, micro_batches, chunks, rank)
 
 
@@ -72,34 +72,34 @@ def schedules_of_several_ranks():
                 yield "evaluation in a V", forward_only([*range(ranks), *reversed(range(ranks))], odd)
 
 
-def messages(order):
+def messages(actions):
     """Per rank and step, the batch of (is sent, other rank, work of the sender)."""
-    for rank, steps in enumerate(order.steps):
+    for rank, steps in enumerate(actions.steps):
         batches = []
         for step in steps:
             assert not step.late_sends
-            batch = [(True, order.rank_of_chunk[w.chunk + FLOW[w.kind]], w) for w in step.sends]
-            for work in step.receives:
-                source = work._replace(chunk=work.chunk - FLOW[work.kind])
-                batch.append((False, order.rank_of_chunk[source.chunk], source))
+            batch = [(True, actions.rank_of_chunk[w.chunk + FLOW[w.kind]], w) for w in step.sends]
+            for action in step.receives:
+                source = action._replace(chunk=action.chunk - FLOW[action.kind])
+                batch.append((False, actions.rank_of_chunk[source.chunk], source))
             batches.append(batch)
         yield rank, batches
 
 
 def test_messages_between_two_ranks_arrive_in_the_order_in_which_they_are_received():
     """Else a rank would take one for the other: they have equal sizes and no tags."""
-    for name, order in schedules_of_several_ranks():
+    for name, actions in schedules_of_several_ranks():
         sent, received = {}, {}
-        for rank, batches in messages(order):
-            for is_sent, other, work in (message for batch in batches for message in batch):
+        for rank, batches in messages(actions):
+            for is_sent, other, action in (message for batch in batches for message in batch):
                 pair = (rank, other) if is_sent else (other, rank)
-                (sent if is_sent else received).setdefault(pair, []).append(work)
-        assert sent == received, (name, len(order.steps))
+                (sent if is_sent else received).setdefault(pair, []).append(action)
+        assert sent == received, (name, len(actions.steps))
 
 
 def test_no_schedule_of_several_ranks_deadlocks_if_every_message_blocks():
     """With the batches of messages that the engine exchanges at once."""
-    for name, order in schedules_of_several_ranks():
+    for name, actions in schedules_of_several_ranks():
         calls = {
             rank: [
                 tuple(
@@ -109,15 +109,17 @@ def test_no_schedule_of_several_ranks_deadlocks_if_every_message_blocks():
                 for batch in batches
                 if batch
             ]
-            for rank, batches in messages(order)
+            for rank, batches in messages(actions)
         }
-        assert find_deadlock(calls) is None, (name, len(order.steps))
+        assert find_deadlock(calls) is None, (name, len(actions.steps))
 
 
 def test_an_evaluation_runs_every_pass_once():
     for chunks, micro_batches in ((1, 1), (2, 5), (3, 7)):
         loop = [chunk % 3 for chunk in range(3 * chunks)]
-        order = forward_only(loop, micro_batches)
-        done = simulate(order, [1] * len(loop), [1] * len(loop), [0] * (len(loop) - 1))
-        found = {span.work for spans in done.spans for span in spans}
-        assert found == {Work("forward", k, c) for k in range(micro_batches) for c in range(len(loop))}
+        actions = forward_only(loop, micro_batches)
+        done = simulate(actions, [1] * len(loop), [1] * len(loop), [0] * (len(loop) - 1))
+        found = {span.action for spans in done.spans for span in spans}
+        assert found == {
+            PipelineAction("forward", k, c) for k in range(micro_batches) for c in range(len(loop))
+        }

@@ -5,6 +5,7 @@ from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,36 +79,33 @@ def stage_costs(draw, most_stages: int, even_number: bool = False) -> list[list[
     ]
 
 
-def test_example_with_zeros():
-    assert even([0, 2, 0, 1, 1, 1, 1, 0, 0, 2, 0], 4) == [0, 2, 5, 7, 11]
-
-
-def test_heavy_embedding_and_head_stand_alone():
-    layers = [0, 2, 0] + [1] * 60 + [0, 0, 2]
-    assert even(layers, 32) == [0, 2, 5, *range(7, 64, 2), 66]
-    assert stage_weights(layers, even(layers, 32)) == [2] * 32
-
-
-def test_embedding_that_weighs_as_a_layer():
-    layers = [0, 1, 0] + [1] * 62 + [0, 0, 1]
-    assert even(layers, 32) == [0, 4, *range(6, 65, 2), 68]
-    assert stage_weights(layers, even(layers, 32)) == [2] * 32
-
-
-def test_bloom():
-    layers = [0, 1, 0] + [1] * 70 + [0, 0, 1, 0]
-    bounds = even(layers, 12)
-    assert stage_weights(layers, bounds) == [6] * 12
-    assert bounds == [0, *range(8, 69, 6), 77]
-
-
-def test_of_equally_even_partitions_the_one_with_heavier_later_stages_is_returned():
-    assert even([1] * 5, 3) == [0, 1, 3, 5]
-    assert stage_weights([1] * 64, even([1] * 64, 6)) == [10, 10, 11, 11, 11, 11]
-
-
-def test_lighter_stages_are_even_too():
-    assert stage_weights([9, 1, 1, 1, 1], even([9, 1, 1, 1, 1], 3)) == [9, 2, 2]
+@pytest.mark.parametrize(
+    ("layers", "bounds", "weights"),
+    [
+        pytest.param([0, 2, 0, 1, 1, 1, 1, 0, 0, 2, 0], [0, 2, 5, 7, 11], [2] * 4, id="zeros"),
+        pytest.param(
+            [0, 2, 0] + [1] * 60 + [0, 0, 2],
+            [0, 2, 5, *range(7, 64, 2), 66],
+            [2] * 32,
+            id="heavy embedding and head stand alone",
+        ),
+        pytest.param(
+            [0, 1, 0] + [1] * 62 + [0, 0, 1],
+            [0, 4, *range(6, 65, 2), 68],
+            [2] * 32,
+            id="an embedding that weighs as a layer",
+        ),
+        pytest.param([0, 1, 0] + [1] * 70 + [0, 0, 1, 0], [0, *range(8, 69, 6), 77], [6] * 12, id="BLOOM"),
+        pytest.param([1] * 5, [0, 1, 3, 5], [1, 2, 2], id="heavier stages come later"),
+        pytest.param(
+            [1] * 64, [0, 10, 20, 31, 42, 53, 64], [10, 10, 11, 11, 11, 11], id="so do many of them"
+        ),
+        pytest.param([9, 1, 1, 1, 1], [0, 1, 3, 5], [9, 2, 2], id="lighter stages are even too"),
+    ],
+)
+def test_known_partitions(layers, bounds, weights):
+    assert even(layers, len(weights)) == bounds
+    assert stage_weights(layers, bounds) == weights
 
 
 @settings(max_examples=300, deadline=None)

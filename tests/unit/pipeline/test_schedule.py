@@ -11,15 +11,15 @@ from deepspeed.runtime.pipe import schedule as deepspeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.orders import (
-    Order,
+from megatron.pipeline.schedule import SCHEDULES, actions_of, simulate, simulate_schedule
+from megatron.pipeline.schedule_actions import (
+    PipelineAction,
+    ScheduleActions,
     Step,
-    Work,
     dual_pipe_v,
     gpipe,
     one_f_one_b,
 )
-from megatron.pipeline.schedule import SCHEDULES, order_of_work, simulate, simulate_schedule
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 7, 8, 16, 17)]
 DUAL_SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (2 * p, 2 * p + 1, 3 * p + 1, 6 * p)]
@@ -30,7 +30,7 @@ FORWARDS = (deepspeed.SendActivation, deepspeed.RecvActivation, deepspeed.Forwar
 
 
 def instructions(schedule, chunk_of_phase):
-    """(class, Work) of each instruction; the Work is the one that a message is the output or the input of."""
+    """(class, action) of each instruction. A message belongs to the pass of its output or input."""
     seen = Counter()
     for commands in schedule:
         for command in commands:
@@ -43,7 +43,7 @@ def instructions(schedule, chunk_of_phase):
                 seen[kind, chunk] += 1
                 slot = command.buffer_id % schedule.num_micro_batches
                 assert slot == micro_batch % schedule.num_pipe_buffers()
-                yield kind, Work("forward" if kind in FORWARDS else "backward", micro_batch, chunk)
+                yield kind, PipelineAction("forward" if kind in FORWARDS else "backward", micro_batch, chunk)
 
 
 def train_stream(stages, micro_batches, stage):
@@ -56,7 +56,7 @@ def dual_stream(ranks, micro_batches, rank):
 
 
 def named(messages, activation, gradient):
-    return [(activation if work.kind == "forward" else gradient, work) for work in messages]
+    return [(activation if action.kind == "forward" else gradient, action) for action in messages]
 
 
 def as_stream(steps):
@@ -65,59 +65,59 @@ def as_stream(steps):
         yield from named(step.sends, *SENDS)
         yield from named(step.receives, *RECEIVES)
         yield from named(step.late_sends, *SENDS)
-        yield from named(step.work, *PASSES)
+        yield from named(step.actions, *PASSES)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_1f1b_emits_the_instructions_of_deepspeed(stages, micro_batches):
-    order = one_f_one_b(stages, micro_batches)
+    actions = one_f_one_b(stages, micro_batches)
     for stage in range(stages):
-        assert list(as_stream(order.steps[stage])) == train_stream(stages, micro_batches, stage)
+        assert list(as_stream(actions.steps[stage])) == train_stream(stages, micro_batches, stage)
 
 
 def committed_groups(stream):
-    """(sends, receives, work) between commits; an exchange with no work after it is part of the next."""
-    groups, queued, exchanged, work = [], [], [], []
+    """(sends, receives, passes) between commits; an exchange with no work after it is part of the next."""
+    groups, queued, exchanged, passes = [], [], [], []
     for kind, item in stream:
         if kind in PASSES:
-            work.append(item)
+            passes.append(item)
         elif kind is deepspeed.CommitP2P:
-            if work:
-                groups.append((exchanged, work))
-                exchanged, work = [], []
+            if passes:
+                groups.append((exchanged, passes))
+                exchanged, passes = [], []
             exchanged, queued = exchanged + queued, []
         else:
             queued.append((kind, item))
-    groups.append((exchanged, work))
+    groups.append((exchanged, passes))
     assert not queued
     return [
         (
             {item for kind, item in messages if kind in SENDS},
             {item for kind, item in messages if kind in RECEIVES},
-            work,
+            passes,
         )
-        for messages, work in groups
+        for messages, passes in groups
     ]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
 def test_dualpipev_emits_the_exchanges_of_deepspeed(ranks, micro_batches):
-    order = dual_pipe_v(ranks, micro_batches)
+    actions = dual_pipe_v(ranks, micro_batches)
     for rank in range(ranks):
-        own = [(set(step.sends), set(step.receives), list(step.work)) for step in order.steps[rank]]
+        own = [(set(step.sends), set(step.receives), list(step.actions)) for step in actions.steps[rank]]
         assert own == committed_groups(dual_stream(ranks, micro_batches, rank))
-        assert not any(step.late_sends for step in order.steps[rank])
+        assert not any(step.late_sends for step in actions.steps[rank])
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_gpipe_goes_forward_as_deepspeeds_evaluation_and_then_backward(stages, micro_batches):
     for stage, steps in enumerate(gpipe(stages, micro_batches).steps):
         evaluation = deepspeed.InferenceSchedule(micro_batches, stages, stage)
-        forwards = [Work("forward", k, stage) for k in range(micro_batches)]
+        forwards = [PipelineAction("forward", k, stage) for k in range(micro_batches)]
         passes = [command for commands in evaluation for command in commands if type(command) in PASSES]
         assert len(passes) == len(forwards)
-        backwards = [Work("backward", k, stage) for k in range(micro_batches)]
-        assert [work for step in steps for work in step.work] == forwards + backwards
+        backwards = [PipelineAction("backward", k, stage) for k in range(micro_batches)]
+        assert [action for step in steps for action in step.actions] == forwards + backwards
 
 
 def polled_makespan(streams, forward, backward, transfer):
@@ -129,15 +129,15 @@ def polled_makespan(streams, forward, backward, transfer):
 
     def exchange(rank, messages):
         """True once all of them are through; what is sent leaves at the first try."""
-        for kind, work in messages:
+        for kind, action in messages:
             if kind in SENDS:
-                boundary = min(work.chunk, work.chunk + towards[work.kind])
-                target = work._replace(chunk=work.chunk + towards[work.kind])
+                boundary = min(action.chunk, action.chunk + towards[action.kind])
+                target = action._replace(chunk=action.chunk + towards[action.kind])
                 sent.setdefault(target, clock[rank] + transfer[boundary])
-        awaited = [work for kind, work in messages if kind in RECEIVES]
-        if any(work not in sent for work in awaited):
+        awaited = [action for kind, action in messages if kind in RECEIVES]
+        if any(action not in sent for action in awaited):
             return False
-        clock[rank] = max([clock[rank], *(sent[work] for work in awaited)])
+        clock[rank] = max([clock[rank], *(sent[action] for action in awaited)])
         return True
 
     moved = True
@@ -145,16 +145,16 @@ def polled_makespan(streams, forward, backward, transfer):
         moved = False
         for rank, stream in enumerate(streams):
             while position[rank] < len(stream):
-                kind, work = stream[position[rank]]
+                kind, action = stream[position[rank]]
                 if kind in PASSES:
-                    clock[rank] += times[work.kind][work.chunk]
+                    clock[rank] += times[action.kind][action.chunk]
                 elif kind is deepspeed.CommitP2P:
                     if not exchange(rank, queued[rank]):
                         break
                     queued[rank] = []
                 elif commits:
-                    queued[rank].append((kind, work))
-                elif not exchange(rank, [(kind, work)]):
+                    queued[rank].append((kind, action))
+                elif not exchange(rank, [(kind, action)]):
                     break
                 position[rank] += 1
                 moved = True
@@ -177,41 +177,34 @@ def plans(draw, chunks_per_rank, micro_batches_multiple_of_ranks=False):
     return ranks, micro_batches, times(chunks, 1), times(chunks, 0), times(chunks - 1, 0)
 
 
-@given(plans(chunks_per_rank=1))
+@pytest.mark.parametrize(("name", "stream"), [("1f1b", train_stream), ("dualpipev", dual_stream)])
+@given(data=st.data())
 @settings(deadline=None)
-def test_1f1b_takes_as_long_as_deepspeeds_stream(plan):
-    stages, micro_batches, *times = plan
-    streams = [train_stream(stages, micro_batches, stage) for stage in range(stages)]
-    assert simulate_schedule("1f1b", *times, micro_batches).makespan == polled_makespan(streams, *times)
-
-
-@given(plans(chunks_per_rank=2))
-@settings(deadline=None)
-def test_dualpipev_takes_as_long_as_deepspeeds_stream(plan):
-    ranks, micro_batches, *times = plan
-    streams = [dual_stream(ranks, micro_batches, rank) for rank in range(ranks)]
-    assert simulate_schedule("dualpipev", *times, micro_batches).makespan == polled_makespan(streams, *times)
+def test_a_schedule_takes_as_long_as_deepspeeds_stream(name, stream, data):
+    ranks, micro_batches, *times = data.draw(plans(chunks_per_rank=1 if name == "1f1b" else 2))
+    streams = [stream(ranks, micro_batches, rank) for rank in range(ranks)]
+    assert simulate_schedule(name, *times, micro_batches).makespan == polled_makespan(streams, *times)
 
 
 def check_that_it_could_be(timeline, seconds, transfer, micro_batches):
     """Each pass once, one at a time on a rank, and after what it needs. seconds: by kind of pass."""
-    rank_of = {span.work.chunk: rank for rank, spans in enumerate(timeline.spans) for span in spans}
-    times = {span.work: span for spans in timeline.spans for span in spans}
+    rank_of = {span.action.chunk: rank for rank, spans in enumerate(timeline.spans) for span in spans}
+    times = {span.action: span for spans in timeline.spans for span in spans}
     passes = sum(map(len, seconds.values())) * micro_batches
     assert len(times) == sum(map(len, timeline.spans)) == passes
     for spans in timeline.spans:
         assert all(before.end <= after.start for before, after in pairwise(spans))
-    for work, span in times.items():
-        assert span.end - span.start == seconds[work.kind][work.chunk]
-        if work.kind == "weight":
-            assert times[work._replace(kind="backward")].end <= span.start
+    for action, span in times.items():
+        assert span.end - span.start == seconds[action.kind][action.chunk]
+        if action.kind == "weight":
+            assert times[action._replace(kind="backward")].end <= span.start
             continue
-        if work.kind == "backward":
-            assert times[work._replace(kind="forward")].end <= span.start
-        source = work._replace(chunk=work.chunk + (-1 if work.kind == "forward" else 1))
+        if action.kind == "backward":
+            assert times[action._replace(kind="forward")].end <= span.start
+        source = action._replace(chunk=action.chunk + (-1 if action.kind == "forward" else 1))
         if source in times:
-            message = transfer[min(work.chunk, source.chunk)]
-            is_local = rank_of[work.chunk] == rank_of[source.chunk]
+            message = transfer[min(action.chunk, source.chunk)]
+            is_local = rank_of[action.chunk] == rank_of[source.chunk]
             assert times[source].end + (0 if is_local else message) <= span.start
 
 
@@ -229,7 +222,7 @@ def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
     rest = [both - part for both, part in zip(backward, weight, strict=True)]
     seconds = {"forward": forward, "backward": rest, "weight": weight if name == "zero-bubble" else []}
     check_that_it_could_be(timeline, seconds, transfer, micro_batches)
-    holders = order_of_work(name, ranks, micro_batches, chunks).rank_of_chunk
+    holders = actions_of(name, ranks, micro_batches, chunks).rank_of_chunk
     # Both chunks of the turn of a V, and all of one rank, are in one place.
     on_the_way = sum(time for time, (a, b) in zip(transfer, pairwise(holders), strict=True) if a != b)
     one_micro_batch = sum(forward) + sum(rest) + weight[0] + 2 * on_the_way
@@ -289,7 +282,7 @@ def test_dualpipev_idles_less_than_1f1b_with_the_same_layers(ranks, micro_batche
 
 def passes(timeline, rank):
     return [
-        (f"{span.work.kind[0].upper()}{span.work.micro_batch}", span.start, span.end)
+        (f"{span.action.kind[0].upper()}{span.action.micro_batch}", span.start, span.end)
         for span in timeline.spans[rank]
     ]
 
@@ -334,8 +327,8 @@ def test_zero_bubble_does_all_work_and_is_never_longer_than_1f1b(stages, micro_b
     assert timeline.makespan <= simulate_schedule("1f1b", *arguments).makespan
     for stage, spans in enumerate(timeline.spans):
         for kind in ("forward", "backward", "weight"):
-            done = [span.work for span in spans if span.work.kind == kind]
-            assert done == [Work(kind, k, stage) for k in range(micro_batches)]
+            done = [span.action for span in spans if span.action.kind == kind]
+            assert done == [PipelineAction(kind, k, stage) for k in range(micro_batches)]
 
 
 def test_gpipe_pays_a_transfer_there_and_back_once():
@@ -347,7 +340,7 @@ def test_dualpipev_sends_no_message_between_the_two_chunks_of_the_last_rank():
     assert simulate_schedule("dualpipev", [1] * 4, [1] * 4, [1, 9, 1], 6) == without
 
 
-FORWARD, BACKWARD = [[Work(kind, 0, chunk) for chunk in (0, 1)] for kind in ("forward", "backward")]
+FORWARD, BACKWARD = [[PipelineAction(kind, 0, chunk) for chunk in (0, 1)] for kind in ("forward", "backward")]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +374,7 @@ FORWARD, BACKWARD = [[Work(kind, 0, chunk) for chunk in (0, 1)] for kind in ("fo
 )
 def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, second, words):
     with pytest.raises(ValueError, match=words):
-        simulate(Order([first, second], [0, 1]), [1, 1], [1, 1], [0])
+        simulate(ScheduleActions([first, second], [0, 1]), [1, 1], [1, 1], [0])
 
 
 @pytest.mark.parametrize(
@@ -416,10 +409,10 @@ def test_planning_needs_neither_torch_nor_deepspeed():
 
 
 def test_a_weight_pass_comes_after_its_backward_pass():
-    passes = [Work(kind, 0, 0) for kind in ("forward", "weight", "backward")]
-    order = Order([[Step((), (), (), (work,)) for work in passes]], [0])
+    passes = [PipelineAction(kind, 0, 0) for kind in ("forward", "weight", "backward")]
+    actions = ScheduleActions([[Step((), (), (), (action,)) for action in passes]], [0])
     with pytest.raises(ValueError, match="does the weight pass of micro-batch 0 through chunk 0 before"):
-        simulate(order, [1], [1], [], [1])
+        simulate(actions, [1], [1], [], [1])
 
 
 def test_a_weight_pass_is_a_part_of_the_backward_pass():

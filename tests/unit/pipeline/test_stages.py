@@ -23,11 +23,7 @@ def pipeline(stages):
     ("words", "parts"),
     [
         (pipeline(8), ("4 layers", "8 stages", "type:transformer", "--pipeline-model-parallel-size")),
-        (pipeline(8) + "--partition-method parameters", ("7 layers", "8 stages", "parameters")),
-        (pipeline(2) + "--partition-method type:mamba", ("'mamba'", "EmbeddingPipe", "to_batch_first")),
-        (pipeline(10) + "--partition-method uniform", ("9 layers", "10 stages")),
         (pipeline(2) + "--partition-method profile", ("--partition-profile FILE",)),
-        (pipeline(2) + "--partition-method stages:4,1", ("5 transformer layers", "--num-layers is 4")),
         (pipeline(2) + "--pipeline-schedule dualpipev --partition-method stages:2,2", ("2 stages", "4")),
         (pipeline(2) + "--virtual-pipeline-stages 3", ("4 layers", "6 stages (3 x", "--virtual-pipeline")),
         (

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +14,7 @@ from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
+from tests.unit.tokenizer.vocabularies import tokenizer_flags as flags
 
 TRICKY = [
     "",
@@ -31,11 +31,6 @@ TRICKY = [
     "http://example.org/?q=1&r=%20#frag__init__",
     *TEXT[:4],
 ]
-
-
-def flags(**given: str | None) -> SimpleNamespace:
-    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path", "tokenizer_model")
-    return SimpleNamespace(**{name: given.get(name) for name in names})
 
 
 @pytest.fixture(scope="module")

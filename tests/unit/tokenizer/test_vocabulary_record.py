@@ -18,17 +18,13 @@ from megatron.tokenizer.vocabulary_record import (
     vocabulary_digest,
     write_record,
 )
-from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
-
-
-def flags(vocab_file: str, merge_file: str) -> Namespace:
-    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path", "tokenizer_model")
-    return Namespace(**{**dict.fromkeys(names), "vocab_file": vocab_file, "merge_file": merge_file})
+from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
 
 
 @pytest.fixture
 def original(tmp_path: Path) -> Namespace:
-    return flags(*train_gpt2_vocabulary(tmp_path))
+    vocab, merges = train_gpt2_vocabulary(tmp_path)
+    return tokenizer_flags(vocab_file=vocab, merge_file=merges)
 
 
 @pytest.fixture
@@ -39,7 +35,7 @@ def other(original: Namespace, tmp_path: Path) -> Namespace:
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path = tmp_path / "other.json"
     path.write_text(json.dumps(vocabulary))
-    return flags(str(path), original.merge_file)
+    return tokenizer_flags(vocab_file=str(path), merge_file=original.merge_file)
 
 
 @pytest.fixture

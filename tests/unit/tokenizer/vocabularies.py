@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
@@ -12,6 +13,12 @@ TEXT = [
     "Numbers such as 1, 12, 123 and 1234 stand beside words; so do $prices and user@example.org.",
     "Grüße aus München, на здоровье, 日本語のテキスト und ein paar Emoji 🙂🚀.",
 ] * 4
+
+
+def tokenizer_flags(**given: str | None) -> Namespace:
+    """The parsed tokenizer flags of a tool, those that are not given as None."""
+    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path", "tokenizer_model")
+    return Namespace(**{name: given.get(name) for name in names})
 
 
 def train_gpt2_vocabulary(folder: Path, vocab_size: int = 400) -> tuple[str, str]:

@@ -1,12 +1,12 @@
-"""Orders of work of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
+"""The actions of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
 
 The model's layers are divided into chunks (Megatron-LM: model chunks). Chunk c is stage c of the flags, the
-docs and `megatron.engine`; there its index among the chunks of its rank is called phase, as in DeepSpeed.
+docs and `megatron.engine`. Its index among the chunks of its rank is called model_chunk_id (Megatron-LM).
 Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b', called PipeDream-flush in arXiv 2104.04473;
 'zero-bubble', arXiv 2401.10241), two ('dualpipev', https://github.com/deepseek-ai/DualPipe: rank r of p
 holds chunks r and 2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved',
-arXiv 2104.04473 section 2.2: rank r holds chunks r, p + r, 2p + r and so on). An order of work is a list of
-steps per rank. Each step exchanges messages and then computes.
+arXiv 2104.04473 section 2.2: rank r holds chunks r, p + r, 2p + r and so on). The actions of a rank are a
+list of steps. Each step exchanges messages and then computes.
 
 '1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
 `DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
@@ -23,10 +23,13 @@ order. Messages between two ranks are received in the order in which they are se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
+
+from megatron.mpu.layout import chunks_of_rank
 
 Kind = Literal["forward", "backward", "weight"]
 """Of a pass. "weight" computes the gradients of weights, where "backward" computes those of inputs only."""
@@ -35,7 +38,7 @@ FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
 """Offset from a chunk to the chunk that receives its output. A weight pass has none."""
 
 
-class Work(NamedTuple):
+class PipelineAction(NamedTuple):
     """One pass of one micro-batch through one chunk."""
 
     kind: Kind
@@ -47,64 +50,54 @@ class Work(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One message exchange of a rank and the work after it, in the order of the fields."""
+    """One message exchange of a rank and the passes after it, in the order of the fields."""
 
-    sends: tuple[Work, ...]
-    """Work whose outputs are sent first."""
-    receives: tuple[Work, ...]
-    """Work whose inputs are received then; the rank waits for all of them."""
-    late_sends: tuple[Work, ...]
-    """Work whose outputs are sent after that."""
-    work: tuple[Work, ...]
-    """Work that is computed last, in this order."""
+    sends: tuple[PipelineAction, ...]
+    """Passes whose outputs are sent first."""
+    receives: tuple[PipelineAction, ...]
+    """Passes whose inputs are received then; the rank waits for all of them."""
+    late_sends: tuple[PipelineAction, ...]
+    """Passes whose outputs are sent after that."""
+    actions: tuple[PipelineAction, ...]
+    """Passes that are computed last, in this order."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """An order of work: the steps of each rank, and which rank holds each chunk."""
+class ScheduleActions:
+    """The steps of each rank, and which rank holds each chunk."""
 
     steps: list[list[Step]]
     rank_of_chunk: Sequence[int]
 
 
-def gpipe(num_stages: int, num_micro_batches: int) -> Order:
+def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """All forward passes, then all backward passes, both in the order of the micro-batches."""
-    stages = range(num_stages)
 
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
-        for work in chain(*_passes(stage, num_micro_batches)):
-            steps.add(work)
-        return steps.finished()
+    def add_steps(stage: int, steps: _Steps) -> None:
+        steps.add_each(chain(*_passes(stage, num_micro_batches)))
 
-    return Order([stage_steps(stage) for stage in stages], stages)
+    return _schedule(range(num_stages), add_steps)
 
 
-def one_f_one_b(num_stages: int, num_micro_batches: int) -> Order:
+def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
     alternates one backward and one forward pass. So stage s keeps activations of at most p - s
     micro-batches."""
-    stages = range(num_stages)
 
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
+    def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
         depth = num_stages - stage
-        for work in forwards[:depth]:
-            steps.add(work)
-        for micro_batch, work in enumerate(backwards):
+        steps.add_each(forwards[:depth])
+        for micro_batch, action in enumerate(backwards):
             # After a forward pass DeepSpeed receives the gradient before it sends the activation. If there
             # are fewer micro-batches than stages from this one on, the activation was already sent.
-            last_forward = micro_batch + depth - 1
-            steps.add(work, sends_late=last_forward < num_micro_batches)
-            if last_forward + 1 < num_micro_batches:
-                steps.add(forwards[last_forward + 1])
-        return steps.finished()
+            steps.add(action, sends_late=micro_batch + depth - 1 < num_micro_batches)
+            steps.add_each(forwards[micro_batch + depth :][:1])
 
-    return Order([stage_steps(stage) for stage in stages], stages)
+    return _schedule(range(num_stages), add_steps)
 
 
-def zero_bubble(num_stages: int, num_micro_batches: int) -> Order:
+def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with the backward pass in two parts, B and W.
 
     B computes the gradient of the stage's input, which the stage before waits for. W computes the gradients
@@ -113,30 +106,24 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> Order:
     on stage s, so the stages keep equal numbers of micro-batches: stage s of p has p - s that wait for their
     B, and s that wait for their W. If all three passes take equally long, the bubble is a third of 1F1B's.
     """
-    stages = range(num_stages)
 
-    def stage_steps(stage: int) -> list[Step]:
-        steps = _Steps(stage, stages)
+    def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
-        weights = [Work("weight", k, stage) for k in range(num_micro_batches)]
+        weights = [PipelineAction("weight", k, stage) for k in range(num_micro_batches)]
         depth = num_stages - stage
-        for work in forwards[:depth]:
-            steps.add(work)
-        for micro_batch, work in enumerate(backwards):
-            steps.add(work)
+        steps.add_each(forwards[:depth])
+        for micro_batch, action in enumerate(backwards):
+            steps.add(action)
             # A step of its own: the output of B is sent before it.
             if micro_batch >= stage:
                 steps.add(weights[micro_batch - stage])
-            if micro_batch + depth < num_micro_batches:
-                steps.add(forwards[micro_batch + depth])
-        for work in weights[max(num_micro_batches - stage, 0) :]:
-            steps.add(work)
-        return steps.finished()
+            steps.add_each(forwards[micro_batch + depth :][:1])
+        steps.add_each(weights[max(num_micro_batches - stage, 0) :])
 
-    return Order([stage_steps(stage) for stage in stages], stages)
+    return _schedule(range(num_stages), add_steps)
 
 
-def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
+def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
     """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
 
     Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both ways
@@ -148,26 +135,24 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Order:
             f"{num_micro_batches}: take a larger global batch, a smaller micro-batch or fewer pipeline ranks"
         )
     rank_of_chunk = [*range(num_ranks), *reversed(range(num_ranks))]
-    steps = [_dual_pipe_v_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
-    return Order(steps, rank_of_chunk)
+    return _schedule(rank_of_chunk, partial(_add_dual_pipe_v_steps, num_ranks, num_micro_batches))
 
 
-def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
+def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, steps: _Steps) -> None:
     """One rank's steps. The numbers are those of the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
-    last_chunk = len(rank_of_chunk) - 1
+    last_chunk = 2 * num_ranks - 1
     down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
     forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
-    below = len(rank_of_chunk) // 2 - 1 - rank
-    steps = _Steps(rank, rank_of_chunk)
+    below = num_ranks - 1 - rank
 
     for _ in range(2 * below):  # 1
         steps.add(next(forward_down))
-    work = next(forward_down)
+    action = next(forward_down)
     for turn in range(rank + 1):  # 2
         # The outputs of both directions are sent together; so are the next inputs received.
-        steps.add(work, hold=True)
-        work = next(forward_down)
-        steps.add(next(forward_up), receive_too=(work,), hold=below == 0 and turn == rank)
+        steps.add(action, hold=True)
+        action = next(forward_down)
+        steps.add(next(forward_up), receive_too=(action,), hold=below == 0 and turn == rank)
     for _ in range(below):  # 3
         steps.add(next(backward_up))
         steps.add(next(forward_up))
@@ -175,9 +160,9 @@ def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
         if turn > 0:
             steps.add(next(forward_down), next(backward_up))
         elif below > 0:
-            steps.add(work, next(backward_up))
+            steps.add(action, next(backward_up))
         else:
-            steps.add(work)
+            steps.add(action)
             steps.add(next(backward_up))
         steps.add(next(forward_up), next(backward_down))
     for _ in range(below):  # 5
@@ -186,12 +171,10 @@ def _dual_pipe_v_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batche
     for _ in range(rank + 1):  # 6
         steps.add(next(backward_up))
         steps.add(next(backward_down))
-    for _ in range(below):  # 7
-        steps.add(next(backward_down))
-    return steps.finished()
+    steps.add_each(backward_down)  # 7
 
 
-def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> Order:
+def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> ScheduleActions:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2): rank r of p holds chunks r, p + r, 2p + r, ...
 
     Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on;
@@ -207,93 +190,106 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) ->
             f"{num_micro_batches}: take another global batch or micro-batch, or another number of ranks"
         )
     rank_of_chunk = [chunk % num_ranks for chunk in range(num_ranks * chunks_per_rank)]
-    steps = [_interleaved_steps(rank, rank_of_chunk, num_micro_batches) for rank in range(num_ranks)]
-    return Order(steps, rank_of_chunk)
-
-
-def _interleaved_steps(rank: int, rank_of_chunk: Sequence[int], num_micro_batches: int) -> list[Step]:
-    num_ranks = max(rank_of_chunk) + 1
-    chunks = range(rank, len(rank_of_chunk), num_ranks)
     groups = [range(first, first + num_ranks) for first in range(0, num_micro_batches, num_ranks)]
-    forwards = [Work("forward", k, chunk) for group in groups for chunk in chunks for k in group]
-    backwards = [Work("backward", k, chunk) for group in groups for chunk in reversed(chunks) for k in group]
-    warm_up = min(2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * num_ranks, len(forwards))
-    steps = _Steps(rank, rank_of_chunk)
-    for work in forwards[:warm_up]:
-        steps.add(work)
-    pairs = len(forwards) - warm_up
-    for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
-        steps.add(forward, backward)
-    for work in backwards[pairs:]:
-        steps.add(work)
-    return steps.finished()
+
+    def passes(kind: Kind, chunks: Sequence[int]) -> list[PipelineAction]:
+        return [PipelineAction(kind, k, chunk) for group in groups for chunk in chunks for k in group]
+
+    def add_steps(rank: int, steps: _Steps) -> None:
+        chunks = chunks_of_rank(rank_of_chunk, rank)
+        forwards, backwards = passes("forward", chunks), passes("backward", chunks[::-1])
+        warm_up = min(2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * num_ranks, len(forwards))
+        pairs = len(forwards) - warm_up
+        steps.add_each(forwards[:warm_up])
+        for forward, backward in zip(forwards[warm_up:], backwards[:pairs], strict=True):
+            steps.add(forward, backward)
+        steps.add_each(backwards[pairs:])
+
+    return _schedule(rank_of_chunk, add_steps)
 
 
-def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Order:
+def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> ScheduleActions:
     """The forward passes alone, as for an evaluation, of any chunks and any number of micro-batches.
 
     Micro-batch k is in chunk c in step k + c, so every message is needed in the step after the one that makes
     it.
     """
 
-    def rank_steps(rank: int) -> list[Step]:
-        chunks = [chunk for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
-        steps = _Steps(rank, rank_of_chunk)
+    def add_steps(rank: int, steps: _Steps) -> None:
         for number in range(num_micro_batches + len(rank_of_chunk) - 1):
-            work = [Work("forward", number - chunk, chunk) for chunk in chunks]
-            steps.add(*(one for one in work if 0 <= one.micro_batch < num_micro_batches))
-        return steps.finished()
+            chunks = [c for c in chunks_of_rank(rank_of_chunk, rank) if 0 <= number - c < num_micro_batches]
+            steps.add(*(PipelineAction("forward", number - chunk, chunk) for chunk in chunks))
 
-    return Order([rank_steps(rank) for rank in range(max(rank_of_chunk) + 1)], rank_of_chunk)
+    return _schedule(rank_of_chunk, add_steps)
 
 
-def _passes(chunk: int, num_micro_batches: int) -> tuple[list[Work], list[Work]]:
+def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], None]) -> ScheduleActions:
+    """The steps of all ranks. add_steps: adds those of one rank."""
+    of_ranks = [_Steps(rank, rank_of_chunk) for rank in range(max(rank_of_chunk) + 1)]
+    for rank, steps in enumerate(of_ranks):
+        add_steps(rank, steps)
+    return ScheduleActions([steps.finished() for steps in of_ranks], rank_of_chunk)
+
+
+def _passes(chunk: int, num_micro_batches: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
     """The forward and the backward passes through a chunk."""
-    numbers = range(num_micro_batches)
-    return [Work("forward", k, chunk) for k in numbers], [Work("backward", k, chunk) for k in numbers]
+    kinds: tuple[Kind, Kind] = "forward", "backward"
+    forwards, backwards = (
+        [PipelineAction(kind, k, chunk) for k in range(num_micro_batches)] for kind in kinds
+    )
+    return forwards, backwards
 
 
 class _Steps:
-    """Builds the steps of a rank from its work, with the messages from and to other ranks."""
+    """Builds the steps of a rank from its passes, with the messages from and to other ranks."""
 
     def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
         def elsewhere(chunk: int) -> bool:
             return 0 <= chunk < len(rank_of_chunk) and rank_of_chunk[chunk] != rank
 
-        own = [(kind, chunk) for kind in FLOW for chunk, owner in enumerate(rank_of_chunk) if owner == rank]
+        own = [(kind, chunk) for kind in FLOW for chunk in chunks_of_rank(rank_of_chunk, rank)]
         self._incoming = {(kind, chunk) for kind, chunk in own if elsewhere(chunk - FLOW[kind])}
         self._outgoing = {(kind, chunk) for kind, chunk in own if elsewhere(chunk + FLOW[kind])}
         self._steps: list[Step] = []
-        self._unsent: tuple[Work, ...] = ()
-        self._held: tuple[Work, ...] = ()
-        self._received: set[Work] = set()
+        self._unsent: tuple[PipelineAction, ...] = ()
+        self._held: tuple[PipelineAction, ...] = ()
+        self._received: set[PipelineAction] = set()
 
     def add(
-        self, *work: Work, sends_late: bool = False, hold: bool = False, receive_too: tuple[Work, ...] = ()
+        self,
+        *actions: PipelineAction,
+        sends_late: bool = False,
+        hold: bool = False,
+        receive_too: tuple[PipelineAction, ...] = (),
     ) -> None:
         """Adds a step.
 
         sends_late: pending outputs are sent after this step's inputs have arrived, not before.
         hold: this step's outputs are sent together with those of the next step.
-        receive_too: work of later steps whose inputs are received in this step.
+        receive_too: passes of later steps whose inputs are received in this step.
         """
-        receives = _select(work + receive_too, self._incoming)
+        receives = _select(actions + receive_too, self._incoming)
         if self._received:
-            receives = tuple([w for w in receives if w not in self._received])
-            self._received.difference_update(work)
+            receives = tuple([action for action in receives if action not in self._received])
+            self._received.difference_update(actions)
         self._received.update(receive_too)
-        outputs = _select(work, self._outgoing)
+        outputs = _select(actions, self._outgoing)
         sends, late_sends = ((), self._unsent) if sends_late else (self._unsent, ())
-        self._steps.append(Step(sends, receives, late_sends, work))
+        self._steps.append(Step(sends, receives, late_sends, actions))
         self._unsent, self._held = (self._held, outputs) if hold else (self._held + outputs, ())
 
+    def add_each(self, actions: Iterable[PipelineAction]) -> None:
+        """Adds a step for each pass."""
+        for action in actions:
+            self.add(action)
+
     def finished(self) -> list[Step]:
-        """All steps; a last step without work sends the remaining outputs."""
+        """All steps; a last step without passes sends the remaining outputs."""
         return [*self._steps, Step(self._unsent + self._held, (), (), ())]
 
 
-def _select(work: tuple[Work, ...], places: set[tuple[Kind, int]]) -> tuple[Work, ...]:
-    """The work whose kind and chunk are among `places`."""
-    selected = [w for w in work if (w.kind, w.chunk) in places]
+def _select(actions: tuple[PipelineAction, ...], places: set[tuple[Kind, int]]) -> tuple[PipelineAction, ...]:
+    """The passes whose kind and chunk are among `places`."""
+    selected = [action for action in actions if (action.kind, action.chunk) in places]
     # Large plans have millions of these: reuse the tuple if nothing is removed.
-    return work if len(selected) == len(work) else tuple(selected)
+    return actions if len(selected) == len(actions) else tuple(selected)

@@ -1,8 +1,14 @@
-"""ZeRO-2 and ZeRO-3: module hooks that gather a layer's weights and reduce-scatter its gradients.
+"""Collectives of the optimizer that run while layers compute: buckets (ZeRO-1) and units (ZeRO-2, ZeRO-3).
 
-The idea (ZeRO, arXiv 1910.02054; the unit is what FSDP calls a unit): a unit is one transformer layer, with
-flat groups that hold its parameters and no others. Full gradients (ZeRO-2) and full weights (ZeRO-3) of a
-unit are allocated only while the layer runs:
+Both are transformer layers with flat groups that hold their parameters and no others.
+
+A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
+micro-batch. As soon as those of a bucket are, its reduce-scatter starts, while the backward pass continues;
+`GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights start; a
+layer's forward pass waits for those of its bucket.
+
+A unit (the word of FSDP) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
+only while the layer runs (arXiv 1910.02054):
 
     before forward      all-gather weights                                          ZeRO-3
     after forward       free weights                                                ZeRO-3
@@ -10,19 +16,24 @@ unit are allocated only while the layer runs:
     during backward     allocate full gradients, accumulate into them               ZeRO-2, ZeRO-3
     after backward      reduce-scatter gradients, free them; free weights           ZeRO-2, ZeRO-3
 
-Communication overlaps with computation (`UnitOverlap`): while a unit computes, the all-gather of the next one
-runs, and the reduce-scatter of the last one. What is summed, and in which order, does not depend on this.
+While a unit computes, the all-gather of the next one runs, and the reduce-scatter of the last one
+(`UnitOverlap`).
 
 Invariant: every rank of the data-parallel group runs the same layers in the same order, and autograd visits
 the same graph in the same order. So the collectives in these hooks are issued in the same order on all ranks.
+What a collective sums, and in which order, does not depend on when it starts.
 
-Embedding, final norm and head are not units; they stay full on each rank, as with ZeRO-1. The fused loss
-(`mpu.cross_entropy`) reads the head's weight and adds to its `main_grad` outside of any module's forward
-pass, where module hooks do not run.
+Embedding, final norm and head belong to no bucket and no unit: they are reduced after the last backward pass,
+and gathered before the step ends. The gradient of the tied embedding is final only at the end of the first
+stage's backward pass. The functions that add to it (`mpu.embedding`, the fused loss) return no gradient to
+autograd, and the fused loss reads the head's weight outside of any module's forward pass: no hook would run.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,12 +41,93 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.compilation import not_compiled
-from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.flat_group import FlatGroup, add_to_main_grad
+
+
+def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
+    """Indices of the layers of each bucket, in order; [] if one bucket would hold all of them.
+
+    layer_sizes: elements of each layer. A bucket has the fewest layers with at least `bucket_size` elements,
+    counted from the last layer. The first bucket, whose gradients are final last, holds the rest.
+    """
+    ends, held = [len(layer_sizes)], 0
+    for index in reversed(range(len(layer_sizes))):
+        held += layer_sizes[index]
+        if held >= bucket_size:
+            ends.append(index)
+            held = 0
+    if ends[-1] != 0:
+        ends.append(0)
+    buckets = [range(start, end) for end, start in pairwise(ends)][::-1]
+    return buckets if len(buckets) > 1 else []
+
+
+class _HookedLayers:
+    """What buckets and units share. `flats`: the groups that hold the layers' parameters and no others."""
+
+    def __init__(self, flats: Sequence[FlatGroup]) -> None:
+        self.flats = list(flats)
+        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self._gathering: list[dist.Work] = []
+
+    def start_gather(self) -> None:
+        """Starts the all-gather of the weights. Collective."""
+        self._gathering += [flat.all_gather_params() for flat in self.flats]
+
+    def wait_for_gather(self) -> None:
+        """Waits for `start_gather`. Afterwards the weights may be read."""
+        gathering, self._gathering = self._gathering, []
+        for pending in gathering:
+            pending.wait()
+
+
+class Bucket(_HookedLayers):
+    """The hooks of a bucket's layers."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        flats: Sequence[FlatGroup],
+        start_reduction: Callable[[Sequence[FlatGroup]], None] | None,
+    ) -> None:
+        """`start_reduction`: called with `flats` when their gradients are final; None: gradients are reduced
+        after the backward pass. Registers the hooks: after those that accumulate the gradients."""
+        super().__init__(flats)
+        self._start = start_reduction
+        self._micro_batches_left: dict[nn.Parameter, int] = {}
+        self._parameters_left = 0
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward)
+        if start_reduction is not None:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._count_gradient)
+
+    def begin_step(self, micro_batches: int) -> None:
+        """The gradients are final when each parameter has those of this many micro-batches."""
+        self._micro_batches_left = dict.fromkeys(self._parameters, micro_batches)
+        self._parameters_left = len(self._parameters)
+
+    def start_reduction(self) -> None:
+        """Starts the reduction of the gradients, if it runs during the backward pass. Collective."""
+        if self._start is not None:
+            self._start(self.flats)
+
+    def _count_gradient(self, parameter: nn.Parameter) -> None:
+        left = self._micro_batches_left.get(parameter, 0) - 1
+        self._micro_batches_left[parameter] = left
+        self._parameters_left -= left == 0
+        if left == 0 and self._parameters_left == 0:
+            self.start_reduction()
+
+    # With --compile the layer is compiled; hooks with collectives are not.
+    @not_compiled
+    def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.wait_for_gather()
 
 
 class UnitOverlap:
-    """What runs while a unit computes: at most one prefetched all-gather, of the next unit's weights, and one
-    reduce-scatter, of the previous unit's gradients.
+    """At most one prefetched all-gather, of the next unit's weights, and one reduce-scatter, of the previous
+    unit's gradients.
 
     Which unit is next is known from the order of the all-gathers in an earlier micro-batch, layers that are
     recomputed included. If the order differs, as in an evaluation, prefetching stops until the next
@@ -57,7 +149,7 @@ class UnitOverlap:
         self._gathered = []
         self._follows_order = self._prefetch_params
 
-    def gather(self, unit: "ShardedUnit") -> None:
+    def gather(self, unit: ShardedUnit) -> None:
         """Waits for the unit's weights, then starts the all-gather of the next unit's. Collective."""
         if not unit.lacks_weights:
             return
@@ -79,7 +171,7 @@ class UnitOverlap:
             self._prefetched.free_weights()
             self._prefetched = None
 
-    def reduce(self, unit: "ShardedUnit") -> None:
+    def reduce(self, unit: ShardedUnit) -> None:
         """Starts the reduce-scatter of the unit's gradients, then finishes that of the unit before.
         Collective."""
         unit.start_reduction()
@@ -95,30 +187,20 @@ class UnitOverlap:
             self._reducing = None
 
 
-class ShardedUnit:
-    """The hooks of one transformer layer.
+class ShardedUnit(_HookedLayers):
+    """The hooks of a unit.
 
     Its backward pass starts when the gradient of the layer's output arrives. It ends when all parameters have
     their gradient: these are then reduce-scattered and freed, and with ZeRO-3 the weights are freed.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        flats: Sequence[FlatGroup],
-        dp_group: dist.ProcessGroup,
-        overlap: UnitOverlap,
-    ) -> None:
-        """`flats`: the groups that hold `module`'s parameters and no others. `overlap`: one for all units.
-        Registers the hooks."""
+    def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], overlap: UnitOverlap) -> None:
+        """`overlap`: one for all units. Registers the hooks."""
+        super().__init__(flats)
         self.module = module
-        self._flats = list(flats)
-        self._dp_group = dp_group
         self._overlap = overlap
-        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._pending_params = set(self._parameters)
         self._in_backward = False
-        self._gathering: list[dist.Work] = []
         self._reducing: list[dist.Work] = []
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulate_grad)
@@ -138,8 +220,7 @@ class ShardedUnit:
 
     # --- weights ---
 
-    # With --compile the layer is compiled; hooks with collectives are not.
-    @not_compiled
+    @not_compiled  # see `Bucket`
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._overlap.gather(self)
 
@@ -160,23 +241,17 @@ class ShardedUnit:
     @property
     def lacks_weights(self) -> bool:
         """Whether the weights have to be gathered, or are being gathered, before they may be read."""
-        return bool(self._gathering) or any(not flat.has_full_params for flat in self._flats)
+        return bool(self._gathering) or any(not flat.has_full_params for flat in self.flats)
 
     def start_gather(self) -> None:
         """Starts the all-gather of the weights that are not there. Collective."""
-        missing = [flat for flat in self._flats if not flat.has_full_params]
-        self._gathering += [flat.all_gather_params(self._dp_group) for flat in missing]
-
-    def wait_for_gather(self) -> None:
-        """Waits for `start_gather`. Afterwards the weights may be read."""
-        gathering, self._gathering = self._gathering, []
-        for pending in gathering:
-            pending.wait()
+        missing = [flat for flat in self.flats if not flat.has_full_params]
+        self._gathering += [flat.all_gather_params() for flat in missing]
 
     def free_weights(self) -> None:
         """Frees the full weights (ZeRO-3)."""
         self.wait_for_gather()
-        for flat in self._flats:
+        for flat in self.flats:
             if flat.shards_weights:
                 flat.free_full_params()
 
@@ -187,27 +262,26 @@ class ShardedUnit:
         if len(self._pending_params) == len(self._parameters):
             if self._reducing:  # of the micro-batch before, into the same buffers
                 self._overlap.finish_reduction()
-            for flat in self._flats:
+            for flat in self.flats:
                 flat.alloc_full_grads()
-        parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
+        add_to_main_grad(parameter)
         self._pending_params.discard(parameter)
         if not self._pending_params:
             self._overlap.reduce(self)
 
     def start_reduction(self) -> None:
         """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
-        for flat in self._flats:
+        for flat in self.flats:
             # Of the whole group: only a diagnosis reads it, which then looks for the parameter.
             flat.add_grad_norms(torch.linalg.vector_norm(flat.gradients, torch.inf))
-        self._reducing = [flat.reduce_scatter_grads(self._dp_group) for flat in self._flats]
+        self._reducing = [flat.reduce_scatter_grads() for flat in self.flats]
         self._pending_params = set(self._parameters)
         self._in_backward = False
         self.free_weights()
 
     def finish_reduction(self) -> None:
         """Waits for `start_reduction`, and frees the full gradients."""
-        for flat, pending in zip(self._flats, self._reducing, strict=True):
+        for flat, pending in zip(self.flats, self._reducing, strict=True):
             pending.wait()
             flat.accumulate_grad_shard()
         self._reducing = []
