@@ -17,12 +17,13 @@ the forward pass.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from benchmarks.machine import benchmark_parser, describe_machine
 
 if TYPE_CHECKING:
     import torch
@@ -66,14 +67,11 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--small", action="store_true", help="small tensors on the CPU, no times")
     arguments = parser.parse_args()
     import torch
 
-    from benchmarks.machine import describe_machine
     from megatron.kernels.selection import reason_against_kernels
 
     device = torch.device("cpu" if arguments.small else "cuda")

@@ -16,7 +16,6 @@ FILE is in the form of benchmarks/published/modern.csv, whose rows the constants
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 # The published programs have no such kernels.
 os.environ["MEGATRON_KERNELS"] = "pytorch"
 
+from benchmarks.machine import benchmark_parser
 from benchmarks.published_programs.classes import IN_USE
 from benchmarks.published_programs.fitting import FITTED, Sample, choose, fit
 from benchmarks.published_programs.report import accuracy_report, kendall_tau, predict
@@ -51,9 +51,7 @@ BIGSCIENCE = "bigscience-workshop/bigscience"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="published rows of 2023 and later")
     parser.add_argument("--outliers", type=int, default=0, help="with --rows, rows to print per program")
     parser.add_argument("--fit", action="store_true", help="search the constants")

@@ -20,12 +20,12 @@ All other flags are those of pretrain_gpt.py, and replace the preset's.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.machine import benchmark_parser
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
@@ -330,9 +330,7 @@ def schedule_rows() -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--preset", choices=PRESETS, default="13B", help="sizes of the model and of the batch"
     )

@@ -31,6 +31,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks.machine import benchmark_parser, describe_machine
+
 if TYPE_CHECKING:
     import torch
 
@@ -105,9 +107,7 @@ CPU_ROWS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu-small")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps per row (default: 10)")
     parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
@@ -131,7 +131,6 @@ def main() -> None:
             rows = {row.name: row for row in rows_of(arguments.preset)}
             run_worker(preset, rows[arguments.worker], arguments.compile, arguments.dropout)
         return
-    from benchmarks.machine import describe_machine
 
     print(f"{describe_machine()}, load {os.getloadavg()[0]:.1f}", flush=True)
     rows = rows_of(arguments.preset)
