@@ -13,7 +13,7 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 from megatron.training.startup_report import describe_moments, local_moments
 from tests.distributed.test_model_variants import QWEN3
 from tests.distributed.test_optimizer import check_same_steps
-from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
+from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train
 from tests.support.pool import run_world
 
 # Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
@@ -31,16 +31,15 @@ LAYOUTS = {
 }
 
 
-QWEN3_LIKE = {**QWEN3, **MODEL}
+MODELS = {"plain": MODEL, "qwen3-like": {**QWEN3, **MODEL}}
 
 
-def train_steps(row, steps, optimizer, model=MODEL):
-    return train(build_engine(config_of(row, model=model, optimizer=optimizer)), range(steps))
+def train_steps(row, steps, optimizer, model="plain"):
+    return train(build_engine(config_of(row, model=MODELS[model], optimizer=optimizer)), range(steps))
 
 
 @cache
-def one_process(eight_bit, is_qwen3=False):
-    model = QWEN3_LIKE if is_qwen3 else MODEL
+def one_process(eight_bit, model="plain"):
     return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {}, model)[0]
 
 
@@ -52,22 +51,14 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
 
 
 @pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_process_does(layout):
+def test_every_layout_trains_as_one_process_does(layout, model):
     row = LAYOUTS[layout]
-    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT):
+    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, model):
         # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
-        assert relative_errors(history, one_process(eight_bit=True))[0] < 2e-3
-        assert relative_errors(history, one_process(eight_bit=False))[0] < 0.01
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_a_qwen3_like_model_as_one_process_does(layout):
-    row = LAYOUTS[layout]
-    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, model=QWEN3_LIKE):
-        assert relative_errors(history, one_process(True, is_qwen3=True))[0] < 2e-3
-        assert relative_errors(history, one_process(False, is_qwen3=True))[0] < 0.01
+        assert relative_errors(history, one_process(True, model))[0] < 2e-3
+        assert relative_errors(history, one_process(False, model))[0] < 0.01
 
 
 @pytest.mark.gate(rows=1)
@@ -78,26 +69,6 @@ def test_both_zero_stages_take_the_same_steps(row):
         run_world(row.world_size, train_steps, replace(row, zero=zero), 5, EIGHT_BIT) for zero in (0, 1)
     ]
     check_same_steps(*histories)
-
-
-def weights_after_steps(row):
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
-    train(engine, range(3))
-    return weights_of(engine)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("zero", [1, 0])
-def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero):
-    row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4)
-    copies = {}
-    for rank in run_world(row.world_size, weights_after_steps, row):
-        for name, shard in rank.shards.items():
-            part = 0 if rank.specs[name].shard_dim is None else rank.tp_rank
-            copies.setdefault((name, part), []).append(shard)
-    assert len(copies[WORD_EMBEDDING, 0]) == 4
-    for (name, part), shards in copies.items():
-        assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
 
 
 # --- who has 8 bits ---

@@ -11,7 +11,7 @@ from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, find_checkpoint
 from megatron.errors import UserError
-from tests.distributed.test_integrity_record import names_of
+from tests.distributed.test_integrity_record import make_copies_unequal
 from tests.support.checkpoints import FINGERPRINT, state_after
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
@@ -150,11 +150,9 @@ def save_good_then_unequal(folder):
     checkpoints = manager_of(engine, folder)
     checkpoints.restore_or_init(None, lambda text: None)
     train(engine, range(1))
-    (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
-    place = next(p for p in flat.parameters if engine.optimizer.names[p] == "8.weight").flat_offset
     for step in (1, 2, 3, 4):
         if step == 3:
-            flat.master.data[place] += 1e-3 * engine.global_rank
+            make_copies_unequal(engine)
         assert save(checkpoints, step) is None
     back = checkpoints.rollback()
     # What is saved now descends from the good one.

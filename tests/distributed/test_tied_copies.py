@@ -119,7 +119,13 @@ def every_case():
         yield Row(tp=2, dp=4, zero=stage), SEQUENCE_PARALLEL, True
     for precision in ("bf16", "fp16"):
         yield Row(pp=2, dp=3, zero=1, precision=precision), {"model": {"hidden_dropout": 0.1}}, True
+        for zero in (0, 1):
+            yield Row(tp=2, pp=2, dp=2, zero=zero, precision=precision), {}, False
     yield Row(pp=2, dp=4, zero=1), {"optimizer": {"optimizer": "sgd"}}, True
+    for zero in (0, 1):
+        eight_bit = {"use_bnb_optimizer": True}
+        model = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
+        yield Row(tp=2, pp=2, dp=2, zero=zero), {"optimizer": eight_bit, "model": model}, False
 
 
 @pytest.mark.full

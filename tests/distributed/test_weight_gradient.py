@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from megatron.mpu import weight_gradient
-from tests.support.layouts import LOW_PRECISION_BOUND, Row, relative_errors, train_layout
+from tests.distributed.parity import assert_near, one_process
+from tests.support.layouts import Row, train_layout
 from tests.support.pool import run_world
 
 STEPS = 5
@@ -51,12 +52,11 @@ def train_adding(row, changes):
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row, changes, layers", ROWS, ids=str)
 def test_training_follows_the_fp32_loss(row, changes, layers):
-    reference = run_world(1, train_layout, row.reference, STEPS)[0]
+    reference = one_process(row, STEPS)
     micro_batches = 8 // (row.dp * row.micro_batch)
     ranks = run_world(row.world_size, train_adding, row, changes)
     for rank, (history, added, added_of_head) in enumerate(ranks):
-        loss_error, norm_error = relative_errors(history, reference)
-        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
+        assert_near(history, reference, row.precision)
         assert added == 4 * layers * micro_batches * STEPS
         last_stage = rank >= row.world_size - row.world_size // row.pp
         assert added_of_head == micro_batches * STEPS * last_stage

@@ -27,7 +27,6 @@ def test_tied_copies_are_equal_at_every_step_and_the_run_resumes(
     folder = ["--save", str(tmp_path), "--load", str(tmp_path)]
     flags = [*FLAGS, *NO_DROPOUT, *data, *folder, "--zero-stage", zero_stage]
     for iterations in (10, 12):
-        run = pretrain([*flags, "--train-iters", str(iterations)], processes=2 * replicas)
-        assert run.exit_code == 0, run.stderr
+        run = pretrain([*flags, "--train-iters", str(iterations)], processes=2 * replicas).ok()
         assert run.steps[-1]["iteration"] == iterations
     assert len(run.steps) == 2, "it resumed from iteration 10"
