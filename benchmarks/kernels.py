@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose names begin so")
     arguments = parser.parse_args()
-    rows = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
+    rows: list[tuple[str, ...]] = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
     for variant in variants():
         if not variant.name.startswith(arguments.only):
             continue

@@ -261,7 +261,7 @@ def _least_seconds(config: Config, count: OperationCount) -> float:
 def operations_table(simulated: Simulated) -> str:
     """The operations of the middle rank's passes of a micro-batch, the longest first; shorter ones than 1 %
     of both passes in one line."""
-    cells = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
+    cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
     passes = {kind: _operations(simulated.record, kind) for kind in PASSES}
     times = {
         (kind, name): _least_seconds(simulated.config, count)
@@ -348,7 +348,7 @@ def main() -> None:
         sys.exit(f"{parser.prog}: error: {error}")
     rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]
     rows += utilisation_rows(simulated)
-    cells = [("what", arguments.kernels, "goal", "")]
+    cells: list[tuple[str, ...]] = [("what", arguments.kernels, "goal", "")]
     cells += [row.cells() for row in (*rows, *schedule_rows())]
     print(f"counted on the simulated accelerator, rank {simulated.record.rank}; nothing was run on a GPU")
     print(format_table(cells, left_align=(0, 3)))

@@ -133,7 +133,7 @@ def write_text(
         max_new_tokens,
         sampling,
         window=window,
-        eod=checkpoint.eod,
+        eod=tokenizer.eod,
         seed=seed,
     )
     text = ""

@@ -55,15 +55,20 @@ class World:
 
     def start(self, work: str) -> None:
         for process in self.processes:
+            assert process.stdin is not None
             process.stdin.write(work + "\n")
             process.stdin.flush()
 
+    def answers(self) -> list[str]:
+        """Waits for a line of each process."""
+        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not all(lines):
+            raise SystemExit("a measured process died; its error is above")
+        return lines
+
     def seconds(self) -> float:
         """Waits for the work. Returns the seconds of the slowest process, or the largest number returned."""
-        answers = [process.stdout.readline() for process in self.processes]
-        if not all(answers):
-            raise SystemExit("a measured process died; its error is above")
-        return max(float(answer) for answer in answers)
+        return max(map(float, self.answers()))
 
     def run(self, work: str) -> float:
         self.start(work)
@@ -71,6 +76,7 @@ class World:
 
     def end(self) -> None:
         for process in self.processes:
+            assert process.stdin is not None
             process.stdin.close()
         for process in self.processes:
             process.wait()
