@@ -23,6 +23,13 @@ SEQUENCE_PARALLEL: Changes = {"parallel": {"sequence_parallel": True}}
 DUALPIPEV: Changes = {"parallel": {"pipeline_schedule": "dualpipev"}}
 INTERLEAVED: Changes = {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}}
 
+# Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
+# number of blocks, and one of the attention's is smaller than the threshold.
+EIGHT_BIT: Changes = {
+    "model": {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100},
+    "optimizer": {"use_bnb_optimizer": True},
+}
+
 _histories: dict[str, History] = {}
 
 

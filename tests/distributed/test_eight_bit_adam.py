@@ -11,15 +11,12 @@ from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 from megatron.training.startup_report import describe_moments, local_moments
+from tests.distributed.parity import EIGHT_BIT
 from tests.distributed.test_model_variants import QWEN3
 from tests.distributed.test_optimizer import check_same_steps
-from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train
+from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, train_layout
 from tests.support.pool import run_world
 
-# Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
-# number of blocks, and one of the attention's is smaller than the threshold.
-MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
-EIGHT_BIT = {"use_bnb_optimizer": True}
 LAYOUTS = {
     "TP 2": Row(tp=2, micro_batch=2),
     "PP 2": Row(pp=2, micro_batch=2),
@@ -31,16 +28,17 @@ LAYOUTS = {
 }
 
 
-MODELS = {"plain": MODEL, "qwen3-like": {**QWEN3, **MODEL}}
+MODELS = {"plain": EIGHT_BIT["model"], "qwen3-like": {**QWEN3, **EIGHT_BIT["model"]}}
 
 
-def train_steps(row, steps, optimizer, model="plain"):
-    return train(build_engine(config_of(row, model=MODELS[model], optimizer=optimizer)), range(steps))
+def train_steps(row, steps, eight_bit=True, model="plain"):
+    optimizer = EIGHT_BIT["optimizer"] if eight_bit else {}
+    return train_layout(row, steps, model=MODELS[model], optimizer=optimizer)
 
 
 @cache
 def one_process(eight_bit, model="plain"):
-    return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {}, model)[0]
+    return run_world(1, train_steps, Row(micro_batch=2), STEPS, eight_bit, model)[0]
 
 
 @pytest.mark.full
@@ -55,7 +53,7 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(layout, model):
     row = LAYOUTS[layout]
-    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, model):
+    for history in run_world(row.world_size, train_steps, row, STEPS, True, model):
         # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
         assert relative_errors(history, one_process(True, model))[0] < 2e-3
         assert relative_errors(history, one_process(False, model))[0] < 0.01
@@ -65,9 +63,7 @@ def test_every_layout_trains_as_one_process_does(layout, model):
 @pytest.mark.parametrize("row", [Row(dp=2, micro_batch=2), Row(pp=2, dp=2, micro_batch=2)], ids=str)
 def test_both_zero_stages_take_the_same_steps(row):
     """The partitions' boundaries are boundaries of blocks."""
-    histories = [
-        run_world(row.world_size, train_steps, replace(row, zero=zero), 5, EIGHT_BIT) for zero in (0, 1)
-    ]
+    histories = [run_world(row.world_size, train_steps, replace(row, zero=zero), 5) for zero in (0, 1)]
     check_same_steps(*histories)
 
 
@@ -75,7 +71,7 @@ def test_both_zero_stages_take_the_same_steps(row):
 
 
 def moments_and_table(row):
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    engine = build_engine(config_of(row, **EIGHT_BIT))
     optimizer = engine.optimizer
     assert not any(optimizer.moments_of(flat) for flat in optimizer.flat), "nothing before the first step"
     train(engine, [0])
@@ -131,7 +127,7 @@ def test_the_table_shows_measured_bytes():
 
 def spoil_a_moment(row, name, rank):
     """What the run says when one rank keeps a group's moments otherwise than the rule says."""
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer
     if engine.layout.rank == rank:
@@ -155,7 +151,7 @@ def test_moments_of_another_kind_stop_the_run_by_name():
 
 
 def layout_of_blocks(row):
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer
     for flat in optimizer.flat:

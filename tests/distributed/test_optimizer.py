@@ -1,8 +1,8 @@
 """One optimizer for all layouts: fp32 sums, one norm, clipping, loss scale, ZeRO-1, errors on every rank."""
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -374,15 +374,9 @@ def test_a_rank_saves_its_own_partition_of_the_master_weights(precision):
         assert own <= written <= 1.1 * own
 
 
-@contextmanager
 def reduce_scatters():
-    """ZeRO's gradients are reduce-scattered, as they are with NCCL."""
-    chosen = flat_group.prefers_all_reduce
-    flat_group.prefers_all_reduce = lambda group: False
-    try:
-        yield
-    finally:
-        flat_group.prefers_all_reduce = chosen
+    """A context in which ZeRO's gradients are reduce-scattered, as they are with NCCL."""
+    return mock.patch.object(flat_group, "prefers_all_reduce", lambda group: False)
 
 
 def train_a_little(row, options):

@@ -1,5 +1,7 @@
 """--checkpoint-activations recomputes each transformer layer, for any groups of layers and any partition."""
 
+from unittest import mock
+
 import pytest
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch.autograd.graph import saved_tensors_hooks
@@ -94,9 +96,8 @@ def history_and_parts(row, changes):
         )
         return keep(all_objects)
 
-    deepspeed_checkpointing.extract_tensors = note
-    history = train(engine, range(1))
-    deepspeed_checkpointing.extract_tensors = keep
+    with mock.patch.object(deepspeed_checkpointing, "extract_tensors", note):
+        history = train(engine, range(1))
     return sizes, history + train(engine, range(1, STEPS))
 
 

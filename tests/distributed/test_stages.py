@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -190,13 +191,11 @@ def stages_by_memory(parallel, problem):
             raise UserError(problem)
         return memory_costs(*args)
 
-    layer_memory.memory_costs = counted
-    try:
-        end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
-    except SharedUserError as error:
-        end = str(error)
-    finally:
-        layer_memory.memory_costs = memory_costs
+    with mock.patch.object(layer_memory, "memory_costs", counted):
+        try:
+            end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
+        except SharedUserError as error:
+            end = str(error)
     return len(calls), end
 
 

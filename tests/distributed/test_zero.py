@@ -19,7 +19,7 @@ from megatron.mpu.parameters import initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT
-from tests.distributed.parity import SEQUENCE_PARALLEL, SHORT, assert_same_numbers
+from tests.distributed.parity import EIGHT_BIT, SEQUENCE_PARALLEL, SHORT, assert_same_numbers
 from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.layouts import (
     FP32_BOUND,
@@ -39,10 +39,6 @@ from tests.support.layouts import (
 from tests.support.pool import run_world
 
 OFFLOAD = {"parallel": {"cpu_offload": True}}
-EIGHT_BIT = {
-    "model": {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100},
-    "optimizer": {"use_bnb_optimizer": True},
-}
 # Each is run with stages 2 and 3.
 LAYOUTS = {
     "DP 2": (Row(dp=2, micro_batch=2), {}),
@@ -59,14 +55,8 @@ LAYOUTS = {
 
 def train_offloaded(row, steps, **changes):
     """As if the device's memory were not the host's, which it is on a CPU."""
-    mixed_precision.is_host_memory = lambda device: False
-    try:
+    with mock.patch.object(mixed_precision, "is_host_memory", lambda device: False):
         return train_layout(row, steps, **changes)
-    finally:
-        mixed_precision.is_host_memory = HOST_MEMORY
-
-
-HOST_MEMORY = mixed_precision.is_host_memory
 
 
 @pytest.mark.gate(rows=2)

@@ -4,17 +4,12 @@ import pytest
 import torch
 
 from tests.distributed.parity import SEQUENCE_PARALLEL
+from tests.distributed.test_model_variants import LLAMA
 from tests.support.layouts import DROPOUT, Row, build_engine, config_of, train, weights_of
 from tests.support.pool import run_world
 
 STEPS = 3
 ONE_BUCKET_PER_LAYER = {"ddp_bucket_size": 1}
-LLAMA = {
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-    "glu_activation": "swiglu",
-}
 # Row, changes of its configuration. The order matters to the gate, which takes evenly spaced rows.
 ROWS = {
     "two stages": (Row(pp=2), {}),
