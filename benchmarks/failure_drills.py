@@ -11,7 +11,6 @@ and needs root. Exit code 1 if a drill fails.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -26,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import benchmark_parser, describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +49,7 @@ launch --pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-at
 
 def main() -> None:
     """Prints a line per drill and a row per kind of fault."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--each", type=int, default=20, metavar="N", help="drills per fault (default: 20)")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default: 0)")

@@ -67,7 +67,7 @@ export PYTHON OUT text tokenizer
 part data 300 bash -c prepare_data
 part machine-code 180 "$PYTHON" benchmarks/kernels.py --compile-only
 part kernels 360 "$PYTHON" benchmarks/kernel_speed.py
-part loss 240 "$PYTHON" benchmarks/loss_memory.py
+part loss 240 "$PYTHON" benchmarks/memory.py loss
 part nccl 180 "${train[@]}" --save "$checkpoints" --exit-interval 10
 part resumed 180 "${train[@]}" --load "$checkpoints"
 part cpu 420 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "${train[@]}"

@@ -70,7 +70,7 @@ def _losses_of(lines: list[str]) -> dict[int, float]:
     """Iteration -> loss of the training lines."""
     parsed = [parse_log_line(line) for line in lines]
     return {
-        line["iteration"]: line["lm_loss"]
+        int(line["iteration"]): float(line["lm_loss"])
         for line in parsed
         if line is not None and line["kind"] == "training"
     }

@@ -17,18 +17,30 @@ the forward pass.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-Work = Callable[[], "list[Tensor]"]
+from benchmarks.machine import benchmark_parser, describe_machine
+from megatron.cluster.launch import temporary_environment
+from megatron.kernels.selection import forget_decisions, reason_against_kernels, uses_kernels
+from megatron.model.core_attention import CoreAttention
+from megatron.model.layer_context import LayerContext
+from megatron.model.position import document_ids_of
+from megatron.mpu.embedding import embedding
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.logit_chunks import LogitChunks
+from megatron.mpu.random import DropoutRNG, dropout_add
+from megatron.mpu.weight_gradient import weight_gradient
+from megatron.optimizer.gradient_norm import gradient_norms
+from tests.support.measured_worlds import config_of
+
+Work = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,15 +78,9 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--small", action="store_true", help="small tensors on the CPU, no times")
     arguments = parser.parse_args()
-    import torch
-
-    from benchmarks.machine import describe_machine
-    from megatron.kernels.selection import reason_against_kernels
 
     device = torch.device("cpu" if arguments.small else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -102,9 +108,6 @@ def print_row(name: str, *cells: str) -> None:
 @contextmanager
 def kernels_or_twins(setting: str) -> Iterator[None]:
     """Sets MEGATRON_KERNELS."""
-    from megatron.cluster.launch import temporary_environment
-    from megatron.kernels.selection import forget_decisions
-
     forget_decisions()
     try:
         with temporary_environment({"MEGATRON_KERNELS": setting}):
@@ -165,12 +168,6 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
 
 
 def dropout_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    import torch
-    import torch.nn.functional as F
-
-    from megatron.mpu.layout import TPGroup
-    from megatron.mpu.random import DropoutRNG, dropout_add
-
     x, residual, grad = some((sizes.seq, 1, sizes.hidden), 3, dtype, device)
     rng = DropoutRNG(1, (5,))
 
@@ -187,16 +184,6 @@ def dropout_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case
 
 
 def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    import torch
-    import torch.nn.functional as F
-
-    from megatron.model.core_attention import CoreAttention
-    from megatron.model.layer_context import LayerContext
-    from megatron.model.position import document_ids_of
-    from megatron.mpu.layout import TPGroup
-    from megatron.mpu.random import DropoutRNG
-    from tests.support.measured_worlds import config_of
-
     config = config_of(
         f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
         f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
@@ -225,11 +212,6 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
 
 def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     """The gradient of the MLP's first matrix, added to its fp32 sum. The twin's product is in fp32."""
-    import torch
-
-    from megatron.kernels.selection import uses_kernels
-    from megatron.mpu.weight_gradient import weight_gradient
-
     (weight,) = some((4 * sizes.hidden, sizes.hidden), 1, dtype, device)
     (x,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
     (grad,) = some((sizes.seq, 4 * sizes.hidden), 1, dtype, device)
@@ -256,12 +238,6 @@ def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
 
 def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     """Logits of a chunk, losses and gradient in place; the product for the logits is part of the times."""
-    import torch
-    import torch.nn.functional as F
-
-    from megatron.mpu.layout import TPGroup
-    from megatron.mpu.logit_chunks import LogitChunks
-
     (hidden,) = some((sizes.tokens, 64), 1, dtype, device)
     (weight,) = some((sizes.vocab, 64), 1, dtype, device)
     generator = torch.Generator().manual_seed(2)
@@ -283,10 +259,6 @@ def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def embedding_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    import torch
-
-    from megatron.mpu.embedding import embedding
-
     (weight,) = some((sizes.vocab, sizes.hidden), 1, dtype, device)
     (grad,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
     generator = torch.Generator().manual_seed(2)
@@ -308,10 +280,6 @@ def embedding_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def norms_case(sizes: Sizes, device: torch.device) -> Case:
-    import torch
-
-    from megatron.optimizer.gradient_norm import gradient_norms
-
     gradients = [some((count,), 1, torch.float32, device)[0].detach() for count in sizes.parameters]
 
     def work() -> list[Tensor]:
@@ -325,8 +293,6 @@ def norms_case(sizes: Sizes, device: torch.device) -> Case:
 
 def some(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Random tensors that need a gradient."""
-    import torch
-
     return [
         torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
         for seed in range(count)

@@ -8,25 +8,23 @@ code with the cuobjdump and nvdisasm of the triton package. Shared memory is per
 metadata. Nothing runs on a GPU.
 """
 
-import argparse
 import os
 
 # Kernels that are defined for triton's interpreter cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
+from benchmarks.machine import benchmark_parser
 from megatron.text_table import format_table
 from tests.support.compiled_kernels import ARCHITECTURES, compile_variant, variants
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--compile-only", action="store_true", required=True, help="compile, run nothing")
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose names begin so")
     arguments = parser.parse_args()
-    rows = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
+    rows: list[tuple[str, ...]] = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
     for variant in variants():
         if not variant.name.startswith(arguments.only):
             continue

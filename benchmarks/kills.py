@@ -11,18 +11,17 @@ reproduce the losses of an uninterrupted run to the last bit. Exit code 1 at the
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import benchmark_parser, describe_machine
 from tests.support.kills import run_kill_test
 
 
 def main() -> None:
     """Prints the result; exits with 1 if a resume failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the instants (default: 0)")
     arguments = parser.parse_args()

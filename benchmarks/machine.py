@@ -1,10 +1,18 @@
-"""The machine on which a benchmark ran, printed beside its results."""
+"""Parser of a benchmark's flags, and the machine on which it ran, which it prints beside its results."""
 
+import argparse
 import os
 import platform
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser whose help begins with a benchmark's docstring, with its line breaks."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def describe_machine() -> str:

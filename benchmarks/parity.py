@@ -10,13 +10,12 @@ is beyond its bound.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
 from functools import cache
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import benchmark_parser, describe_machine
 from tests.support.layouts import (
     FP32_BOUND,
     LOW_PRECISION_BOUND,
@@ -73,9 +72,7 @@ def check(row: Row) -> tuple[str, bool]:
 
 def main() -> int:
     """Runs the rows and prints the table; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, help="run only about this many rows")
     arguments = parser.parse_args()
     rows = all_rows()

@@ -16,7 +16,6 @@ FILE is in the form of benchmarks/published/modern.csv, whose rows the constants
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 # The published programs have no such kernels.
 os.environ["MEGATRON_KERNELS"] = "pytorch"
 
+from benchmarks.machine import benchmark_parser
 from benchmarks.published_programs.classes import IN_USE
 from benchmarks.published_programs.fitting import FITTED, Sample, choose, fit
 from benchmarks.published_programs.report import accuracy_report, kendall_tau, predict
@@ -51,9 +51,7 @@ BIGSCIENCE = "bigscience-workshop/bigscience"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="published rows of 2023 and later")
     parser.add_argument("--outliers", type=int, default=0, help="with --rows, rows to print per program")
     parser.add_argument("--fit", action="store_true", help="search the constants")
@@ -108,15 +106,16 @@ def time_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
         used = row.source in fitted_on
         table.append([row.name + "*" * used, row.layout, f"{row.seconds:.1f}", f"{predicted:.1f}"])
         table[-1].append(f"{100 * error:+.1f}")
-        order.append((row, predicted))
+        order.append((row, row.seconds, predicted))
         others += [] if used else [error]
     lines = [format_table(table, left_align=(0, 1)), f"without the fitted rows: {_errors(others)}"]
-    lines.append(f"order of all rows: Kendall's tau {kendall_tau([(r.seconds, p) for r, p in order]):.2f}")
+    tau = kendall_tau([(seconds, predicted) for _, seconds, predicted in order])
+    lines.append(f"order of all rows: Kendall's tau {tau:.2f}")
     lines.append(_repeats_line(order))
     by_model: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
-    for row, predicted in order:
+    for row, seconds, predicted in order:
         model, batch = row.config.model, row.config.batch.global_batch_size
-        by_model.setdefault((model.num_layers, model.hidden_size, batch), []).append((row.seconds, predicted))
+        by_model.setdefault((model.num_layers, model.hidden_size, batch), []).append((seconds, predicted))
     for (layers, hidden, batch), pairs in by_model.items():
         if len(pairs) >= 4:
             lines.append(
@@ -126,12 +125,12 @@ def time_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _repeats_line(order: Sequence[tuple[Row, float]]) -> str:
+def _repeats_line(order: Sequence[tuple[Row, float, float]]) -> str:
     """The order of the different layouts, and what rows of one layout say of the measurements: their spread,
     and the order that a prediction gives which is exact but for it."""
     same: dict[Config, list[tuple[float, float]]] = {}
-    for row, predicted in order:
-        same.setdefault(row.config, []).append((row.seconds, predicted))
+    for row, seconds, predicted in order:
+        same.setdefault(row.config, []).append((seconds, predicted))
     medians = {config: statistics.median(s for s, _ in pairs) for config, pairs in same.items()}
     repeated = [[s for s, _ in pairs] for pairs in same.values() if len(pairs) > 1]
     layouts = kendall_tau([(medians[config], pairs[0][1]) for config, pairs in same.items()])
@@ -139,7 +138,7 @@ def _repeats_line(order: Sequence[tuple[Row, float]]) -> str:
     if not repeated:
         return line
     spread = max(max(seconds) / min(seconds) - 1 for seconds in repeated)
-    exact = kendall_tau([(row.seconds, medians[row.config]) for row, _ in order])
+    exact = kendall_tau([(seconds, medians[row.config]) for row, seconds, _ in order])
     return (
         f"{line}; {len(repeated)} of them were measured several times, with up to {100 * spread:.0f} % "
         f"difference: their medians as predictions have Kendall's tau {exact:.2f} over all rows"
@@ -158,7 +157,8 @@ def _errors(errors: Sequence[float]) -> str:
 
 def memory_report(rows: Sequence[Row]) -> str:
     """A line per row with a measured memory, and the out-of-memory rows."""
-    table, errors, verdicts = [["row", "layout", "measured", "predicted", "error %"]], {}, []
+    table, verdicts = [["row", "layout", "measured", "predicted", "error %"]], []
+    errors: dict[str, list[float]] = {}
     wrong: list[str] = []
     for row in rows:
         predicted = fullest_gb(row)

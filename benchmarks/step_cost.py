@@ -20,12 +20,12 @@ All other flags are those of pretrain_gpt.py, and replace the preset's.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.machine import benchmark_parser
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
@@ -261,7 +261,7 @@ def _least_seconds(config: Config, count: OperationCount) -> float:
 def operations_table(simulated: Simulated) -> str:
     """The operations of the middle rank's passes of a micro-batch, the longest first; shorter ones than 1 %
     of both passes in one line."""
-    cells = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
+    cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
     passes = {kind: _operations(simulated.record, kind) for kind in PASSES}
     times = {
         (kind, name): _least_seconds(simulated.config, count)
@@ -330,9 +330,7 @@ def schedule_rows() -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--preset", choices=PRESETS, default="13B", help="sizes of the model and of the batch"
     )
@@ -350,7 +348,7 @@ def main() -> None:
         sys.exit(f"{parser.prog}: error: {error}")
     rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]
     rows += utilisation_rows(simulated)
-    cells = [("what", arguments.kernels, "goal", "")]
+    cells: list[tuple[str, ...]] = [("what", arguments.kernels, "goal", "")]
     cells += [row.cells() for row in (*rows, *schedule_rows())]
     print(f"counted on the simulated accelerator, rank {simulated.record.rank}; nothing was run on a GPU")
     print(format_table(cells, left_align=(0, 3)))

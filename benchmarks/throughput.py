@@ -29,7 +29,10 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
+
+from benchmarks.machine import benchmark_parser, describe_machine
 
 if TYPE_CHECKING:
     import torch
@@ -105,9 +108,7 @@ CPU_ROWS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu-small")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps per row (default: 10)")
     parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
@@ -128,10 +129,9 @@ def main() -> None:
         if arguments.worker == "plain":
             run_plain(preset)
         else:
-            rows = {row.name: row for row in rows_of(arguments.preset)}
-            run_worker(preset, rows[arguments.worker], arguments.compile, arguments.dropout)
+            (row,) = (row for row in rows_of(arguments.preset) if row.name == arguments.worker)
+            run_worker(preset, row, arguments.compile, arguments.dropout)
         return
-    from benchmarks.machine import describe_machine
 
     print(f"{describe_machine()}, load {os.getloadavg()[0]:.1f}", flush=True)
     rows = rows_of(arguments.preset)
@@ -176,10 +176,10 @@ def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
     worlds = {row.name: World(__file__, row.name, row.processes, settings, words) for row in rows}
     work: dict[str, Callable[[], float]] = {}
     for row in rows:
-        work[row.name] = lambda world=worlds[row.name]: world.run("step")
-        work[f"{row.name} product"] = lambda world=worlds[row.name]: world.run("product")
+        work[row.name] = partial(worlds[row.name].run, "step")
+        work[f"{row.name} product"] = partial(worlds[row.name].run, "product")
     if name == "cpu-small":
-        work["plain"] = lambda: plain.run("step")
+        work["plain"] = partial(plain.run, "step")
     times: dict[str, list[float]] = {key: [] for key in work}
     for turn in range(rounds + WARM_UP):
         for key, run in work.items():

@@ -34,9 +34,14 @@ from tqdm import tqdm
 from megatron.config import Config, LoggingConfig, parse_split
 from megatron.config.checks.harness import no_harness
 from megatron.config.parsing.split import SPLIT_NAMES
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_verify_digests_flag,
+    check_at_least_1,
+    check_folder,
+)
 from megatron.data.indexed_dataset import IndexedDataset, index_path
-from megatron.errors import UserError, exit_on_user_error
+from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
@@ -98,11 +103,7 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--micro-batch-size", type=int, metavar="SAMPLES", help="default: that of the checkpoint"
     )
-    parser.add_argument(
-        "--no-verify-digests",
-        action="store_true",
-        help="do not compare the weights with the checkpoint's digests",
-    )
+    add_verify_digests_flag(parser)
     group = parser.add_argument_group("layout (the checkpoint's own may be another)")
     for axis, title in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel")):
         group.add_argument(
@@ -120,8 +121,7 @@ def build_parser() -> ToolParser:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise UserError for invalid arguments."""
-    if not os.path.isdir(arguments.load):
-        raise UserError(f"--load {arguments.load}: there is no such folder")
+    check_folder("--load", arguments.load)
     if not arguments.data_path and not arguments.tasks:
         raise UserError("nothing to evaluate: give --data-path, or --tasks")
     for flag in ("tasks_path", "limit"):
@@ -132,13 +132,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{flag} is for --data-path: give --data-path, or remove it")
     if arguments.tasks and find_spec("lm_eval") is None:
         raise no_harness("--tasks", "there is no module lm_eval")
-    if arguments.tasks_path is not None and not os.path.isdir(arguments.tasks_path):
-        raise UserError(f"--tasks-path {arguments.tasks_path}: there is no such folder")
+    if arguments.tasks_path is not None:
+        check_folder("--tasks-path", arguments.tasks_path)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    for flag in ("seq_length", "samples", "micro_batch_size", "limit", *sizes):
-        value = getattr(arguments, flag)
-        if value is not None and value < 1:
-            raise UserError(f"--{flag.replace('_', '-')} is {value}, expected 1 or more")
+    check_at_least_1(arguments, "seq_length", "samples", "micro_batch_size", "limit", *sizes)
     if arguments.split is not None:
         parse_split(arguments.split)
     for prefix in arguments.data_path:
@@ -374,20 +371,19 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     dist.destroy_process_group()
 
 
+@exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. A user's mistake prints one sentence and exits with code 2, a rank that never came prints
     one and exits with code 1."""
     from megatron.cluster.exit_codes import RunStopped
-    from megatron.errors import exit_with_error, printable
 
-    with exit_on_user_error():
-        try:
-            run(sys.argv[1:] if argv is None else argv)
-        except RunStopped as error:
-            if error.on_all_ranks:
-                exit_with_error(str(error), error.exit_code)
-            print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-            sys.exit(error.exit_code)
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except RunStopped as error:
+        if error.on_all_ranks:
+            exit_with_error(str(error), error.exit_code)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import LoggingConfig
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_verify_digests_flag,
+    check_at_least_1,
+    check_folder,
+)
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags
 
@@ -69,11 +74,7 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--seed", type=int, default=0, help="random seed, the same for each prompt (default: 0)"
     )
-    parser.add_argument(
-        "--no-verify-digests",
-        action="store_true",
-        help="do not compare the weights with the checkpoint's digests",
-    )
+    add_verify_digests_flag(parser)
     add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint)")
     return parser
 
@@ -97,8 +98,7 @@ def read_sampling(arguments: argparse.Namespace) -> Sampling:
     """The sampling settings. Raises UserError for invalid values."""
     from megatron.model.generation import Sampling
 
-    if arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}, expected 1 or more")
+    check_at_least_1(arguments, "max_new_tokens")
     if not 0 <= arguments.seed <= MAX_SEED:
         raise UserError(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
     temperature = 0.0 if arguments.greedy else arguments.temperature
@@ -133,7 +133,7 @@ def write_text(
         max_new_tokens,
         sampling,
         window=window,
-        eod=checkpoint.eod,
+        eod=tokenizer.eod,
         seed=seed,
     )
     text = ""
@@ -147,11 +147,11 @@ def write_text(
     return len(tokens) - num_prompt_tokens
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
-    if not os.path.isdir(arguments.load):
-        raise UserError(f"--load {arguments.load}: there is no such folder")
+    check_folder("--load", arguments.load)
     prompts = read_prompts(arguments)
 
     from megatron.cluster.processes import configure_logging
@@ -173,12 +173,6 @@ def run(argv: Sequence[str] | None) -> None:
         )
     seconds = time.monotonic() - start
     print(f"{new} new tokens in {seconds:.1f} s", file=sys.stderr)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_user_error():
-        run(argv)
 
 
 if __name__ == "__main__":

@@ -315,8 +315,9 @@ def read_runs(logs: Sequence[Path]) -> dict[str, Run]:
     return {log.name if is_unique else str(log): run for log, run in runs.items()}
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     options = build_parser().parse_args(argv)
     try:
         if options.compare:
@@ -330,12 +331,6 @@ def run(argv: Sequence[str] | None) -> None:
     except (OSError, ValueError) as error:  # ValueError: an unknown format
         raise UserError(f"--output {options.output} cannot be written: {error}") from error
     print(printable(f"wrote {options.output}"))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_user_error():
-        run(argv)
 
 
 if __name__ == "__main__":

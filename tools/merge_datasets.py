@@ -21,7 +21,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config.interrupts import exit_on_interrupt
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, check_output_prefix
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path, write_errors
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.vocabulary_record import common_digest, copy_record, record_path, remove_record
@@ -50,9 +50,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--input has 1 data set, {arguments.input[0]}: expected at least 2")
     if os.path.realpath(data_path(output)) in [os.path.realpath(data_path(x)) for x in arguments.input]:
         raise UserError(f"--output-prefix {output} is one of the inputs: choose another name")
-    folder = os.path.dirname(os.path.abspath(output))
-    if not os.path.isdir(folder):
-        raise UserError(f"--output-prefix {output}: the folder {folder} does not exist")
+    check_output_prefix(output)
 
 
 def merge(inputs: Sequence[str], output: str) -> list[str]:
@@ -77,8 +75,10 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
     return []
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+@exit_on_interrupt()
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     notes = merge(arguments.input, arguments.output_prefix)
@@ -88,12 +88,6 @@ def run(argv: Sequence[str] | None) -> None:
     print(
         f"{arguments.output_prefix}: {len(merged):,} documents, {merged.num_tokens:,} tokens (.bin and .idx)"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_interrupt(), exit_on_user_error():
-        run(argv)
 
 
 if __name__ == "__main__":

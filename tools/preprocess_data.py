@@ -20,9 +20,9 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config.interrupts import exit_on_interrupt
-from megatron.config.tool_parser import ToolParser, check_input_files
+from megatron.config.tool_parser import ToolParser, check_at_least_1, check_input_files, check_output_prefix
 from megatron.data.preprocessing import Progress, output_name, preprocess
-from megatron.errors import UserError, exit_on_user_error
+from megatron.errors import exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
@@ -61,14 +61,9 @@ def build_parser() -> ToolParser:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise UserError for invalid arguments."""
-    for name in ("workers", "log_interval"):
-        if getattr(arguments, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{flag} is {getattr(arguments, name)}, expected 1 or more")
+    check_at_least_1(arguments, "workers", "log_interval")
     check_input_files(arguments.input)
-    folder = os.path.dirname(os.path.abspath(arguments.output_prefix))
-    if not os.path.isdir(folder):
-        raise UserError(f"--output-prefix {arguments.output_prefix}: the folder {folder} does not exist")
+    check_output_prefix(arguments.output_prefix)
 
 
 class ProgressLines:
@@ -124,8 +119,10 @@ def speed(progress: Progress, start: float) -> str:
     return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+@exit_on_interrupt()
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
@@ -156,12 +153,6 @@ def run(argv: Sequence[str] | None) -> None:
             f"{name}: {progress.documents[key]:,} documents, {progress.tokens[key]:,} tokens (.bin and .idx)"
         )
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_interrupt(), exit_on_user_error():
-        run(argv)
 
 
 if __name__ == "__main__":

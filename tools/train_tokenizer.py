@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.config.tool_parser import ToolParser, check_input_files
+from megatron.config.tool_parser import ToolParser, check_at_least_1, check_input_files
 from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
@@ -55,8 +55,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             f"--vocab-size is {arguments.vocab_size}, expected at least {MIN_VOCAB_SIZE} "
             f"for the {BYTE_SYMBOLS} bytes and {END_OF_TEXT}"
         )
-    if arguments.min_frequency < 1:
-        raise UserError(f"--min-frequency is {arguments.min_frequency}, expected 1 or more")
+    check_at_least_1(arguments, "min_frequency")
     check_input_files(arguments.input)
 
 
@@ -81,8 +80,9 @@ def read_texts(path: str, json_key: str) -> Iterator[str]:
             yield fields[0]
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
@@ -107,12 +107,6 @@ def run(argv: Sequence[str] | None) -> None:
             file=sys.stderr,
         )
     print(f"wrote {folder / 'vocab.json'} and merges.txt: {size:,} tokens, {time.monotonic() - start:.1f} s")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_user_error():
-        run(argv)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes the SVG figures of the documentation, next to this file: `python docs/figures/make.py`.
 
 `python docs/figures/make.py runs/quickstart/train.log` reads the losses of a `make train` into
-quickstart.json first. Drawing needs the standard library and the package's learning-rate schedule only.
+quickstart.json first. The schedules of learning rate and pipeline are the program's.
 Text is monospace, so that its width is known: text that does not fit its box is an error.
 """
 
@@ -12,6 +12,11 @@ import math
 import sys
 from html import escape
 from pathlib import Path
+
+from megatron.config import ScheduleConfig, TrainingConfig
+from megatron.optimizer.schedule import LearningRateSchedule, Progress
+from megatron.pipeline.schedule import simulate_schedule
+from megatron.training.log_lines import parse_log_line
 
 FOLDER = Path(__file__).resolve().parent
 QUICKSTART = FOLDER / "quickstart.json"
@@ -80,41 +85,6 @@ class Svg:
         return "\n".join([*self._parts, "</svg>"]) + "\n"
 
 
-def one_f_one_b(stages: int, micro_batches: int) -> list[list[tuple[str, int, int, int]]]:
-    """Per stage the passes of the 1F1B schedule: (F or B, micro-batch, start, end).
-
-    A forward pass takes 1 unit of time, a backward pass 2, a message 0.
-    """
-    orders = []
-    for stage in range(stages):
-        warmup = min(stages - stage - 1, micro_batches)
-        order = [("F", i) for i in range(warmup)]
-        for i in range(micro_batches - warmup):
-            order += [("F", warmup + i), ("B", i)]
-        order += [("B", i) for i in range(micro_batches - warmup, micro_batches)]
-        orders.append(order)
-    end: dict[tuple[str, int, int], int] = {}
-    free = [0] * stages
-    done = [0] * stages
-    passes: list[list[tuple[str, int, int, int]]] = [[] for _ in range(stages)]
-    while any(done[s] < len(orders[s]) for s in range(stages)):
-        for stage in range(stages):
-            if done[stage] == len(orders[stage]):
-                continue
-            kind, i = orders[stage][done[stage]]
-            if kind == "F":
-                needs = ("F", stage - 1, i) if stage > 0 else None
-            else:
-                needs = ("B", stage + 1, i) if stage < stages - 1 else ("F", stage, i)
-            if needs is not None and needs not in end:
-                continue
-            start = max(free[stage], end[needs] if needs else 0)
-            free[stage] = end[kind, stage, i] = start + (1 if kind == "F" else 2)
-            passes[stage].append((kind, i, start, free[stage]))
-            done[stage] += 1
-    return passes
-
-
 def pipeline() -> str:
     """The layer list of 10 transformer layers on 4 stages, and the 1F1B schedule of 8 micro-batches."""
     figure = Svg(940, 400, "Layers and stages of a pipeline, and its schedule")
@@ -136,15 +106,15 @@ def pipeline() -> str:
         figure.text((left + right) / 2, 120, f"stage {stage}", anchor="middle")
 
     figure.text(20, 164, "One step of 8 micro-batches, --pipeline-schedule 1f1b", bold=True)
-    passes = one_f_one_b(4, 8)
+    timeline = simulate_schedule("1f1b", [1] * 4, [2] * 4, [0] * 3, 8)
     unit = 24.0
-    for stage, row in enumerate(passes):
+    for stage, spans_of_stage in enumerate(timeline.spans):
         y = 182 + 40 * stage
         figure.text(20, y + 22, f"stage {stage}")
-        for kind, i, start, end in row:
-            fill = colors[stage] if kind == "F" else GREY
-            figure.box(100 + unit * start, y, unit * (end - start), 34, [str(i)], fill)
-    figure.arrow((100, 352), (100 + unit * max(row[-1][3] for row in passes), 352))
+        for work, start, end in spans_of_stage:
+            fill = colors[stage] if work.kind == "forward" else GREY
+            figure.box(100 + unit * start, y, unit * (end - start), 34, [str(work.micro_batch)], fill)
+    figure.arrow((100, 352), (100 + unit * timeline.makespan, 352))
     figure.text(20, 357, "time")
     figure.text(100, 384, "Colored: forward pass. Grey: backward pass. Numbers: micro-batches. White: idle.")
     return str(figure)
@@ -284,10 +254,6 @@ SCHEDULES = {
 
 def learning_rates() -> str:
     """The learning rate of four schedules, computed by the program."""
-    sys.path.insert(0, str(FOLDER.parents[1]))
-    from megatron.config import ScheduleConfig, TrainingConfig
-    from megatron.optimizer.schedule import LearningRateSchedule, Progress
-
     figure = Svg(760, 400, "Learning-rate schedules")
     figure.text(20, 28, "Warm-up over 100 of 1,000 iterations, --min-lr 0.1 x --lr", bold=True)
     left, right, top, bottom = 70, 730, 50, 270
@@ -318,9 +284,6 @@ def learning_rates() -> str:
 
 def read_quickstart_log(log: Path) -> None:
     """Write the losses of a console log of `make train` to quickstart.json."""
-    sys.path.insert(0, str(FOLDER.parents[1]))
-    from megatron.training.log_lines import parse_log_line
-
     losses: dict[str, list] = {"training": [], "validation": []}
     for line in filter(None, map(parse_log_line, log.read_text().splitlines())):
         if "iteration" in line:

@@ -1,4 +1,4 @@
-"""The argument parser of the tools, and a check of their input files."""
+"""The argument parser of the tools, and checks that several of them make of their arguments."""
 
 from __future__ import annotations
 
@@ -26,6 +26,36 @@ class ToolParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help lists the flags)")
+
+
+def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for an argument of these names that is set and below 1."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
+
+
+def check_folder(flag: str, path: str) -> None:
+    """Raises ConfigError if the path that a flag names is not a folder."""
+    if not os.path.isdir(path):
+        raise ConfigError(f"{flag} {path}: there is no such folder")
+
+
+def check_output_prefix(prefix: str) -> None:
+    """Raises ConfigError if the folder of --output-prefix does not exist."""
+    folder = os.path.dirname(os.path.abspath(prefix))
+    if not os.path.isdir(folder):
+        raise ConfigError(f"--output-prefix {prefix}: the folder {folder} does not exist")
+
+
+def add_verify_digests_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --no-verify-digests, for tools that load the weights of a checkpoint."""
+    parser.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare the weights with the checkpoint's digests",
+    )
 
 
 def check_input_files(paths: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from tests.support.layouts import (
+    DROPOUT,
     FP32_BOUND,
     Row,
     build_engine,
@@ -16,7 +17,6 @@ from tests.support.layouts import (
 from tests.support.pool import run_world
 
 STEPS = 4
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def history_of(row, changes, compiles):

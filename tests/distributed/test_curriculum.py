@@ -6,7 +6,9 @@ import pytest
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config.parsing.curriculum import LengthCurriculum
+from tests.distributed.parity import INTERLEAVED, SEQUENCE_PARALLEL
 from tests.support.layouts import (
+    DROPOUT,
     FP32_BOUND,
     GLOBAL_BATCH,
     SEQ,
@@ -22,7 +24,7 @@ LENGTHS = (8, 8, 16, 16, 32, 32)
 CURRICULUM = LengthCurriculum("fixed_discrete", 8, 32, lengths=(8, 16, 32), last_steps=(2, 4))
 LAYOUTS = {
     "TP 2 x PP 2": (Row(tp=2, pp=2, micro_batch=2), {}),
-    "sequence parallel": (Row(tp=2, pp=2, micro_batch=4), {"parallel": {"sequence_parallel": True}}),
+    "sequence parallel": (Row(tp=2, pp=2, micro_batch=4), SEQUENCE_PARALLEL),
     "PP 4, recomputed": (Row(pp=4, recompute=True), {}),
     "dualpipev": (
         Row(pp=2),
@@ -30,7 +32,7 @@ LAYOUTS = {
     ),
     "interleaved": (
         Row(pp=2),
-        {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}},
+        INTERLEAVED,
     ),
     "DP 2, ZeRO 1": (Row(dp=2, zero=1), {}),
 }
@@ -38,8 +40,7 @@ LAYOUTS = {
 
 def train(row, changes, curriculum=CURRICULUM):
     """(loss, norm) of each step; the loss of an evaluation after steps 1 and 3; the last record and state."""
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-    changes = {**changes, "model": {**dropout, **changes.get("model", {})}}
+    changes = {**changes, "model": {**DROPOUT, **changes.get("model", {})}}
     config = dataclasses.replace(config_of(row, **changes), curriculum=curriculum)
     trainer = make_trainer(config, steps=len(LENGTHS))
     state, evaluations = TrainingState(), []

@@ -112,20 +112,20 @@ def test_the_call_in_which_a_rank_waits_is_named_with_its_ranks(tmp_path):
     assert all(len(dump["entries"]) >= 2 for dump in dumps.values())
 
 
+def entry(name, group, state, *, retired=False, is_p2p=False, number=1):
+    """A call of NCCL as torch 2.13 writes it (flight recorder 2.10), without fields that are not read."""
+    return {
+        "profiling_name": name,
+        "process_group": [group, "undefined"],
+        "state": state,
+        "retired": retired,
+        "is_p2p": is_p2p,
+        "collective_seq_id": 0 if is_p2p else number,
+        "p2p_seq_id": number if is_p2p else 0,
+    }
+
+
 def test_the_oldest_unfinished_call_of_each_group_is_shown():
-    """As torch 2.13 writes the calls of NCCL (flight recorder 2.10), without fields that are not read."""
-
-    def entry(name, group, state, *, retired=False, is_p2p=False, number=1):
-        return {
-            "profiling_name": name,
-            "process_group": [group, "undefined"],
-            "state": state,
-            "retired": retired,
-            "is_p2p": is_p2p,
-            "collective_seq_id": 0 if is_p2p else number,
-            "p2p_seq_id": number if is_p2p else 0,
-        }
-
     entries = [
         entry("nccl:all_reduce", "5", "completed", number=7),
         entry("nccl:recv 0<-1", "3", "started", is_p2p=True, number=4),
@@ -148,9 +148,5 @@ def test_the_oldest_unfinished_call_of_each_group_is_shown():
 
 def test_launched_calls_behind_a_stuck_kernel_do_not_wait():
     """The host of a device that is stuck in its own work has launched all calls of the step."""
-    calls = [
-        {"profiling_name": "nccl:all_reduce", "process_group": ["5", ""], "state": "scheduled"}
-        | {"retired": False, "is_p2p": False, "collective_seq_id": number, "p2p_seq_id": 0}
-        for number in range(3)
-    ]
+    calls = [entry("nccl:all_reduce", "5", "scheduled", number=number) for number in range(3)]
     assert pending_calls({"entries": calls}) == []

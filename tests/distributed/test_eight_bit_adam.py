@@ -11,15 +11,12 @@ from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 from megatron.training.startup_report import describe_moments, local_moments
+from tests.distributed.parity import EIGHT_BIT
 from tests.distributed.test_model_variants import QWEN3
 from tests.distributed.test_optimizer import check_same_steps
-from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, weights_of
+from tests.support.layouts import STEPS, Row, build_engine, config_of, relative_errors, train, train_layout
 from tests.support.pool import run_world
 
-# Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
-# number of blocks, and one of the attention's is smaller than the threshold.
-MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
-EIGHT_BIT = {"use_bnb_optimizer": True}
 LAYOUTS = {
     "TP 2": Row(tp=2, micro_batch=2),
     "PP 2": Row(pp=2, micro_batch=2),
@@ -31,17 +28,17 @@ LAYOUTS = {
 }
 
 
-QWEN3_LIKE = {**QWEN3, **MODEL}
+MODELS = {"plain": EIGHT_BIT["model"], "qwen3-like": {**QWEN3, **EIGHT_BIT["model"]}}
 
 
-def train_steps(row, steps, optimizer, model=MODEL):
-    return train(build_engine(config_of(row, model=model, optimizer=optimizer)), range(steps))
+def train_steps(row, steps, eight_bit=True, model="plain"):
+    optimizer = EIGHT_BIT["optimizer"] if eight_bit else {}
+    return train_layout(row, steps, model=MODELS[model], optimizer=optimizer)
 
 
 @cache
-def one_process(eight_bit, is_qwen3=False):
-    model = QWEN3_LIKE if is_qwen3 else MODEL
-    return run_world(1, train_steps, Row(micro_batch=2), STEPS, EIGHT_BIT if eight_bit else {}, model)[0]
+def one_process(eight_bit, model="plain"):
+    return run_world(1, train_steps, Row(micro_batch=2), STEPS, eight_bit, model)[0]
 
 
 @pytest.mark.full
@@ -52,59 +49,29 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
 
 
 @pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_process_does(layout):
+def test_every_layout_trains_as_one_process_does(layout, model):
     row = LAYOUTS[layout]
-    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT):
+    for history in run_world(row.world_size, train_steps, row, STEPS, True, model):
         # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
-        assert relative_errors(history, one_process(eight_bit=True))[0] < 2e-3
-        assert relative_errors(history, one_process(eight_bit=False))[0] < 0.01
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_a_qwen3_like_model_as_one_process_does(layout):
-    row = LAYOUTS[layout]
-    for history in run_world(row.world_size, train_steps, row, STEPS, EIGHT_BIT, model=QWEN3_LIKE):
-        assert relative_errors(history, one_process(True, is_qwen3=True))[0] < 2e-3
-        assert relative_errors(history, one_process(False, is_qwen3=True))[0] < 0.01
+        assert relative_errors(history, one_process(True, model))[0] < 2e-3
+        assert relative_errors(history, one_process(False, model))[0] < 0.01
 
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(dp=2, micro_batch=2), Row(pp=2, dp=2, micro_batch=2)], ids=str)
 def test_both_zero_stages_take_the_same_steps(row):
     """The partitions' boundaries are boundaries of blocks."""
-    histories = [
-        run_world(row.world_size, train_steps, replace(row, zero=zero), 5, EIGHT_BIT) for zero in (0, 1)
-    ]
+    histories = [run_world(row.world_size, train_steps, replace(row, zero=zero), 5) for zero in (0, 1)]
     check_same_steps(*histories)
-
-
-def weights_after_steps(row):
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
-    train(engine, range(3))
-    return weights_of(engine)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("zero", [1, 0])
-def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero):
-    row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4)
-    copies = {}
-    for rank in run_world(row.world_size, weights_after_steps, row):
-        for name, shard in rank.shards.items():
-            part = 0 if rank.specs[name].shard_dim is None else rank.tp_rank
-            copies.setdefault((name, part), []).append(shard)
-    assert len(copies[WORD_EMBEDDING, 0]) == 4
-    for (name, part), shards in copies.items():
-        assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
 
 
 # --- who has 8 bits ---
 
 
 def moments_and_table(row):
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    engine = build_engine(config_of(row, **EIGHT_BIT))
     optimizer = engine.optimizer
     assert not any(optimizer.moments_of(flat) for flat in optimizer.flat), "nothing before the first step"
     train(engine, [0])
@@ -160,7 +127,7 @@ def test_the_table_shows_measured_bytes():
 
 def spoil_a_moment(row, name, rank):
     """What the run says when one rank keeps a group's moments otherwise than the rule says."""
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer
     if engine.layout.rank == rank:
@@ -184,7 +151,7 @@ def test_moments_of_another_kind_stop_the_run_by_name():
 
 
 def layout_of_blocks(row):
-    engine = build_engine(config_of(row, model=MODEL, optimizer=EIGHT_BIT))
+    engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer
     for flat in optimizer.flat:

@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import replace
+from unittest import mock
 
 from megatron.checkpoint import manager
-from megatron.checkpoint.manager import CheckpointManager, SaveError, select_valid_checkpoint
+from megatron.checkpoint.manager import SaveError, select_valid_checkpoint
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
-from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of
+from tests.support.layouts import VOCAB, Row, build_engine, config_of
 from tests.support.pool import run_world
 from tests.support.trainers import make_trainer, outcome
 from tests.unit.checkpoint.saved_runs import Run, steps_in
@@ -36,23 +37,19 @@ def meet_errors(folder):
 
     def save(owner=None):
         try:
-            CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner).save(state_after(9))
+            make_manager(engine, folder, owner).save(state_after(9))
         except SaveError as error:
             # Each rank looks at the free space itself, and the space changes.
             found.append(re.sub(r"[\d,.]+ MB are free", "N MB are free", str(error)))
 
     for first_failure in (1, 2):
         save(FailingOwner(first_failure) if rank_0 else None)
-    names = ("clean_leftovers", "is_same_checkpoint", "find_checkpoint", "first_problem", "start_identity")
-    kept = {name: getattr(manager, name) for name in names}
-    for name in names:
-        if name != "first_problem" and rank_0:
-            setattr(manager, name, fail)
-    manager.first_problem = lambda *_: "a file is damaged"
+    names = ("clean_leftovers", "is_same_checkpoint", "find_checkpoint", "start_identity")
+    failing = dict.fromkeys(names, fail) if rank_0 else {}
     config = replace(engine.run_config, checkpoint=replace(engine.run_config.checkpoint, load="/load"))
     checkpoint = manager.open_checkpoint(folder / "global_step2")
     checkpoints = make_manager(engine, folder)
-    try:
+    with mock.patch.multiple(manager, first_problem=lambda *_: "a file is damaged", **failing):
         save()
         for call in (
             lambda: checkpoints.newest_valid(True),
@@ -64,9 +61,6 @@ def meet_errors(folder):
                 call()
             except UserError as error:
                 found.append(str(error))
-    finally:
-        for name, function in kept.items():
-            setattr(manager, name, function)
     return found
 
 
@@ -91,7 +85,7 @@ def lose_the_folder():
             return "the folder was taken over" if len(steps) >= 2 else None
 
     owner = Owner() if trainer.engine.global_rank == 0 else None
-    checkpoints = CheckpointManager(trainer.engine, "", VOCAB, EOD, {}, owner)
+    checkpoints = make_manager(trainer.engine, "", owner)
     trainer = replace(trainer, checkpoints=checkpoints)
     logged, _, end = outcome(trainer)
     return sorted(logged), end

@@ -15,11 +15,10 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitReason
 from megatron.model.scoring import LanguageModel
-from tests.support.layouts import SEQ, VOCAB, Row, config_of
+from tests.support.layouts import DROPOUT, SEQ, VOCAB, Row, config_of
 from tests.support.pool import run_world
 from tests.support.trainers import make_trainer
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 DUE = {"eval_harness_tasks": ("toy",), "eval_harness_interval": 2}
 ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
     "TP 2 x PP 2": (Row(tp=2, pp=2), {}),

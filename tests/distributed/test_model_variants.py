@@ -1,28 +1,34 @@
 """The parts of Llama-like models, of OLMo 2, GPT-NeoX and Falcon: one process against a GPT in plain PyTorch,
 and every layout against one process."""
 
-from functools import cache
+from dataclasses import replace
 
 import pytest
 
+from tests.distributed.parity import (
+    DUALPIPEV,
+    INTERLEAVED,
+    SEQUENCE_PARALLEL,
+    assert_same_numbers,
+)
 from tests.distributed.resharding import resume_midway, save_before, uninterrupted
-from tests.distributed.test_layout_parity import initial_weights_and_history
 from tests.reference.plain_gpt import train_plain_gpt
 from tests.support.layouts import (
     CLIP,
+    DROPOUT,
     FP32_BOUND,
-    LOW_PRECISION_BOUND,
     RATE,
     STEPS,
     VOCAB,
     Row,
+    build_engine,
+    config_of,
     global_batch,
     relative_errors,
-    train_layout,
+    train,
 )
 from tests.support.pool import run_world
 
-SHORT = 10
 LLAMA = {
     "position_embedding_type": "rotary",
     "normalization": "RMSNorm",
@@ -69,6 +75,10 @@ OLMO2_WINDOW = {**OLMO2, "window_size": 7}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
+    "absolute": ({}, {}),
+    "alibi": ({"position_embedding_type": "alibi"}, {}),
+    "embed-layernorm": ({"position_embedding_type": "alibi", "embed_layernorm": True}, {"embed_norm": True}),
+    **{glu: ({"glu_activation": glu}, {}) for glu in ("geglu", "liglu", "reglu", "swiglu")},
     "llama": (LLAMA, {"groups": 2}),
     "qwen2": (QWEN2, {"groups": 2, "rotary": {"base": 1e6}}),
     "multi-query": ({"group_query_attention": True}, {"groups": 1}),
@@ -81,7 +91,8 @@ PLAIN_CASES = {
     "rms-norm": ({"normalization": "RMSNorm"}, {}),
     "untied": ({"untie_embeddings_and_output_weights": True}, {}),
     "no-bias": ({"disable_bias_linear": True}, {}),
-    "rotary": (
+    "rotary": ({"position_embedding_type": "rotary"}, {}),
+    "rotary-options": (
         {
             "position_embedding_type": "rotary",
             "rotary_base": 500.0,
@@ -93,7 +104,13 @@ PLAIN_CASES = {
 }
 
 
-@pytest.mark.gate(rows=2)
+def initial_weights_and_history(row, changes):
+    engine = build_engine(config_of(row, **changes))
+    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return weights, train(engine, range(STEPS))
+
+
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
@@ -113,27 +130,21 @@ def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     assert max(relative_errors(history, plain)) <= FP32_BOUND
 
 
-@cache
-def reference(model):
-    """The history of one process, in fp32. model: items of the changes."""
-    return run_world(1, train_layout, Row(), SHORT, model=dict(model))[0]
-
-
-SEQUENCE = {"parallel": {"sequence_parallel": True}}
-DUALPIPEV = {"parallel": {"pipeline_schedule": "dualpipev"}}
-LOOP = {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}
-INTERLEAVED = {"parallel": LOOP}
-INTERLEAVED_SEQUENCE = {"parallel": {**LOOP, "sequence_parallel": True}}
+INTERLEAVED_SEQUENCE = {"parallel": {**INTERLEAVED["parallel"], "sequence_parallel": True}}
 OFFLOAD = {"parallel": {"cpu_offload": True}}
 ZERO2, ZERO3 = ({"parallel": {"zero_stage": stage}} for stage in (2, 3))
 
 # Name -> the model, the layout and other changes. The first and the middle one are in the gate. With
 # MULTI_QUERY and 2 ranks, or LLAMA and 4, there are fewer groups than ranks.
 LAYOUTS = {
-    "multi-query-tp2-pp2-sequence-recompute": (MULTI_QUERY, Row(tp=2, pp=2, recompute=True), SEQUENCE),
+    "multi-query-tp2-pp2-sequence-recompute": (
+        MULTI_QUERY,
+        Row(tp=2, pp=2, recompute=True),
+        SEQUENCE_PARALLEL,
+    ),
     "llama-tp2": (LLAMA, Row(tp=2), {}),
     "llama-tp4": (LLAMA, Row(tp=4, micro_batch=2), {}),
-    "llama-tp4-pp2-sequence": (LLAMA, Row(tp=4, pp=2, micro_batch=2), SEQUENCE),
+    "llama-tp4-pp2-sequence": (LLAMA, Row(tp=4, pp=2, micro_batch=2), SEQUENCE_PARALLEL),
     "llama-tp4-recompute": (LLAMA, Row(tp=4, recompute=True), {}),
     "llama-pp4": (LLAMA, Row(pp=4), {}),
     "llama-pp2-dp2-zero1": (LLAMA, Row(pp=2, dp=2, zero=1), {}),
@@ -148,45 +159,46 @@ LAYOUTS = {
         Row(tp=2, pp=2, recompute=True),
         INTERLEAVED_SEQUENCE,
     ),
-    "qwen2-tp2-pp2-sequence": (QWEN2, Row(tp=2, pp=2), SEQUENCE),
+    "qwen2-tp2-pp2-sequence": (QWEN2, Row(tp=2, pp=2), SEQUENCE_PARALLEL),
     "qwen2-tp4-dp2-zero1": (QWEN2, Row(tp=4, dp=2, zero=1), {}),
     "qwen2-pp2-dualpipev": (QWEN2, Row(pp=2, micro_batch=2), DUALPIPEV),
     "qwen3-tp2": (QWEN3, Row(tp=2), {}),
-    "qwen3-tp4-pp2-sequence": (QWEN3, Row(tp=4, pp=2, micro_batch=2), SEQUENCE),
+    "qwen3-tp4-pp2-sequence": (QWEN3, Row(tp=4, pp=2, micro_batch=2), SEQUENCE_PARALLEL),
     "qwen3-tp2-dp2-zero3-recompute": (QWEN3, Row(tp=2, dp=2, recompute=True), ZERO3),
     "qwen3-pp2-dualpipev": (QWEN3, Row(pp=2, micro_batch=2), DUALPIPEV),
     "yarn-tp2-pp2": (YARN, Row(tp=2, pp=2), {}),
     "olmo2-tp2-pp2": (OLMO2, Row(tp=2, pp=2), {}),
-    "olmo2-tp4-sequence-recompute": (OLMO2, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE),
+    "olmo2-tp4-sequence-recompute": (OLMO2, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE_PARALLEL),
     "olmo2-tp2-dp2-zero1": (OLMO2, Row(tp=2, dp=2, zero=1, recompute=True), {}),
     "olmo2-tp2-dp2-zero2": (OLMO2, Row(tp=2, dp=2), ZERO2),
     "olmo2-tp2-pp2-dualpipev": (OLMO2, Row(tp=2, pp=2), DUALPIPEV),
-    "neox-tp2-pp2-sequence-recompute": (NEOX, Row(tp=2, pp=2, recompute=True), SEQUENCE),
+    "neox-tp2-pp2-sequence-recompute": (NEOX, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
     "neox-tp2-pp2-dp2-zero1": (NEOX, Row(tp=2, pp=2, dp=2, zero=1, recompute=True), {}),
     "neox-pp2-dualpipev": (NEOX, Row(pp=2, micro_batch=2), DUALPIPEV),
     "falcon-tp2-pp2": (FALCON, Row(tp=2, pp=2), {}),
-    "falcon-tp4-sequence": (FALCON, Row(tp=4, micro_batch=2), SEQUENCE),
+    "falcon-tp4-sequence": (FALCON, Row(tp=4, micro_batch=2), SEQUENCE_PARALLEL),
     "falcon-dp2-zero3": (FALCON, Row(dp=2), ZERO3),
     "falcon-pp2-dualpipev": (FALCON, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "window-tp2-pp2-sequence-recompute": (WINDOW, Row(tp=2, pp=2, recompute=True), SEQUENCE),
+    "window-tp2-pp2-sequence-recompute": (WINDOW, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
     "window-pp2-dp2-zero1": (WINDOW, Row(pp=2, dp=2, zero=1), {}),
     "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
     "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
     "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
     "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
     "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
-    "llama3-rope-tp4-sequence-recompute": (LLAMA3_ROPE, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE),
+    "llama3-rope-tp4-sequence-recompute": (
+        LLAMA3_ROPE,
+        Row(tp=4, micro_batch=2, recompute=True),
+        SEQUENCE_PARALLEL,
+    ),
 }
 
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
-    model, row, changes = LAYOUTS[name]
-    expected = reference(tuple(model.items()))
-    histories = run_world(row.world_size, train_layout, row, SHORT, model=model, **changes)
-    for history in histories:
-        assert max(relative_errors(history, expected)) <= FP32_BOUND
+    model, row, layout = LAYOUTS[name]
+    assert_same_numbers(row, numbers={"model": model}, layout=layout)
 
 
 # The layouts that save and those that resume, on a Llama-like model with an untied head; TP 4 has more ranks
@@ -215,17 +227,10 @@ def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", [Row(), Row(tp=4, micro_batch=2), Row(tp=2, pp=2, dp=2, zero=1)], ids=str)
 def test_bf16_and_fp16_follow_the_fp32_loss(precision, layout):
-    row = Row(**{**vars(layout), "precision": precision})
-    expected = reference(tuple(LLAMA.items()))
-    for history in run_world(row.world_size, train_layout, row, SHORT, model=LLAMA):
-        loss_error, norm_error = relative_errors(history, expected)
-        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
+    assert_same_numbers(replace(layout, precision=precision), numbers={"model": LLAMA})
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [Row(tp=2), Row(tp=4, micro_batch=2, recompute=True), Row(pp=2)], ids=str)
 def test_dropout_does_not_depend_on_the_layout(row):
-    model = {**LLAMA, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    expected = reference(tuple(model.items()))
-    for history in run_world(row.world_size, train_layout, row, SHORT, model=model):
-        assert max(relative_errors(history, expected)) <= FP32_BOUND
+    assert_same_numbers(row, numbers={"model": {**LLAMA, **DROPOUT}})

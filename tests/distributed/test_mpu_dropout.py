@@ -1,12 +1,12 @@
 """Dropout over real TP ranks: recomputation, gradients, and what each rank must agree on."""
 
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout
 from tests.support.pool import run_world
+from tests.support.scatter import world_tp_group
 
 
 def two_dropouts(x, stream, tp_group):
@@ -17,9 +17,7 @@ def two_dropouts(x, stream, tp_group):
 
 
 def output_and_gradient(x, samples, recompute):
-    size = dist.get_world_size()
-    tp_group = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
-    return outputs_of(x, samples, tp_group, recompute)
+    return outputs_of(x, samples, world_tp_group(), recompute)
 
 
 def outputs_of(x, samples, tp_group, recompute):

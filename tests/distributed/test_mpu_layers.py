@@ -12,11 +12,11 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
 from tests.support.pool import run_world
-from tests.support.scatter import scatter
+from tests.support.scatter import scatter, world_tp_group
 
 SEED = 1234
 HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
@@ -104,8 +104,8 @@ def perturbed(full):
 
 
 def run_layer(case):
-    size = dist.get_world_size()
-    tp_group = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
+    tp_group = world_tp_group()
+    size = tp_group.size
     make, _, n_in = CASES[case]
     layer = make(tp_group)
     initialize_parameters(layer, SEED, tp_group)
@@ -163,8 +163,7 @@ def test_a_parallel_layer_computes_what_its_plain_twin_does(case, size):
 
 
 def frozen_weights_and_inputs():
-    size = dist.get_world_size()
-    tp_group = ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
+    tp_group = world_tp_group()
     layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
     initialize_parameters(layer, SEED, tp_group)
     x = model_input(HIDDEN)

@@ -5,12 +5,7 @@ import torch.distributed as dist
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
 from tests.support.pool import run_world
-from tests.support.scatter import scatter
-
-MAPPINGS = {
-    "gather": gather_from_tensor_region,
-    "scatter": scatter,
-}
+from tests.support.scatter import world_tp_group
 
 
 def tensor_group_of_layout(tp_group, pipeline):
@@ -21,13 +16,11 @@ def tensor_group_of_layout(tp_group, pipeline):
     return group.rank, group.size, dist.get_process_group_ranks(group.group), members.item()
 
 
-def apply_mapping(name, xs, upstreams):
-    """Output and gradient of one mapping; and whether it left its input and its upstream gradient alone."""
-    world = ParallelLayout.create(dist.get_world_size(), dist.get_world_size(), 1, dist.get_rank())
-    tp_group = world.make_tp_group()
-    x = xs[tp_group.rank].clone().requires_grad_()
-    upstream = upstreams[tp_group.rank].clone()
-    y = MAPPINGS[name](x, tp_group)
+def gathered(xs, upstreams, block=None):
+    """Output and gradient, and whether the mapping left its input and its upstream gradient alone."""
+    tp_group = world_tp_group()
+    x, upstream = xs[tp_group.rank].clone().requires_grad_(), upstreams[tp_group.rank].clone()
+    y = gather_from_rank_block(x, tp_group, block) if block else gather_from_tensor_region(x, tp_group)
     y.backward(upstream)
     untouched = torch.equal(x, xs[tp_group.rank]) and torch.equal(upstream, upstreams[tp_group.rank])
     return y.detach(), x.grad, untouched
@@ -48,45 +41,25 @@ def test_tensor_groups_are_neighbouring_ranks(tp_group, pipeline):
         assert total == sum(members)
 
 
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_in_a_group_of_one_the_argument_itself_comes_back(name):
+def test_in_a_group_of_one_the_argument_itself_comes_back():
     x = torch.randn(3, 4)
-    assert MAPPINGS[name](x, TPGroup()) is x
+    assert gather_from_tensor_region(x, TPGroup()) is x
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gather_joins_the_parts_and_returns_each_its_gradient(size):
     xs, upstreams = parts(3, 2, size=size, seed=1), parts(3, 2 * size, size=1, seed=2) * size
-    for rank, (output, grad, untouched) in enumerate(run_world(size, apply_mapping, "gather", xs, upstreams)):
+    for rank, (output, grad, untouched) in enumerate(run_world(size, gathered, xs, upstreams)):
         assert torch.equal(output, torch.cat(xs, -1)) and untouched
         assert torch.equal(grad, upstreams[0].chunk(size, -1)[rank])
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_scatter_keeps_the_own_part_and_joins_the_gradients(size):
-    xs, upstreams = parts(3, 2 * size, size=1, seed=1) * size, parts(3, 2, size=size, seed=2)
-    for rank, (output, grad, untouched) in enumerate(
-        run_world(size, apply_mapping, "scatter", xs, upstreams)
-    ):
-        assert torch.equal(output, xs[0].chunk(size, -1)[rank]) and untouched
-        torch.testing.assert_close(grad, torch.cat(upstreams, -1))
-
-
-def gathered_in_blocks(xs, upstreams, block):
-    tp_group = ParallelLayout.create(dist.get_world_size(), dist.get_world_size(), 1, dist.get_rank())
-    group = tp_group.make_tp_group()
-    x = xs[group.rank].clone().requires_grad_()
-    y = gather_from_rank_block(x, group, block)
-    y.backward(upstreams[group.rank])
-    return y.detach(), x.grad
 
 
 @pytest.mark.parametrize("block", [2, 4])
 def test_a_block_of_ranks_gathers_its_parts_and_sums_their_gradients(block):
     xs, upstreams = parts(3, 2, 5, size=4, seed=1), parts(3, 2, 5 * block, size=4, seed=2)
-    for rank, (y, grad) in enumerate(run_world(4, gathered_in_blocks, xs, upstreams, block)):
+    for rank, (y, grad, untouched) in enumerate(run_world(4, gathered, xs, upstreams, block)):
         first = rank // block * block
         ranks = range(first, first + block)
-        assert torch.equal(y, torch.cat([xs[other] for other in ranks], dim=-1))
+        assert torch.equal(y, torch.cat([xs[other] for other in ranks], dim=-1)) and untouched
         own = slice((rank - first) * 5, (rank - first + 1) * 5)
         torch.testing.assert_close(grad, sum(upstreams[other][..., own] for other in ranks))

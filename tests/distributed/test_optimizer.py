@@ -1,22 +1,22 @@
 """One optimizer for all layouts: fp32 sums, one norm, clipping, loss scale, ZeRO-1, errors on every rank."""
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.cluster.rank_reports import RankReport
+from megatron.checkpoint.record import TrainingState
 from megatron.data.loader import MicroBatch
 from megatron.mpu.parameters import merge_shards
 from megatron.optimizer import flat_group
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.gradient_norm import NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
+from tests.distributed.parity import assert_same_numbers
 from tests.reference.plain_gpt import plain_gpt_logits
 from tests.support.layouts import (
-    FP32_BOUND,
     RATE,
     VOCAB,
     Row,
@@ -24,14 +24,13 @@ from tests.support.layouts import (
     config_of,
     full_weights,
     global_batch,
-    micro_batches,
-    relative_errors,
     sample_tokens,
     train,
     train_layout,
     weights_of,
 )
 from tests.support.pool import WorldError, run_world
+from tests.support.trainers import make_trainer
 
 LAYOUTS = {
     "one process": Row(),
@@ -85,8 +84,8 @@ def test_many_micro_batches_add_up_in_fp32(row, precision):
 # --- one norm, one clipping ---
 
 
-def initial_weights_and_first_norm(row, precision):
-    engine = build_engine(config_of(replace(row, precision=precision)))
+def initial_weights_and_first_norm(row):
+    engine = build_engine(config_of(row))
     weights = weights_of(engine)
     train(engine, range(1))
     return weights, engine.optimizer.grad_norm
@@ -101,25 +100,25 @@ def plain_norm(weights):
     return math.sqrt(sum(weight.grad.square().sum().item() for weight in weights.values()))
 
 
-@pytest.mark.gate(rows=2)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_norm_counts_tied_and_replicated_parameters_once(layout):
-    row = LAYOUTS[layout]
-    ranks = run_world(row.world_size, initial_weights_and_first_norm, row, "fp32")
+COUNTED_ONCE = [
+    *LAYOUTS.values(),
+    *(Row(tp=2, dp=2, zero=zero, micro_batch=2) for zero in (2, 3)),
+    *(
+        replace(row, precision=precision)
+        for row in (Row(pp=2), Row(pp=2, zero=1), Row(tp=2, pp=2, micro_batch=2))
+        for precision in ("bf16", "fp16")
+    ),
+]
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize("row", COUNTED_ONCE, ids=str)
+def test_the_norm_counts_tied_and_replicated_parameters_once(row):
+    ranks = run_world(row.world_size, initial_weights_and_first_norm, row)
     expected = plain_norm(full_weights([weights for weights, _ in ranks]))
-    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * row.world_size
-
-
-@pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("row", [Row(pp=2), Row(pp=2, zero=1), Row(tp=2, pp=2, micro_batch=2)], ids=str)
-def test_the_norm_counts_once_in_16_bits_too(row, precision):
-    ranks = run_world(row.world_size, initial_weights_and_first_norm, row, precision)
-    expected = plain_norm(
-        {name: weight.double() for name, weight in full_weights([w for w, _ in ranks]).items()}
-    )
-    # A tied weight counted twice makes 1 part in 10 here; 16-bit rounding makes a few in 1000 with bf16.
-    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=5e-3)] * row.world_size
+    # A tied weight counted twice makes 1 part in 10; 16-bit rounding makes a few in 1000 with bf16.
+    bound = 1e-6 if row.precision == "fp32" else 5e-3
+    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=bound)] * row.world_size
 
 
 def weights_before_and_after_a_clipped_step(row, clip):
@@ -145,18 +144,12 @@ def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
     assert length == pytest.approx(RATE * clip, rel=1e-4 if precision == "fp32" else 0.5)
 
 
-def clipped_sgd_history(row):
-    return train_layout(row, 5, optimizer={"optimizer": "sgd", "clip_grad": 0.3}, schedule={"lr": 1.0})
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
     """Adam forgives a wrong factor on all gradients, SGD does not."""
-    row = LAYOUTS[layout]
-    expected = run_world(1, clipped_sgd_history, Row())[0]
-    for history in run_world(row.world_size, clipped_sgd_history, row):
-        assert max(relative_errors(history, expected)) <= FP32_BOUND
+    sgd = {"optimizer": {"optimizer": "sgd", "clip_grad": 0.3}, "schedule": {"lr": 1.0}}
+    assert_same_numbers(LAYOUTS[layout], 5, sgd)
 
 
 @pytest.mark.parametrize("numel", [0, 1, NORM_CHUNK - 1, NORM_CHUNK, 3 * NORM_CHUNK + 17, 20_000_000])
@@ -196,7 +189,14 @@ def steps_with_loss_scale(row, precision, steps):
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
-    "row", [Row(micro_batch=4), Row(pp=2, micro_batch=4), Row(tp=2, dp=2, zero=1, micro_batch=4)], ids=str
+    "row",
+    [
+        Row(micro_batch=4),
+        Row(pp=2, micro_batch=4),
+        Row(tp=2, dp=2, zero=1, micro_batch=4),
+        Row(dp=2, zero=3, micro_batch=4),
+    ],
+    ids=str,
 )
 def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_lowers_the_scale(row):
     row = replace(row, precision="fp16")
@@ -232,71 +232,46 @@ def test_skipped_steps_are_counted_and_reported_by_the_loop():
 
 def loop_over_overflows():
     """Skipped steps so far in the training state after each step, and what was logged of each."""
-    from types import SimpleNamespace
-
-    from megatron.checkpoint.record import TrainingState
-    from megatron.config import BatchSchedule
-    from megatron.training.trainer import Trainer
-
-    config = config_of(
-        Row(precision="fp16", micro_batch=4),
-        model=TWO_LAYERS,
-        precision={"initial_loss_scale": 2.0**24, "hysteresis": 1},
-    )
-    engine = build_engine(config)
-    records = []
-
-    def read(consumed, batch_size):
-        return micro_batches(engine, consumed // batch_size)
-
-    trainer = Trainer(
-        config,
-        engine,
-        SimpleNamespace(train=SimpleNamespace(micro_batches=read)),
-        SimpleNamespace(iterations=20),
-        BatchSchedule.from_config(config.batch),
-        SimpleNamespace(lr=lambda progress: RATE),
-        SimpleNamespace(log_step=records.append, print=lambda text: None),
-        SimpleNamespace(report=RankReport(None, "0"), heartbeat=lambda: None),
-        SimpleNamespace(ownership_lost_reason=lambda: None),
-    )
+    precision = {"initial_loss_scale": 2.0**24, "hysteresis": 1}
+    config = config_of(Row(precision="fp16", micro_batch=4), model=TWO_LAYERS, precision=precision)
+    trainer = make_trainer(config, steps=20)
     states = [TrainingState()]
     for _ in range(20):
         states.append(trainer.step(states[-1]))
+    records = trainer.metrics.records
     return [state.skipped_iterations for state in states[1:]], [record.skipped for record in records]
 
 
 def test_a_static_scale_gives_the_numbers_of_an_equal_dynamic_one():
-    row = Row(precision="fp16", micro_batch=4)
-    dynamic = run_world(1, train_with_scale, row, {"initial_loss_scale": 2.0**10})
-    static = run_world(1, train_with_scale, row, {"loss_scale": 2.0**10})
+    dynamic, static = (
+        run_world(1, train_layout, Row(precision="fp16", micro_batch=4), 5, model=TWO_LAYERS, precision=scale)
+        for scale in ({"initial_loss_scale": 2.0**10}, {"loss_scale": 2.0**10})
+    )
     assert static == dynamic
-
-
-def train_with_scale(row, precision):
-    return train_layout(row, 5, model=TWO_LAYERS, precision=precision)
 
 
 # --- gradients that are not finite ---
 
 
+def error_of_step(engine, step):
+    """The error of a step that is not finite, and whether the weights are as before it."""
+    before = weights_of(engine).shards
+    with pytest.raises(NonFiniteError) as error:
+        train(engine, [step])
+    after = weights_of(engine).shards
+    return str(error.value), all(torch.equal(before[key], after[key]) for key in before)
+
+
 def step_with_a_bad_gradient(row, bad_rank, name, settings):
-    """The error of the second step, in which one rank's gradient of one parameter becomes NaN, and whether
-    the weights are as before it."""
+    """The second step, in which one rank's gradient of one parameter becomes NaN."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, precision=settings))
     train(engine, [0])
-    before = weights_of(engine).shards
     if engine.layout.rank == bad_rank:
         dict(engine.module.named_parameters())[name].register_hook(lambda gradient: gradient * math.nan)
-    try:
-        train(engine, [1])
-    except NonFiniteError as error:
-        after = weights_of(engine).shards
-        return str(error), all(torch.equal(before[key], after[key]) for key in before)
-    return None
+    return error_of_step(engine, 1)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize(
     "row, bad_rank, name, settings, place",
     [
@@ -307,6 +282,16 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
             "4.input_layernorm.weight",
             {},
             "rank 1 (stage 0, TP rank 0, DP rank 1)",
+        ),
+        *(
+            (
+                Row(dp=2, zero=zero),
+                1,
+                "4.input_layernorm.weight",
+                {},
+                "rank 1 (stage 0, TP rank 0, DP rank 1)",
+            )
+            for zero in (2, 3)
         ),
         (
             Row(tp=2, pp=2, dp=2, zero=1, micro_batch=4, precision="bf16"),
@@ -339,13 +324,7 @@ def step_with_a_bad_loss(row):
     final_norm = dict(engine.module.named_parameters()).get("6.weight")
     if final_norm is not None:
         final_norm.data.fill_(math.inf)
-    before = weights_of(engine).shards
-    try:
-        train(engine, [0])
-    except NonFiniteError as error:
-        after = weights_of(engine).shards
-        return str(error), all(torch.equal(before[key], after[key]) for key in before)
-    return None
+    return error_of_step(engine, 0)
 
 
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, pp=2, micro_batch=2), Row(dp=2, precision="bf16")], ids=str)
@@ -395,15 +374,9 @@ def test_a_rank_saves_its_own_partition_of_the_master_weights(precision):
         assert own <= written <= 1.1 * own
 
 
-@contextmanager
 def reduce_scatters():
-    """ZeRO's gradients are reduce-scattered, as they are with NCCL."""
-    chosen = flat_group.prefers_all_reduce
-    flat_group.prefers_all_reduce = lambda group: False
-    try:
-        yield
-    finally:
-        flat_group.prefers_all_reduce = chosen
+    """A context in which ZeRO's gradients are reduce-scattered, as they are with NCCL."""
+    return mock.patch.object(flat_group, "prefers_all_reduce", lambda group: False)
 
 
 def train_a_little(row, options):
@@ -438,53 +411,10 @@ def test_both_zero_stages_take_the_same_steps(precision, overlap):
     check_same_steps(expected, found)
 
 
-def train_with_bounds(row, bounds):
-    engine = build_engine(config_of(row), bounds)
-    history = train(engine, range(5))
-    names = sorted(name for name, _ in engine.module.named_parameters())
-    return engine.layout.pipeline_stage, names, history
-
-
-@pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stages_with_only_the_embedding_or_only_the_head_do_not_hang(zero, precision):
-    row = Row(pp=3, dp=2, zero=zero, micro_batch=2, precision=precision)
-    expected = run_world(1, train_layout, Row(), 5)[0]
-    ranks = run_world(row.world_size, train_with_bounds, row, [0, 2, 9, 10 + (precision == "bf16")])
-    word_embedding = "tied_modules.embed.word_embeddings.weight"
-    for stage, names, history in ranks:
-        if stage == 0:
-            assert names == ["tied_modules.embed.position_embeddings.weight", word_embedding]
-        if stage == 2:
-            assert names == [word_embedding]
-        loss_error, norm_error = relative_errors(history, expected)
-        assert loss_error <= (FP32_BOUND if precision == "fp32" else 2e-3)
-        assert norm_error <= (FP32_BOUND if precision == "fp32" else 2e-2)
-
-
 def weights_after_steps(row):
     engine = build_engine(config_of(row, model={"embed_layernorm": True, **TWO_LAYERS}))
     train(engine, range(3))
     return weights_of(engine)
-
-
-@pytest.mark.gate(rows=2)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_all_copies_of_a_weight_stay_equal_to_the_last_bit(zero, precision):
-    """Replicas, tied copies on other stages, and parameters that all TP ranks replicate."""
-    row = Row(tp=2, pp=2, dp=2, zero=zero, micro_batch=4, precision=precision)
-    copies = {}
-    for rank in run_world(row.world_size, weights_after_steps, row):
-        for name, shard in rank.shards.items():
-            part = 0 if rank.specs[name].shard_dim is None else rank.tp_rank
-            copies.setdefault((name, part), []).append(shard)
-    tied = copies["tied_modules.embed.word_embeddings.weight", 0]
-    assert len(tied) == 4, "two stages of two replicas"
-    assert len(copies["3.mlp.dense_4h_to_h.bias", 0]) == 4, "two TP ranks of two replicas"
-    for (name, part), shards in copies.items():
-        assert all(torch.equal(shard, shards[0]) for shard in shards), (name, part)
 
 
 def test_padding_rows_of_the_vocabulary_stay_zero():

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config.sections.parallel import ParallelConfig
-from tests.support.layouts import Row, build_engine, config_of, train
+from tests.support.layouts import DROPOUT, Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
 # The stages in the middle receive and send activations and gradients.
@@ -34,12 +34,11 @@ def outcome(row, parallel, sends_parts):
         return batch_isend_irecv(messages)
 
     batch_isend_irecv = dist.batch_isend_irecv
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     with (
         mock.patch.object(ParallelConfig, "sends_parts", sends_parts),
         mock.patch.object(dist, "batch_isend_irecv", exchange),
     ):
-        engine = build_engine(config_of(row, parallel=parallel, model=dropout))
+        engine = build_engine(config_of(row, parallel=parallel, model=DROPOUT))
         history = train(engine, range(STEPS))
     gradients = [flat.gradients.double().sum().item() for flat in engine.optimizer.flat]
     return history, gradients, sum(elements)

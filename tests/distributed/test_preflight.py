@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,13 +21,8 @@ def start(path: str, nodes: tuple[str, ...]) -> Any:
     """The notes of preflight on this rank. nodes: the node of each rank."""
     config = config_of(Row(dp=len(nodes)), parallel={"network_figures": path}, data={"data_path": ()})
     os.environ["SLURMD_NODENAME"] = nodes[dist.get_rank()]
-    missing = module.missing_index_files
-    module.missing_index_files = lambda *_: []
-    try:
+    with mock.patch.object(module, "missing_index_files", lambda *_: []):
         return preflight(config, {}, SimpleNamespace(samples_per_split=lambda config: ()))
-    finally:
-        module.missing_index_files = missing
-        del os.environ["SLURMD_NODENAME"]
 
 
 @pytest.mark.parametrize(

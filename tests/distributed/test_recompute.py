@@ -1,11 +1,15 @@
 """--checkpoint-activations recomputes each transformer layer, for any groups of layers and any partition."""
 
+from unittest import mock
+
 import pytest
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
+from tests.distributed.parity import one_process
 from tests.support.layouts import (
+    DROPOUT,
     FP32_BOUND,
     SEQ,
     Row,
@@ -13,7 +17,6 @@ from tests.support.layouts import (
     config_of,
     relative_errors,
     train,
-    train_layout,
 )
 from tests.support.pool import run_world
 
@@ -37,21 +40,16 @@ def forwards_per_layer(row, together):
     return [c / engine.micro_batches for c in counts], history
 
 
-@pytest.mark.parametrize("together", [1, 2, 3, 4])
-def test_each_layer_runs_twice_in_groups_of_any_size(together):
-    counts, history = run_world(1, forwards_per_layer, Row(recompute=True, micro_batch=4), together)[0]
-    assert counts == [2, 2, 2, 2]
+@pytest.mark.parametrize(("pp", "together"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2)])
+def test_each_layer_runs_twice_in_groups_of_any_size_on_every_stage(pp, together):
+    row = Row(pp=pp, recompute=True, micro_batch=4)
     plain, expected = run_world(1, forwards_per_layer, Row(micro_batch=4), 1)[0]
     assert plain == [1, 1, 1, 1]
-    assert history[0] == pytest.approx(expected[0], rel=1e-6)
+    for counts, history in run_world(pp, forwards_per_layer, row, together):
+        assert counts == [2] * (4 // pp)
+        assert history[0] == pytest.approx(expected[0], rel=1e-6)
 
 
-def test_each_layer_runs_twice_on_every_stage():
-    results = run_world(2, forwards_per_layer, Row(pp=2, recompute=True, micro_batch=4), 2)
-    assert [counts for counts, _ in results] == [[2, 2], [2, 2]]
-
-
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 THROUGH_DEEPSPEED = {"partition_activations": True, "checkpoint_in_cpu": True}
 DOCUMENTS = {"data": {"reset_attention_mask": True}}
 STEPS = 6
@@ -98,9 +96,8 @@ def history_and_parts(row, changes):
         )
         return keep(all_objects)
 
-    deepspeed_checkpointing.extract_tensors = note
-    history = train(engine, range(1))
-    deepspeed_checkpointing.extract_tensors = keep
+    with mock.patch.object(deepspeed_checkpointing, "extract_tensors", note):
+        history = train(engine, range(1))
     return sizes, history + train(engine, range(1, STEPS))
 
 
@@ -123,13 +120,11 @@ def history_and_parts(row, changes):
 def test_parts_and_copies_of_the_inputs_give_the_same_numbers(row, flags, changes):
     """DeepSpeed keeps the TP rank's shard, and recomputes the layers from the gathered tensor."""
     training = changes.get("training", {}) | dict.fromkeys(flags, True)
-    model = {"model": DROPOUT}
-    data = {"data": changes["data"]} if "data" in changes else {}
-    single = Row(positions=row.positions, micro_batch=row.micro_batch)
-    reference = run_world(1, train_layout, single, STEPS, **model, **data)
-    results = run_world(row.world_size, history_and_parts, row, model | changes | {"training": training})
+    numbers = {"model": DROPOUT, "data": changes.get("data", {})}
+    reference = one_process(row, STEPS, **numbers)
+    results = run_world(row.world_size, history_and_parts, row, {**numbers, **changes, "training": training})
     part = row.micro_batch * SEQ * 32 // row.tp
     for sizes, history in results:
         # Without a part to take, the inputs stay as they are: they are in the CPU's memory.
         assert sizes == ({part} if row.tp > 1 else set())
-        assert max(relative_errors(history, reference[0])) < FP32_BOUND
+        assert max(relative_errors(history, reference)) < FP32_BOUND

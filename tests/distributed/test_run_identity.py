@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest import mock
 
 import pytest
 
@@ -9,17 +10,13 @@ from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
-from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError, find_checkpoint
+from megatron.checkpoint.manager import FolderTakenError, SaveError, find_checkpoint
 from megatron.errors import UserError
-from tests.distributed.test_integrity_record import names_of
-from tests.support.checkpoints import FINGERPRINT, state_after
-from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.distributed.test_integrity_record import make_copies_unequal
+from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
 from tests.unit.checkpoint.saved_runs import Run, steps_in
-
-
-def manager_of(engine, folder, owner=None):
-    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner)
 
 
 def save(manager, step):
@@ -44,15 +41,13 @@ def share(folder, failures, local_rank=0):
             raise UserError("a stale cache")
         return opened(path)
 
-    start.open_checkpoint = open_late
-    try:
+    with mock.patch.object(start, "open_checkpoint", open_late):
         found = find_latest(folder) if rank == 0 else None  # other ranks do not search
-        shared = start.share_checkpoint(found, sleep=slept.append, leads_node=local_rank == 0)
-        return None if shared is None else shared.folder.name, slept
-    except UserError as error:
-        return str(error), slept
-    finally:
-        start.open_checkpoint = opened
+        try:
+            shared = start.share_checkpoint(found, sleep=slept.append, leads_node=local_rank == 0)
+        except UserError as error:
+            return str(error), slept
+    return None if shared is None else shared.folder.name, slept
 
 
 @pytest.mark.parametrize("failures", [0, 3, 100])
@@ -83,30 +78,28 @@ def save_and_lose_the_folder(folder):
     """Saves as the owner; the folder is taken over before the second save, and during the third."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     rank_0 = engine.global_rank == 0
-    outcomes = []
+    outcomes, described = [], manager.describe_files
+
+    def lose_it(path, heartbeat):
+        files = described(path, heartbeat)
+        if rank_0:
+            take_over(folder)
+        return files
+
+    def without_a_file(path, heartbeat):
+        return {n: f for n, f in described(path, heartbeat).items() if "mp_rank_00_model" not in n}
+
     for when in ("never", "before", "during"):
         owner = acquire(folder, Owner.of_this_process("n1"), print) if rank_0 else None
-        described = manager.describe_files
-
-        def lose_it(path, heartbeat, described=described):
-            files = described(path, heartbeat)
-            if rank_0:
-                take_over(folder)
-            return files
-
         if when == "before" and rank_0:
             take_over(folder)
-        manager.describe_files = lose_it if when == "during" else described
-        outcomes.append(save(manager_of(engine, folder, owner), 1 + len(outcomes)))
-        manager.describe_files = described
+        with mock.patch.object(manager, "describe_files", lose_it if when == "during" else described):
+            outcomes.append(save(make_manager(engine, folder, owner), 1 + len(outcomes)))
         if rank_0:
             for file in folder.glob("owner-*"):
                 file.unlink()
-    manager.describe_files = lambda path, heartbeat: {
-        n: f for n, f in described(path, heartbeat).items() if "mp_rank_00_model" not in n
-    }
-    outcomes.append(save(manager_of(engine, folder), 9))
-    manager.describe_files = described
+    with mock.patch.object(manager, "describe_files", without_a_file):
+        outcomes.append(save(make_manager(engine, folder), 9))
     return outcomes
 
 
@@ -130,7 +123,7 @@ def test_a_job_that_lost_its_folder_stops_on_all_ranks_and_writes_nothing(tmp_pa
 
 def save_in_turn(folder):
     """Two runs save into one folder, without knowing of each other."""
-    first, second = (manager_of(build_engine(config_of(Row())), folder) for _ in range(2))
+    first, second = (make_manager(build_engine(config_of(Row())), folder) for _ in range(2))
     return [save(first, 2), save(second, 2), save(second, 3), save(first, 3)]
 
 
@@ -147,14 +140,12 @@ def save_good_then_unequal(folder):
     """Copies are equal in the first two checkpoints, and differ from then on."""
     options = {"keep_last": 1, "save": str(folder), "load": str(folder)}
     engine = build_engine(config_of(Row(tp=2), checkpoint=options))
-    checkpoints = manager_of(engine, folder)
+    checkpoints = make_manager(engine, folder)
     checkpoints.restore_or_init(None, lambda text: None)
     train(engine, range(1))
-    (flat,) = [flat for flat in engine.optimizer.flat if "8.weight" in names_of(engine, flat)]
-    place = next(at for p, at in flat.offsets.items() if engine.optimizer.names[p] == "8.weight")
     for step in (1, 2, 3, 4):
         if step == 3:
-            flat.master.data[place] += 1e-3 * engine.global_rank
+            make_copies_unequal(engine)
         assert save(checkpoints, step) is None
     back = checkpoints.rollback()
     # What is saved now descends from the good one.

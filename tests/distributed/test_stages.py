@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -45,14 +46,29 @@ V_STAGES = {
     "one layer each": (2, "layout:Et|t|t|tL"),
     "four ranks": (4, "stages:E,1,0,1,1,0,1,0"),
 }
-# (ranks, stages per rank, method), for interleaved 1F1B.
-LOOP_STAGES = {
-    "as it comes": (2, 2, "type:transformer"),
-    "embedding and head alone": (2, 2, "stages:E,2,2,0"),
-    "empty stages": (2, 2, "stages:0,4,0,0"),
-    "by memory": (2, 2, "memory"),
-    "three stages per rank": (2, 3, "layout:E|t|t|t|t|L"),
-    "four ranks": (4, 2, "stages:E,1,0,1,1,0,1,0"),
+LOOP_STAGES = {**V_STAGES, "three stages per rank": (2, "layout:E|t|t|t|t|L")}
+ZERO_BUBBLE = ("an empty stage in the middle", "embedding alone, head alone", "everything on the last stage")
+
+
+def parallel_settings(schedule, method):
+    """The flags of a schedule."""
+    settings = {"pipeline_schedule": schedule, "partition_method": method}
+    if schedule == "interleaved":
+        per_rank = 3 if method == "layout:E|t|t|t|t|L" else 2
+        settings |= {"virtual_pipeline_stages": per_rank, "ddp_bucket_size": 1}  # ZeRO-1: a bucket per layer
+    return settings
+
+
+# Schedule and name -> ranks and flags. The order matters to the gate, which takes evenly spaced rows.
+CASES = {
+    f"{schedule}: {name}": (ranks, parallel_settings(schedule, method))
+    for schedule, table in {
+        "dualpipev": V_STAGES,
+        "1f1b": STAGES,
+        "interleaved": LOOP_STAGES,
+        "zero-bubble": {name: STAGES[name] for name in ZERO_BUBBLE},
+    }.items()
+    for name, (ranks, method) in table.items()
 }
 
 
@@ -96,22 +112,40 @@ def check(row, parallel, clip=1.0, dropout=0.0):
         assert losses == pytest.approx(expected_losses, rel=FP32_BOUND if exact else 2e-3)
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("stages", STAGES)
-def test_stages_of_any_content_train_as_one_process_does(stages, zero):
-    pipeline, method = STAGES[stages]
-    check(
-        Row(pp=pipeline, dp=2 if pipeline <= 4 else 1, zero=zero), {"partition_method": method}, dropout=0.1
-    )
+@pytest.mark.parametrize("case", CASES)
+def test_stages_of_any_content_train_as_one_process_does(case, zero):
+    ranks, parallel = CASES[case]
+    check(Row(pp=ranks, dp=2 if ranks <= 4 else 1, zero=zero), parallel, dropout=0.1)
+
+
+def mixtures():
+    """Schedules and stages with all that goes with a pipeline: (row, flags, clipping)."""
+    for name in ("embedding alone, head alone", "empty stages beside the ends"):
+        for precision in ("fp32", "fp16"):
+            pipeline, method = STAGES[name]
+            row = Row(tp=2, pp=pipeline, recompute=True, precision=precision)
+            yield row, {"partition_method": method}, 1.0
+    for name in ("embedding alone, head alone", "an empty stage in the middle", "final norm alone"):
+        for precision in ("bf16", "fp16"):
+            pipeline, method = STAGES[name]
+            row = Row(pp=pipeline, dp=2, zero=1, recompute=True, precision=precision)
+            yield row, {"partition_method": method}, 0.0
+    for schedule in ("dualpipev", "interleaved"):
+        for row in (
+            Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
+            Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
+            Row(tp=2, pp=2, precision="fp16"),
+        ):
+            yield row, parallel_settings(schedule, "type:transformer"), 1.0
+    yield Row(tp=2, pp=4), parallel_settings("interleaved", "layout:E|t||t|t||t|L"), 1.0
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stages", ["embedding alone, head alone", "empty stages beside the ends"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_stages_of_any_content_with_tensor_parallelism(stages, precision):
-    pipeline, method = STAGES[stages]
-    check(Row(tp=2, pp=pipeline, recompute=True, precision=precision), {"partition_method": method})
+@pytest.mark.parametrize("row, parallel, clip", mixtures(), ids=str)
+def test_stages_with_all_that_goes_with_a_pipeline(row, parallel, clip):
+    check(row, parallel, clip)
 
 
 def times_and_bounds(row, parallel, changes):
@@ -157,13 +191,11 @@ def stages_by_memory(parallel, problem):
             raise UserError(problem)
         return memory_costs(*args)
 
-    layer_memory.memory_costs = counted
-    try:
-        end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
-    except SharedUserError as error:
-        end = str(error)
-    finally:
-        layer_memory.memory_costs = memory_costs
+    with mock.patch.object(layer_memory, "memory_costs", counted):
+        try:
+            end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
+        except SharedUserError as error:
+            end = str(error)
     return len(calls), end
 
 
@@ -189,72 +221,3 @@ def test_all_ranks_partition_by_the_memory_that_rank_0_finds(schedule):
 def test_an_error_of_the_partition_by_memory_ends_all_ranks(parallel, problem, expected):
     for rank, (calls, end) in enumerate(run_world(4, stages_by_memory, parallel, problem)):
         assert calls == (rank == 0) and expected in end
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "stages", ["embedding alone, head alone", "an empty stage in the middle", "final norm alone"]
-)
-def test_stages_of_any_content_in_16_bits(stages, precision):
-    pipeline, method = STAGES[stages]
-    row = Row(pp=pipeline, dp=2, zero=1, recompute=True, precision=precision)
-    check(row, {"partition_method": method}, clip=0.0)
-
-
-@pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("stages", V_STAGES)
-def test_dualpipev_trains_as_one_process_does(stages, zero):
-    ranks, method = V_STAGES[stages]
-    parallel = {"pipeline_schedule": "dualpipev", "partition_method": method}
-    check(Row(pp=ranks, dp=2 if ranks == 2 else 1, zero=zero), parallel, dropout=0.1)
-
-
-# Two pipeline ranks, with what goes with a pipeline.
-COMBINED = [
-    Row(tp=2, pp=2, dp=2, zero=1, recompute=True),
-    Row(pp=2, dp=2, zero=1, precision="bf16", recompute=True),
-    Row(tp=2, pp=2, precision="fp16"),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", COMBINED, ids=str)
-def test_dualpipev_with_all_that_goes_with_a_pipeline(row):
-    check(row, {"pipeline_schedule": "dualpipev"})
-
-
-def interleaved(stages_per_rank, method):
-    return {
-        "pipeline_schedule": "interleaved",
-        "virtual_pipeline_stages": stages_per_rank,
-        "partition_method": method,
-        "ddp_bucket_size": 1,  # with ZeRO-1 a bucket per layer
-    }
-
-
-@pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("stages", LOOP_STAGES)
-def test_interleaved_trains_as_one_process_does(stages, zero):
-    ranks, per_rank, method = LOOP_STAGES[stages]
-    row = Row(pp=ranks, dp=2 if ranks == 2 else 1, zero=zero)
-    check(row, interleaved(per_rank, method), dropout=0.1)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", [*COMBINED, Row(tp=2, pp=4)], ids=str)
-def test_interleaved_with_all_that_goes_with_a_pipeline(row):
-    method = "type:transformer" if row.pp == 2 else "layout:E|t||t|t||t|L"
-    check(row, interleaved(2, method))
-
-
-@pytest.mark.gate(rows=1)
-@pytest.mark.parametrize(
-    "stages", ["an empty stage in the middle", "embedding alone, head alone", "everything on the last stage"]
-)
-def test_zero_bubble_trains_as_one_process_does(stages):
-    ranks, method = STAGES[stages]
-    parallel = {"pipeline_schedule": "zero-bubble", "partition_method": method}
-    check(Row(pp=ranks, dp=2, zero=1), parallel, dropout=0.1)

@@ -2,7 +2,8 @@
 are and in whatever order each process group sums."""
 
 import random
-from contextlib import contextmanager
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.mpu.parameters import ParameterSpec, new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.training.stability import find_invariant_violation
+from tests.distributed.parity import EIGHT_BIT, SEQUENCE_PARALLEL
 from tests.support.layouts import RATE, Row, build_engine, config_of, sample_tokens
 from tests.support.pool import run_world
 
@@ -41,7 +43,6 @@ def shuffled_sum(tensor, group):
     return total
 
 
-@contextmanager
 def sums_in_another_order():
     """A backend with the least guarantee: all members of a group receive the same bits of an all-reduce."""
     all_reduce = dist.all_reduce
@@ -53,11 +54,7 @@ def sums_in_another_order():
         tensor.copy_(shuffled_sum(tensor, group))
         return Finished() if async_op else None
 
-    dist.all_reduce = any_all_reduce
-    try:
-        yield
-    finally:
-        dist.all_reduce = all_reduce
+    return mock.patch.object(dist, "all_reduce", any_all_reduce)
 
 
 def copies_after(row, changes, steps, other_order):
@@ -74,18 +71,12 @@ def copies_after(row, changes, steps, other_order):
         for first in range(start + dp_rank * size, start + batch_size, row.dp * size):
             yield MicroBatch.from_rows(sample_tokens(first, size), first)
 
-    def train():
+    with sums_in_another_order() if other_order else nullcontext():
         for step in range(steps):
             engine.train_step(micro_batches(step), batch_size, RATE)
         return find_invariant_violation(engine.optimizer, engine.layout)
 
-    if not other_order:
-        return train()
-    with sums_in_another_order():
-        return train()
 
-
-SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
 BUCKETS = {"parallel": {"ddp_bucket_size": 1}, "model": {"num_layers": 4}}
 # (layout, changes of its config, whether the back-end's order of summation is another one)
 REPRESENTATIVE = {
@@ -119,7 +110,11 @@ def every_case():
         yield Row(tp=2, dp=4, zero=stage), SEQUENCE_PARALLEL, True
     for precision in ("bf16", "fp16"):
         yield Row(pp=2, dp=3, zero=1, precision=precision), {"model": {"hidden_dropout": 0.1}}, True
+        for zero in (0, 1):
+            yield Row(tp=2, pp=2, dp=2, zero=zero, precision=precision), {}, False
     yield Row(pp=2, dp=4, zero=1), {"optimizer": {"optimizer": "sgd"}}, True
+    for zero in (0, 1):
+        yield Row(tp=2, pp=2, dp=2, zero=zero), EIGHT_BIT, False
 
 
 @pytest.mark.full

@@ -7,7 +7,8 @@ from megatron.mpu import layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import initialize_parameters
-from tests.support.layouts import FP32_BOUND, STEPS, Row, relative_errors, train_layout
+from tests.distributed.parity import assert_same_numbers
+from tests.support.layouts import STEPS, Row
 from tests.support.pool import run_world
 
 OVERLAP = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True, "tp_comm_overlap_chunks": 4}}
@@ -91,6 +92,4 @@ def test_the_number_of_chunks_divides_the_shard():
     ids=str,
 )
 def test_training_in_chunks_has_the_losses_of_one_process(row):
-    reference = run_world(1, train_layout, row.reference, STEPS)[0]
-    for history in run_world(row.world_size, train_layout, row, STEPS, **OVERLAP):
-        assert max(relative_errors(history, reference)) <= FP32_BOUND
+    assert_same_numbers(row, STEPS, layout=OVERLAP)

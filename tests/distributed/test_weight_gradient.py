@@ -1,12 +1,15 @@
 """Weight gradients that the matrix product adds to the fp32 sums. CPUs have no such product: here a product
 in fp32 stands for it, which a tensor core's is up to the order of summation."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
 
 from megatron.mpu import weight_gradient
-from tests.support.layouts import LOW_PRECISION_BOUND, Row, relative_errors, train_layout
+from tests.distributed.parity import assert_near, one_process
+from tests.support.layouts import Row, train_layout
 from tests.support.pool import run_world
 
 STEPS = 5
@@ -28,35 +31,38 @@ ROWS = [
 ]
 
 
+@contextmanager
+def products_that_add():
+    """The shapes of the sums to which products add in the context."""
+    shapes = []
+
+    def add(total, a, b):
+        shapes.append(tuple(total.shape))
+        total.add_(a.float() @ b.float())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_gradient, "device_adds", lambda tensor: tensor.dtype != torch.float32)
+        patch.setattr(weight_gradient, "add_product", add)
+        yield shapes
+
+
 def train_adding(row, changes):
     """The history, how many gradients of layers products added, and how many of the LM head, whose matrix is
     not one of a layer."""
-    added, original = [], (weight_gradient.device_adds, weight_gradient.add_product)
-
-    def adds(tensor):
-        return tensor.dtype != torch.float32
-
-    def add(total, a, b):
-        added.append(total.shape[0] == HEAD_ROWS[row.tp])
-        total.add_(a.float() @ b.float())
-
-    weight_gradient.device_adds, weight_gradient.add_product = adds, add
-    try:
+    with products_that_add() as shapes:
         history = train_layout(row, STEPS, **changes)
-    finally:
-        weight_gradient.device_adds, weight_gradient.add_product = original
-    return history, added.count(False), added.count(True)
+    of_head = [rows == HEAD_ROWS[row.tp] for rows, _ in shapes]
+    return history, of_head.count(False), of_head.count(True)
 
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row, changes, layers", ROWS, ids=str)
 def test_training_follows_the_fp32_loss(row, changes, layers):
-    reference = run_world(1, train_layout, row.reference, STEPS)[0]
+    reference = one_process(row, STEPS)
     micro_batches = 8 // (row.dp * row.micro_batch)
     ranks = run_world(row.world_size, train_adding, row, changes)
     for rank, (history, added, added_of_head) in enumerate(ranks):
-        loss_error, norm_error = relative_errors(history, reference)
-        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
+        assert_near(history, reference, row.precision)
         assert added == 4 * layers * micro_batches * STEPS
         last_stage = rank >= row.world_size - row.world_size // row.pp
         assert added_of_head == micro_batches * STEPS * last_stage
@@ -66,18 +72,11 @@ def weights_added_when_compiled(row, changes):
     """The shapes of the weights whose gradients a compiled layer adds by products, in a step. dynamo decides
     what is compiled, not its backend: that of inductor takes long."""
     torch._dynamo.reset()
-    added, original = set(), nn.Module.compile
-
-    def add(total, a, b):
-        added.add(tuple(total.shape))
-        total.add_(a.float() @ b.float())
-
-    with pytest.MonkeyPatch.context() as patch:
+    original = nn.Module.compile
+    with products_that_add() as shapes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "compile", lambda self, **_: original(self, backend="eager", dynamic=False))
-        patch.setattr(weight_gradient, "device_adds", lambda tensor: tensor.dtype != torch.float32)
-        patch.setattr(weight_gradient, "add_product", add)
         train_layout(row, 1, **changes)
-    return added
+    return set(shapes)
 
 
 @pytest.mark.full

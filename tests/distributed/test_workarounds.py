@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +20,10 @@ from megatron.model.single_process import GPTModel
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.pipeline import layer_times
+from tests.end_to_end.command import ROOT, environment
 from tests.support import HANG_TIMEOUT_S
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 JOIN = """
 import torch.distributed as dist
@@ -40,13 +38,10 @@ destroy_distributed()
 @pytest.mark.full
 def test_the_process_group_compiles_nothing_and_its_store_waits_two_hours(tmp_path):
     """Entry 8: DeepSpeed would build its shared-memory operator in this folder, for half a minute."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    env = {key: value for key, value in os.environ.items() if key not in launcher}
-    env |= {"TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [sys.executable, "-c", JOIN],
         cwd=ROOT,
-        env=env,
+        env=environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path)},
         check=True,
         timeout=HANG_TIMEOUT_S,
         capture_output=True,

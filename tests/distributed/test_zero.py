@@ -5,7 +5,6 @@ import json
 import math
 import weakref
 from dataclasses import replace
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -20,17 +19,10 @@ from megatron.mpu.parameters import initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT
-from tests.distributed.test_optimizer import (
-    TWO_LAYERS,
-    initial_weights_and_first_norm,
-    plain_norm,
-    step_with_a_bad_gradient,
-    steps_with_loss_scale,
-)
+from tests.distributed.parity import EIGHT_BIT, SEQUENCE_PARALLEL, SHORT, assert_same_numbers
 from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.layouts import (
     FP32_BOUND,
-    LOW_PRECISION_BOUND,
     STEPS,
     VOCAB,
     Row,
@@ -46,13 +38,7 @@ from tests.support.layouts import (
 )
 from tests.support.pool import run_world
 
-SHORT = 10
-SEQUENCE_PARALLEL = {"parallel": {"sequence_parallel": True}}
 OFFLOAD = {"parallel": {"cpu_offload": True}}
-EIGHT_BIT = {
-    "model": {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100},
-    "optimizer": {"use_bnb_optimizer": True},
-}
 # Each is run with stages 2 and 3.
 LAYOUTS = {
     "DP 2": (Row(dp=2, micro_batch=2), {}),
@@ -69,19 +55,8 @@ LAYOUTS = {
 
 def train_offloaded(row, steps, **changes):
     """As if the device's memory were not the host's, which it is on a CPU."""
-    mixed_precision.is_host_memory = lambda device: False
-    try:
+    with mock.patch.object(mixed_precision, "is_host_memory", lambda device: False):
         return train_layout(row, steps, **changes)
-    finally:
-        mixed_precision.is_host_memory = HOST_MEMORY
-
-
-HOST_MEMORY = mixed_precision.is_host_memory
-
-
-@cache
-def reference(row):
-    return run_world(1, train_layout, row, STEPS)[0]
 
 
 @pytest.mark.gate(rows=2)
@@ -90,12 +65,7 @@ def reference(row):
 def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
     row, changes = LAYOUTS[layout]
     # The messages of 4 processes wait for a core each.
-    steps = STEPS if row.world_size == 2 else SHORT
-    row = replace(row, zero=zero)
-    ranks = run_world(row.world_size, train_layout, row, steps, **changes)
-    for history in ranks:
-        loss_error, norm_error = relative_errors(history, reference(row.reference)[:steps])
-        assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
+    assert_same_numbers(replace(row, zero=zero), STEPS if row.world_size == 2 else SHORT, layout=changes)
 
 
 @pytest.mark.gate(rows=1)
@@ -103,37 +73,7 @@ def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_16_bits_follow_the_fp32_loss(precision, zero):
     row = Row(tp=2, dp=2, zero=zero, micro_batch=2, recompute=zero == 3, precision=precision)
-    for history in run_world(4, train_layout, row, 5):
-        loss_error, norm_error = relative_errors(history, reference(Row())[:5])
-        assert 0 < loss_error <= LOW_PRECISION_BOUND and norm_error < 0.05
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_the_norm_counts_every_parameter_once(zero):
-    row = Row(tp=2, dp=2, zero=zero, micro_batch=2)
-    ranks = run_world(4, initial_weights_and_first_norm, row, "fp32")
-    expected = plain_norm(full_weights([weights for weights, _ in ranks]))
-    assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=1e-6)] * 4
-
-
-@pytest.mark.full
-def test_an_overflow_is_skipped_by_all_and_weights_stay():
-    settings = {"initial_loss_scale": 2.0**40, "hysteresis": 1}
-    row = Row(dp=2, zero=3, micro_batch=4, precision="fp16")
-    ranks = run_world(2, steps_with_loss_scale, row, settings, 30)
-    assert ranks[0] == ranks[1] == run_world(2, steps_with_loss_scale, replace(row, zero=1), settings, 30)[0]
-    overflows = [overflow for overflow, *_ in ranks[0]]
-    assert overflows[0] and not overflows[-1]
-    assert all(same == overflow and finite != overflow for overflow, finite, _, same in ranks[0])
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_every_rank_names_the_bad_gradient(zero):
-    name = "4.input_layernorm.weight"
-    answers = run_world(2, step_with_a_bad_gradient, Row(dp=2, zero=zero), 1, name, {})
-    assert answers[0] == answers[1]
-    message, unchanged = answers[0]
-    assert unchanged and f"rank 1 (stage 0, TP rank 0, DP rank 1): {name}" in message
+    assert_same_numbers(row, 5)
 
 
 def norms_per_reduction(row):
@@ -330,7 +270,7 @@ def test_prefetched_weights_are_not_kept_over_a_step():
 
 
 def engine_is_collected(row):
-    engine = build_engine(config_of(row, model=TWO_LAYERS))
+    engine = build_engine(config_of(row, model={"num_layers": 2}))
     train(engine, [0])
     gone = weakref.ref(engine.optimizer)
     del engine

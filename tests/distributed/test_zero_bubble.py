@@ -3,26 +3,22 @@
 import pytest
 import torch
 
-from tests.support.layouts import Row, build_engine, config_of, train, weights_of
+from tests.distributed.parity import SEQUENCE_PARALLEL
+from tests.distributed.test_model_variants import LLAMA
+from tests.support.layouts import DROPOUT, Row, build_engine, config_of, train, weights_of
 from tests.support.pool import run_world
 
 STEPS = 3
 ONE_BUCKET_PER_LAYER = {"ddp_bucket_size": 1}
-LLAMA = {
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-    "normalization": "RMSNorm",
-    "glu_activation": "swiglu",
-}
 # Row, changes of its configuration. The order matters to the gate, which takes evenly spaced rows.
 ROWS = {
     "two stages": (Row(pp=2), {}),
     "four stages, dropout": (
         Row(pp=4, positions="rotary"),
-        {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+        {"model": DROPOUT},
     ),
     "tensor": (Row(tp=2, pp=2), {}),
-    "sequence": (Row(tp=2, pp=2), {"parallel": {"sequence_parallel": True}}),
+    "sequence": (Row(tp=2, pp=2), SEQUENCE_PARALLEL),
     "fp16, fewer micro-batches than stages": (Row(pp=4, micro_batch=4, precision="fp16"), {}),
     "data, ZeRO-1 in buckets, bf16": (
         Row(pp=2, dp=2, zero=1, precision="bf16"),

@@ -34,6 +34,11 @@ class Run:
     stderr: str
     rank_exit_codes: set[int]
 
+    def ok(self) -> Run:
+        """Returns the run. Fails the test if the program failed."""
+        assert self.exit_code == 0, self.stdout + self.stderr
+        return self
+
     @property
     def facts(self) -> list[ParsedLine]:
         """What each training and validation line says, without speeds."""
@@ -107,6 +112,15 @@ def pretrain_typed(
         command += ["--nproc_per_node", str(processes)]
     script = script if on_line is None else STEP_BY_STEP
     return _run([*command, script, *flags], on_line)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of all points in the TensorBoard files of a folder, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Trained models, shared by the tests of the tools."""
+"""Trained models and rejected commands, shared by the tests of the tools."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ def train(
 def trained(train: Callable[[str], Trained]) -> Trained:
     """Any one of them."""
     return train(next(iter(VARIANTS)))
+
+
+@pytest.fixture
+def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a tool's main with flags that it rejects; returns its only output, one sentence on stderr."""
+
+    def sentence(main: Callable[[list[str]], None], *flags: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main([*flags])
+        assert caught.value.code == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("error: ")
+        return printed.err
+
+    return sentence

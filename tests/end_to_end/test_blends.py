@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.command import pretrain
+from tests.end_to_end.command import pretrain, scalars
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
@@ -36,8 +35,7 @@ def weighted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
     weighted: list[str], tmp_path: Path
 ) -> None:
-    uninterrupted = pretrain([*FLAGS, *weighted, "--tensorboard-dir", str(tmp_path / "tensorboard")])
-    assert uninterrupted.exit_code == 0, uninterrupted.stderr
+    uninterrupted = pretrain([*FLAGS, *weighted, "--tensorboard-dir", str(tmp_path / "tensorboard")]).ok()
     assert len(uninterrupted.steps) == RAMPED_STEPS
     names = ["VALID_A", "BOTH"]
     moments = [(name, f"iteration {n}") for n in (6, 12, 18) for name in names]
@@ -46,23 +44,17 @@ def test_a_blend_is_the_same_run_on_every_layout_and_after_a_resume(
     assert [(line["name"], line["at"]) for line in uninterrupted.evaluations] == moments
     assert uninterrupted.evaluations[0]["lm_loss"] != uninterrupted.evaluations[1]["lm_loss"]
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
+    written = scalars(tmp_path / "tensorboard")
     for name in names:
-        points = [
-            (event.step, event.value)
-            for event in events.Scalars(f"lm-loss-validation/{name}/lm loss validation")
-        ]
+        points = written[f"lm-loss-validation/{name}/lm loss validation"]
         lines = [line for line in uninterrupted.evaluations if line["name"] == name]
         assert [step for step, _ in points] == [6, 12, 18, RAMPED_STEPS]
         assert [value for _, value in points] == pytest.approx([line["lm_loss"] for line in lines], rel=1e-5)
 
     checkpoints = ["--save", str(tmp_path / "checkpoints"), "--load", str(tmp_path / "checkpoints")]
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    left = pretrain([*layout, *FLAGS, *weighted, *checkpoints, "--exit-interval", "11"], processes=4)
-    assert left.exit_code == 0, left.stderr
-    resumed = pretrain([*FLAGS, *weighted, *checkpoints, "--num-workers", "2"])
-    assert resumed.exit_code == 0, resumed.stderr
+    left = pretrain([*layout, *FLAGS, *weighted, *checkpoints, "--exit-interval", "11"], processes=4).ok()
+    resumed = pretrain([*FLAGS, *weighted, *checkpoints, "--num-workers", "2"]).ok()
     assert [step["iteration"] for step in left.steps + resumed.steps] == list(range(1, RAMPED_STEPS + 1))
     for name, run, of in (
         ("step", left.steps + resumed.steps, uninterrupted.steps),

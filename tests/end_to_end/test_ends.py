@@ -9,10 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.training.log_lines import parse_log_line
-from tests.end_to_end.command import Run, pretrain, pretrain_typed
+from tests.end_to_end.command import Run, pretrain, pretrain_typed, scalars
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--pipeline-model-parallel-size", "2"]
@@ -78,14 +77,6 @@ def test_ctrl_c_on_one_process_exits_with_130(data: list[str], tmp_path: Path) -
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 
 
-def validation_points(folder: Path) -> list[tuple[int, float]]:
-    """(iteration, loss) of the validation in TensorBoard."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    (tag,) = (tag for tag in events.Tags()["scalars"] if tag == "lm-loss-validation/lm loss validation")
-    return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
 @pytest.mark.full
 def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[str], tmp_path: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--eval-interval", "2", "--eval-iters", "20"]
@@ -102,7 +93,8 @@ def test_signal_stops_an_evaluation_and_the_resumed_run_repeats_it(data: list[st
     assert (tmp_path / "latest").read_text() == "global_step2"
     resumed = pretrain([*flags, *folders])
     assert [*run.facts, *resumed.facts] == whole.facts and len(whole.evaluations) == 4
-    assert validation_points(tmp_path / "parts") == validation_points(tmp_path / "whole")
+    tag = "lm-loss-validation/lm loss validation"
+    assert scalars(tmp_path / "parts")[tag] == scalars(tmp_path / "whole")[tag]
 
 
 @pytest.mark.full

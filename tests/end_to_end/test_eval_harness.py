@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 if "CI" not in os.environ:
     pytest.importorskip("lm_eval")
@@ -25,7 +24,7 @@ from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpo
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.training.build import config_of_layout, load_distributed_model
 from megatron.training.harness.model import HarnessModel, _load
-from tests.end_to_end.command import ROOT, environment, pretrain
+from tests.end_to_end.command import ROOT, environment, pretrain, scalars
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support.pool import run_world
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
@@ -214,15 +213,12 @@ def test_training_runs_tasks_and_its_losses_stay_the_same(data, tmp_path):
     """TP 2 x PP 2, with dropout. The tasks' values are logged and written to TensorBoard."""
     flags = [*MODEL, *SHORT, *ABSOLUTE, *data, "--seed", "7"]
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    plain = pretrain(flags, processes=4)
-    assert plain.exit_code == 0, plain.stderr
+    plain = pretrain(flags, processes=4).ok()
     tasks = ["--eval-harness-tasks", "toy", "--eval-harness-interval", "2", "--eval-harness-limit", "4"]
-    evaluated = pretrain([*flags, *tasks, "--tensorboard-dir", str(tmp_path / "board")], processes=4)
-    assert evaluated.exit_code == 0, evaluated.stderr
+    evaluated = pretrain([*flags, *tasks, "--tensorboard-dir", str(tmp_path / "board")], processes=4).ok()
     assert evaluated.facts == plain.facts and len(plain.steps) == 5
     lines = re.findall(r"^ task toy at iteration (\d+) \| acc: (\S+) \|", evaluated.stdout, re.MULTILINE)
     assert [int(iteration) for iteration, _ in lines] == [2, 4]
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    written = [(event.step, event.value) for event in events.Scalars("eval-harness/toy/acc")]
-    assert written == [(int(step), pytest.approx(float(value))) for step, value in lines]
+    assert scalars(tmp_path / "board")["eval-harness/toy/acc"] == [
+        (int(step), pytest.approx(float(value))) for step, value in lines
+    ]

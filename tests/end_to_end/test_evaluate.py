@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -86,17 +87,10 @@ def test_all_samples_are_read_once_by_default(
 
 
 def test_mistakes_are_one_sentence_and_code_2(
-    trained: Trained, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, data: list[str], tmp_path: Path, mistake: Callable[..., str]
 ) -> None:
-    def mistake(*flags: str, load: Path = trained.folder) -> str:
-        with pytest.raises(SystemExit) as caught:
-            evaluate.main(["--load", str(load), *flags])
-        assert caught.value.code == 2
-        printed = capsys.readouterr()
-        assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("error: ")
-        return printed.err
-
-    assert "/none" in mistake("--data-path", data[1], load=tmp_path / "none")
+    mistake = partial(mistake, evaluate.main, "--load", str(trained.folder))
+    assert "/none" in mistake("--data-path", data[1], "--load", str(tmp_path / "none"))
     assert "no/data.idx" in mistake("--data-path", "no/data")
     assert "--data-path 0.3" in mistake("--data-path", "0.3", data[1])
     assert f"at most {SEQ}" in mistake("--data-path", data[1], "--seq-length", str(SEQ + 1))
@@ -160,20 +154,14 @@ def test_a_rank_without_a_device_is_named_once(processes: int, trained: Trained,
 
 
 def test_mistakes_of_a_layout_end_before_the_ranks_start(
-    trained: Trained, data: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Trained, data: list[str], mistake: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mistake(*flags: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            evaluate.main(["--load", str(trained.folder), *flags])
-        assert caught.value.code == 2
-        return capsys.readouterr().err
-
+    mistake = partial(mistake, evaluate.main, "--load", str(trained.folder))
     on_data = ["--data-path", data[1]]
     assert "--num-attention-heads 4" in mistake(*on_data, "--tensor-model-parallel-size", "3")
     assert "is 0, expected 1" in mistake(*on_data, "--pipeline-model-parallel-size", "0")
     monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
-    error = mistake("--tasks", "toy", "--tensor-model-parallel-size", "2")
-    assert error.count("\n") == 1 and "pip install lm_eval" in error
+    assert "pip install lm_eval" in mistake("--tasks", "toy", "--tensor-model-parallel-size", "2")
     # The ranks of a launcher: rank 0 alone prints.
     flags = ["--load", str(trained.folder), *on_data, "--samples", "0"]
     ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 2)

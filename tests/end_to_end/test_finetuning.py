@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import VOCAB_SIZE
-from tests.end_to_end.command import ROOT, Run, pretrain
+from tests.end_to_end.clone import commands_in, make_clone, run
+from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
-from tests.support import HANG_TIMEOUT_S
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 
 # What is smaller than on the page.
@@ -31,43 +27,22 @@ SMALL = {
 
 def commands() -> list[str]:
     """The commands of the page's bash blocks, with smaller numbers."""
-    page = (ROOT / "docs" / "finetuning.md").read_text()
-    blocks = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    text = "".join(blocks).replace("\\\n", " ")
+    text = "\n".join(commands_in("docs/finetuning.md"))
     for given, small in SMALL.items():
         assert given in text
         text = text.replace(given, small)
-    return [line for line in text.splitlines() if line.strip()]
+    return text.splitlines()
 
 
 @pytest.fixture
 def clone(tmp_path: Path, corpus: Path) -> Path:
-    """A folder that looks like a clone after `make setup`, with a model and a text in it."""
+    """A clone with a model in it."""
     from transformers import GPT2TokenizerFast
 
-    for part in ("megatron", "pretrain_gpt.py", "tools"):
-        (tmp_path / part).symlink_to(ROOT / part)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    # A link would be taken for an interpreter without this environment's packages.
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    model = tmp_path / "bloom-560m"
+    model = make_clone(tmp_path, corpus) / "bloom-560m"
     save_hf(model, "bloom", sizes=(VOCAB_SIZE, 2))
     GPT2TokenizerFast(str(corpus / "vocab.json"), str(corpus / "merges.txt")).save_pretrained(model)
-    (tmp_path / "my_text.jsonl").write_bytes((corpus / "text.jsonl").read_bytes())
     return tmp_path
-
-
-def run(command: str, clone: Path) -> str:
-    """Runs a command in the clone and returns what it printed; the test fails if the command does."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    finished = subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=env, capture_output=True, text=True, timeout=HANG_TIMEOUT_S
-    )
-    assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
-    return finished.stdout
 
 
 @pytest.mark.full
@@ -113,15 +88,13 @@ def test_interrupted_fine_tuning_prints_the_lines_of_uninterrupted(
     layout: str, data: list[str], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
-    trained = pretrain([*MODEL, *ABSOLUTE, *NO_DROPOUT, *BASE.split(), *data, "--save", str(base)])
-    assert trained.exit_code == 0, trained.stderr
+    pretrain([*MODEL, *ABSOLUTE, *NO_DROPOUT, *BASE.split(), *data, "--save", str(base)]).ok()
     own_data = [*data[: data.index("--split")], "--split", "500,400,100"]
     common = [*TUNE.split(), *layout.split(), *own_data, "--load", str(base), "--use-checkpoint-args"]
 
     def tune(save: str, *flags: str) -> Run:
-        run = pretrain([*common, "--finetune", "--save", str(tmp_path / save), *flags], processes=2)
-        assert run.exit_code == 0, run.stderr
-        return run
+        command = [*common, "--finetune", "--save", str(tmp_path / save), *flags]
+        return pretrain(command, processes=2).ok()
 
     uninterrupted = tune("uninterrupted")
     parts = [tune("parts", "--exit-interval", step) for step in ("2", "4")] + [tune("parts")]

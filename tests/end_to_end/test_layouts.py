@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.end_to_end.command import Run, pretrain, pretrain_typed
+from tests.end_to_end.command import Run, pretrain, pretrain_typed, scalars
 from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
@@ -79,8 +78,7 @@ def test_tensor_and_pipeline_parallel_print_the_run_of_one_process(single: Run, 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["launch", "run"])
 def test_both_launchers_print_the_run_of_one_process(launcher: str, data: list[str], single: Run) -> None:
-    run = pretrain_typed([*FOUR, *data], processes=4, launcher=launcher)
-    assert run.exit_code == 0, run.stderr
+    run = pretrain_typed([*FOUR, *data], processes=4, launcher=launcher).ok()
     assert_same_run(run, single)
 
 
@@ -98,8 +96,7 @@ def test_other_stages_print_the_run_of_one_process(
     single: Run, data: list[str], processes: int, options: str
 ) -> None:
     pipeline = ["--pipeline-model-parallel-size", str(processes)]
-    run = pretrain([*pipeline, *options.split(), *FLAGS, *data], processes=processes)
-    assert run.exit_code == 0, run.stderr
+    run = pretrain([*pipeline, *options.split(), *FLAGS, *data], processes=processes).ok()
     assert_same_run(run, single)
 
 
@@ -162,8 +159,7 @@ def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process
     options += ["--log-timers-to-tensorboard"]
     options += ["--log-validation-ppl-to-tensorboard", "--log-batch-size-to-tensorboard"]
     options += ["--tensorboard-dir", str(tmp_path), "--deepspeed"]
-    run = pretrain([*options, *FLAGS, *data], processes=2)
-    assert run.exit_code == 0, run.stderr
+    run = pretrain([*options, *FLAGS, *data], processes=2).ok()
     assert_same_run(run, single)
     assert run.stderr == ""
     assert run.stdout.count("--deepspeed is deprecated and ignored") == 1
@@ -171,8 +167,7 @@ def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process
 
 
 def assert_tensorboard_has_the_run(folder: Path, run: Run) -> None:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
+    written = scalars(folder)
     by_step = {
         "lm-loss-training/lm loss": "lm_loss",
         "learning-rate/learning-rate": "learning_rate",
@@ -180,15 +175,13 @@ def assert_tensorboard_has_the_run(folder: Path, run: Run) -> None:
         "batch-size/batch-size": "global_batch_size",
     }
     for tag, name in by_step.items():
-        assert [event.step for event in events.Scalars(tag)] == list(range(1, RAMPED_STEPS + 1))
-        for event, step in zip(events.Scalars(tag), run.steps, strict=True):
-            assert event.value == pytest.approx(step[name], rel=1e-3)
-        samples = [event.step for event in events.Scalars(f"{tag} vs samples")]
+        assert [step for step, _ in written[tag]] == list(range(1, RAMPED_STEPS + 1))
+        values = [value for _, value in written[tag]]
+        assert values == pytest.approx([step[name] for step in run.steps], rel=1e-3)
+        samples = [sample for sample, _ in written[f"{tag} vs samples"]]
         assert samples == [step["consumed_samples"] for step in run.steps]
-    tags = events.Tags()["scalars"]
-    assert "iteration-time/iteration-time" in tags
-    assert "lm-loss-validation/lm loss validation" in tags
-    assert "lm-loss-validation/lm loss validation ppl" in tags
+    validation = "lm-loss-validation/lm loss validation"
+    assert written.keys() >= {"iteration-time/iteration-time", validation, f"{validation} ppl"}
 
 
 def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:

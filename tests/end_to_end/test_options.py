@@ -26,8 +26,7 @@ def fp32(data: list[str]) -> Run:
     "precision", [["--bf16", "--zero-stage", "1"], ["--fp16", "--initial-loss-scale", "1024"]]
 )
 def test_16_bit_formats_follow_fp32_over_a_pipeline(precision: list[str], fp32: Run, data: list[str]) -> None:
-    run = pretrain([*precision, *PIPELINE, *FLAGS, *data], processes=2)
-    assert run.exit_code == 0, run.stderr
+    run = pretrain([*precision, *PIPELINE, *FLAGS, *data], processes=2).ok()
     assert len(run.steps) == len(fp32.steps) == 5
     for step, exact in zip(run.steps, fp32.steps, strict=True):
         assert step["lm_loss"] == pytest.approx(exact["lm_loss"], rel=2e-3)
@@ -37,8 +36,7 @@ def test_16_bit_formats_follow_fp32_over_a_pipeline(precision: list[str], fp32: 
 
 def test_a_loss_scale_that_overflows_skips_steps_and_halves(data: list[str]) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, "--fp16", "--hysteresis", "1"]
-    run = pretrain([*flags, "--initial-loss-scale", str(2.0**30), "--train-iters", "16", *data])
-    assert run.exit_code == 0, run.stderr
+    run = pretrain([*flags, "--initial-loss-scale", str(2.0**30), "--train-iters", "16", *data]).ok()
     scale = 2.0**30
     for step in run.steps:
         skipped = step["number_of_skipped_iterations"]
@@ -72,8 +70,7 @@ def test_tokens_end_a_run_and_no_train_evaluates_what_it_saved(data: list[str], 
         *data,
         *checkpoints,
     ]
-    trained = pretrain(flags)
-    assert trained.exit_code == 0, trained.stderr
+    trained = pretrain(flags).ok()
     # 700 tokens are reached by the 6th step of 4 x 32; the line every second step is a mean over two.
     assert [step["iteration"] for step in trained.steps] == [2, 4, 6]
     assert trained.steps[-1]["total_iterations"] == 6 and trained.steps[-1]["consumed_tokens"] == 768
@@ -90,12 +87,10 @@ def test_8_bit_adam_lists_its_8_bit_moments_and_resumes(data: list[str], tmp_pat
     """Over a pipeline whose second stage has the final norm and the head, and with plain Adam afterwards."""
     flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, "--ffn-hidden-size", "256", "--save", str(tmp_path)]
     eight_bit = [*flags, *data, "--use_bnb_optimizer", "--zero-stage", "1"]
-    run = pretrain([*eight_bit, *PIPELINE, "--exit-interval", "2"], processes=2)
-    assert run.exit_code == 0, run.stderr
+    run = pretrain([*eight_bit, *PIPELINE, "--exit-interval", "2"], processes=2).ok()
     assert run.stdout.count("moments after the first step") == 1
     assert re.search(r" 8 bits \| +\d+ parameters .* 2\.031 bytes per element", run.stdout)
-    resumed = pretrain([*flags, *data, "--load", str(tmp_path)])
-    assert resumed.exit_code == 0, resumed.stderr
+    resumed = pretrain([*flags, *data, "--load", str(tmp_path)]).ok()
     assert [step["iteration"] for step in resumed.steps] == [3, 4, 5]
     assert resumed.steps[0]["lm_loss"] == pytest.approx(run.steps[-1]["lm_loss"], rel=0.05)
     assert "moments after" not in resumed.stdout
@@ -107,11 +102,9 @@ def test_zero_3_with_offload_has_the_losses_of_one_process_and_opens_elsewhere(
 ) -> None:
     """On a CPU the log says that the flag has no effect."""
     shared = [*FLAGS, *data, "--zero-stage", "3", "--cpu-offload", "--checkpoint-activations"]
-    run = pretrain([*shared, "--save", str(tmp_path), "--exit-interval", "3"], processes=2)
-    assert run.exit_code == 0, run.stderr
+    run = pretrain([*shared, "--save", str(tmp_path), "--exit-interval", "3"], processes=2).ok()
     assert "ZeRO stage 3" in run.stdout and "--cpu-offload has no effect" in run.stdout
-    resumed = pretrain([*FLAGS, *data, "--load", str(tmp_path)])
-    assert resumed.exit_code == 0, resumed.stderr
+    resumed = pretrain([*FLAGS, *data, "--load", str(tmp_path)]).ok()
     assert [step["iteration"] for step in [*run.steps, *resumed.steps]] == [1, 2, 3, 4, 5]
     for step, exact in zip([*run.steps, *resumed.steps], fp32.steps, strict=True):
         assert step["lm_loss"] == pytest.approx(exact["lm_loss"], rel=1e-5)

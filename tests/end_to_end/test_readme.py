@@ -7,18 +7,16 @@ block, which installs for GPUs, is not run.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.clone import commands_in, make_clone, run
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.support import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
 QUICKSTART = "examples/quickstart.sh"
@@ -34,14 +32,6 @@ SMALL_QUICKSTART = {
     "LOG_INTERVAL": "1",
     "NEW_TOKENS": "10",
 }
-PARTS = ("benchmarks", "examples", "megatron", "pretrain_gpt.py", "tools")
-
-
-def commands_in(page: str) -> list[str]:
-    """The commands of all bash blocks of a page; lines that end with a backslash are joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    joined = "".join(blocks).replace("\\\n", " ")
-    return [line for line in joined.splitlines() if line.strip()]
 
 
 def readme_commands() -> list[str]:
@@ -82,36 +72,7 @@ def test_the_makefile_does_what_the_readme_says(target: str, recipe: str) -> Non
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A folder that looks like a clone after `make setup`, with a user's my_text.jsonl in it."""
-    folder = tmp_path_factory.mktemp("clone")
-    for part in PARTS:
-        (folder / part).symlink_to(ROOT / part)
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    for name in ("python", "python3"):
-        # A link would be taken for an interpreter without this environment's packages.
-        script = folder / ".venv" / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-        script.chmod(0o755)
-    (folder / "my_text.jsonl").write_bytes((corpus / "text.jsonl").read_bytes())
-    return folder
-
-
-def run(command: str, copy: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the copy; the test fails with its output if the command does."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    path = f"{copy / '.venv' / 'bin'}{os.pathsep}{inherited['PATH']}"
-    fixed = {"PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    finished = subprocess.run(
-        ["bash", "-c", command],
-        cwd=copy,
-        env={**inherited, **fixed, **env},
-        capture_output=True,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-        stdin=subprocess.DEVNULL,
-    )
-    assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
-    return finished
+    return make_clone(tmp_path_factory.mktemp("clone"), corpus)
 
 
 def command_with(words: str) -> str:
@@ -123,7 +84,7 @@ def command_with(words: str) -> str:
 @pytest.fixture(scope="module")
 def quickstart(copy: Path) -> str:
     """What the small quickstart printed; its files are in runs/quickstart of the copy."""
-    return run(QUICKSTART, copy, **SMALL_QUICKSTART).stdout
+    return run(QUICKSTART, copy, **SMALL_QUICKSTART)
 
 
 def test_the_quickstart_trains_resumes_samples_and_plots(quickstart: str, copy: Path) -> None:
@@ -141,18 +102,18 @@ def test_the_quickstart_trains_resumes_samples_and_plots(quickstart: str, copy: 
 def test_a_second_quickstart_makes_nothing_twice_and_resumes(quickstart: str, copy: Path) -> None:
     files = [copy / "runs" / "quickstart" / name for name in ("text.jsonl", "tokens_text_document.bin")]
     before = [file.stat().st_mtime_ns for file in files]
-    again = run(QUICKSTART, copy, **{**SMALL_QUICKSTART, "TRAIN_ITERS": "8"}).stdout
+    again = run(QUICKSTART, copy, **{**SMALL_QUICKSTART, "TRAIN_ITERS": "8"})
     assert "starting from runs/quickstart/checkpoints/global_step6, iteration 6" in again
     assert "4/6" not in again
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
 def test_a_text_is_continued(quickstart: str, copy: Path) -> None:
-    assert run(command_with("tools/generate.py"), copy).stdout.startswith("class Queue:")
+    assert run(command_with("tools/generate.py"), copy).startswith("class Queue:")
 
 
 def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) -> None:
-    printed = run(command_with("tools/inspect_checkpoint.py"), copy).stdout
+    printed = run(command_with("tools/inspect_checkpoint.py"), copy)
     newest = (copy / "runs" / "quickstart" / "checkpoints" / "latest").read_text()
     assert newest in printed and "tied_modules.embed.word_embeddings.weight" in printed
 
@@ -163,7 +124,7 @@ def test_four_processes_train(quickstart: str, copy: Path) -> None:
     command = command_with("distributed.launch pretrain_gpt.py").replace(
         "--nproc_per_node 4", "--nproc_per_node 4 --standalone"
     )
-    printed = run(command, copy).stdout
+    printed = run(command, copy)
     assert "4 processes = TP 2 x PP 2 x DP 1" in printed
     assert "iteration        5/       5" in printed
 
@@ -171,12 +132,12 @@ def test_four_processes_train(quickstart: str, copy: Path) -> None:
 def test_the_flags_of_four_processes_pass_a_dry_run(quickstart: str, copy: Path) -> None:
     command = command_with("distributed.launch pretrain_gpt.py")
     flags = command.partition("pretrain_gpt.py")[2]
-    printed = run(f".venv/bin/python pretrain_gpt.py --dry-run --world-size 4 {flags}", copy).stdout
+    printed = run(f".venv/bin/python pretrain_gpt.py --dry-run --world-size 4 {flags}", copy)
     assert "4 processes = TP 2 x PP 2 x DP 1" in printed
 
 
 def test_a_176b_run_is_planned(copy: Path) -> None:
-    printed = run(command_with("pretrain_gpt.py --dry-run"), copy).stdout
+    printed = run(command_with("pretrain_gpt.py --dry-run"), copy)
     assert "parameters 176,247,271,424" in printed
     assert "384 processes = TP 4 x PP 12 x DP 8" in printed
 
@@ -193,7 +154,7 @@ def test_a_cluster_of_one_node_trains(corpus: Path, data: list[str], copy: Path)
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_ports(1)[0]),
         FLAGS=" ".join(flags),
-    ).stdout
+    )
     assert "iteration        5/       5" in printed
 
 
@@ -218,7 +179,7 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     for ending in (".bin", ".idx", ".tokenizer.json"):
         shutil.copy(copy / f"my_text_text_document{ending}", copy / f"more_text_text_document{ending}")
     shutil.copy(copy / "runs" / "quickstart" / "train.log", copy / "another.log")
-    printed = [run(command, copy).stdout for command in others]
+    printed = [run(command, copy) for command in others]
     assert "intact" in printed[1]
     assert re.search(r"^runs/quickstart/tokens_text_document .* lm loss: \d\.\d+E", printed[2])
     assert "another.log" in printed[3] and (copy / "comparison.png").exists()
@@ -245,27 +206,20 @@ PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not 
 DOCS_FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--global-batch-size", "32"]
 
 
-def expected(command: str) -> str:
-    """Part of what a command of the pages prints."""
-    if "loss_memory" in command:
-        return "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16"
-    if command.startswith("DRY_RUN"):
-        return "-m torch.distributed.launch"
-    if "inspect_checkpoint" in command:
-        return "tied_modules.embed.word_embeddings.weight"
-    if "planner_accuracy" in command:
-        return "Kendall's tau"
-    if "kernels.py" in command:
-        return "sm_90"
-    if "step_cost" in command:
-        return "host synchronizations per micro-batch"
-    if "tools/plan.py" in command:
-        return "tokens/s"
-    if "--help" in command:
-        return "--tensor-model-parallel-size"
-    if "--load checkpoints-of-another-layout" in command:
-        return "at least 9,765,625 consumed samples, when batches of 512 remain"
-    return "iteration        5/       5" if "--dry-run" not in command else "heaviest "
+# Words of a command of the pages -> part of what it prints.
+PRINTED = {
+    "memory.py loss": "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16",
+    "DRY_RUN": "-m torch.distributed.launch",
+    "inspect_checkpoint": "tied_modules.embed.word_embeddings.weight",
+    "planner_accuracy": "Kendall's tau",
+    "kernels.py": "sm_90",
+    "step_cost": "host synchronizations per micro-batch",
+    "tools/plan.py": "tokens/s",
+    "--help": "--tensor-model-parallel-size",
+    "--load checkpoints-of-another-layout": "at least 9,765,625 consumed samples, when batches of 512 remain",
+    "--dry-run": "heaviest ",
+    "": "iteration        5/       5",
+}
 
 
 def test_every_page_has_a_command() -> None:
@@ -284,8 +238,8 @@ def test_a_command_of_a_page_runs(
     flags = [*DOCS_FLAGS, *(("--vocab-size", "1000") if "--dry-run" in command else data)]
     if not (copy / "checkpoints").exists():
         (copy / "checkpoints").symlink_to(copy / "runs" / "quickstart" / "checkpoints")
-    printed = run(command, copy, FLAGS=" ".join(flags)).stdout
-    assert expected(command) in printed
+    printed = run(command, copy, FLAGS=" ".join(flags))
+    assert next(text for words, text in PRINTED.items() if words in command) in printed
     if "--recipe" in command or "--search" in command:  # the figures of the text are rounded to hundreds
         figures = re.findall(r"^step .* ([\d,]+) tokens/s", printed, re.MULTILINE)
         figure = int(figures[0 if "--search" in command else -1].replace(",", ""))

@@ -35,8 +35,7 @@ def test_a_run_interrupted_and_resumed_on_another_layout_skips_and_warns_as_an_u
 ) -> None:
     (tmp_path / "deepspeed.json").write_text(json.dumps({"curriculum_learning": CURRICULUM}))
     flags = [*MODEL, *ABSOLUTE, *FLAGS, *data, "--deepspeed_config", str(tmp_path / "deepspeed.json")]
-    uninterrupted = pretrain(flags)
-    assert uninterrupted.exit_code == 0, uninterrupted.stderr
+    uninterrupted = pretrain(flags).ok()
     assert [step["iteration"] for step in uninterrupted.steps] == TAKEN
     assert [step["curriculum_seqlen"] for step in uninterrupted.steps] == [LENGTHS[i - 1] for i in TAKEN]
     for step in uninterrupted.steps:

@@ -3,7 +3,6 @@ the process group exists, another program at MASTER_PORT; and processes that see
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.rank_reports import read_reports
-from tests.end_to_end.command import ROOT, pretrain
+from tests.end_to_end.command import ROOT, environment, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
@@ -26,15 +25,13 @@ TIMEOUT_S = 4.0
 def start(
     rank: int, port: int, flags: list[str], script: str = "pretrain_gpt.py", **env: str
 ) -> subprocess.Popen:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    others = {name: value for name, value in os.environ.items() if name not in names}
     # As on two nodes: the first process of each prints that it waits.
     own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env}
+    own |= {"MASTER_PORT": str(port), **env}
     return subprocess.Popen(
         [sys.executable, "-u", script, *MODEL, *ABSOLUTE, *SHORT, *flags],
         cwd=ROOT,
-        env={**others, **own},
+        env=environment() | own,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

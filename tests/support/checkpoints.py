@@ -9,6 +9,7 @@ from megatron.checkpoint.record import TrainingState
 from tests.support.layouts import EOD, GLOBAL_BATCH, SEQ, VOCAB, Row, build_engine, config_of, train
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.lineage.owner import FolderOwner
     from megatron.checkpoint.manager import CheckpointManager
     from megatron.engine.pipeline_engine import GPTEngine
 
@@ -21,11 +22,11 @@ def state_after(steps: int) -> TrainingState:
     return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
 
 
-def make_manager(engine: GPTEngine, folder: Path) -> CheckpointManager:
+def make_manager(engine: GPTEngine, folder: Path, owner: FolderOwner | None = None) -> CheckpointManager:
     """Saves checkpoints of the engine to the folder, and loads them."""
     from megatron.checkpoint.manager import CheckpointManager
 
-    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT)
+    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner)
 
 
 def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:

@@ -11,14 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.layouts import Row, train_layout
+from tests.support.layouts import DROPOUT, Row, train_layout
 from tests.support.pool import run_world
 
 GOLDEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "golden" / "loss_curves.json"
 BOUND = 1e-5
 """Relative: another processor rounds otherwise."""
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 # Name -> the row and the changes to its config.
 GOLDEN_ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
     "absolute on one process": (Row(), {}),

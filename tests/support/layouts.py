@@ -48,6 +48,8 @@ RATE = 2e-3
 CLIP = 1.0
 """The tiny model's norms lie on both sides of it: some steps are clipped, some are not."""
 
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
 FP32_BOUND = 1e-5
 """Of the relative error of loss and grad norm, at every step."""
 LOW_PRECISION_BOUND = 2e-3

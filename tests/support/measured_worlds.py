@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout, TPGroup
 
 
@@ -56,15 +55,20 @@ class World:
 
     def start(self, work: str) -> None:
         for process in self.processes:
+            assert process.stdin is not None
             process.stdin.write(work + "\n")
             process.stdin.flush()
 
+    def answers(self) -> list[str]:
+        """Waits for a line of each process."""
+        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not all(lines):
+            raise SystemExit("a measured process died; its error is above")
+        return lines
+
     def seconds(self) -> float:
         """Waits for the work. Returns the seconds of the slowest process, or the largest number returned."""
-        answers = [process.stdout.readline() for process in self.processes]
-        if not all(answers):
-            raise SystemExit("a measured process died; its error is above")
-        return max(float(answer) for answer in answers)
+        return max(map(float, self.answers()))
 
     def run(self, work: str) -> float:
         self.start(work)
@@ -72,6 +76,7 @@ class World:
 
     def end(self) -> None:
         for process in self.processes:
+            assert process.stdin is not None
             process.stdin.close()
         for process in self.processes:
             process.wait()
@@ -110,17 +115,13 @@ def connect(config: "Config") -> "tuple[ParallelLayout, TPGroup]":
 
 
 def make_engine(
-    config: "Config",
-    layout: "ParallelLayout",
-    tp_group: "TPGroup",
-    vocab_size: int,
-    bounds: Sequence[int] | None = None,
+    config: "Config", layout: "ParallelLayout", tp_group: "TPGroup", vocab_size: int
 ) -> "GPTEngine":
-    """The engine of a rank. bounds: of the stages, if not those of --partition-method."""
+    """Returns the engine of a rank."""
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
-    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0), bounds)
+    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0))
 
 
 def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":
@@ -139,39 +140,3 @@ def serve(work: Callable[[str], object], answers: TextIO) -> None:
         found = work(line.strip())
         seconds = time.perf_counter() - start
         print(found if isinstance(found, float) else seconds, file=answers, flush=True)
-
-
-def make_stage_step(
-    model: "GPTModelPipe", first: int, last: int, samples: "torch.Tensor"
-) -> Callable[[], None]:
-    """One micro-batch, forward and backward, through layers first to last - 1 of a single-process model, and
-    the loss behind its last layer.
-
-    samples: token ids, [batch, seq + 1].
-    """
-    import torch
-
-    with model.fused_head_loss():
-        layers = model.functions_before_loss()
-    has_loss = last == len(model.forward_funcs)
-
-    def run(begin: int, end: int, x: torch.Tensor) -> torch.Tensor:
-        for layer in layers[begin:end]:
-            x = layer(x)
-        return x
-
-    tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-    mask = torch.ones(labels.shape)
-    with torch.no_grad():
-        received = run(0, first, tokens)
-        gradient = torch.randn_like(run(first, last, received))
-
-    def step() -> None:
-        x = run(first, last, received if first == 0 else received.clone().requires_grad_())
-        if has_loss:
-            with model.fused_head_loss():
-                model.loss(x, (labels, mask)).backward()
-        else:
-            x.backward(gradient)
-
-    return step

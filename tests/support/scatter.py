@@ -1,4 +1,4 @@
-"""Gives each rank its part of a tensor that all ranks have."""
+"""A tensor-parallel group of all ranks, and each rank's part of a tensor that all of them have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.layout import ParallelLayout, TPGroup
+
+
+def world_tp_group() -> TPGroup:
+    """Returns the tensor-parallel group of all ranks of the world."""
+    size = dist.get_world_size()
+    return ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
 
 
 def scatter(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:

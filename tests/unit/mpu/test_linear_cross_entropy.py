@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
 from megatron.mpu import logit_chunks, weight_gradient
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
-from tests.support.loss_memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
 from tests.support.tracked_memory import TrackedMemory
 
 ONE = TPGroup()

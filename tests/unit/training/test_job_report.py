@@ -201,15 +201,15 @@ def test_hostile_numbers_in_a_log_are_reported_and_drawn(values, tmp_path):
     lines.append(f"valid loss at iteration {'9' * 30} | iteration: nan | lm loss value: inf | ")
     (tmp_path / "log").write_text("\n".join([*lines, "iteration " + "9" * 5000 + "/ 2 | lm loss: 1 |"]))
     (tmp_path / "other").write_text(training_line(1, 2.0))
-    job_report.run([str(tmp_path / "log"), "--output", str(tmp_path / "a.png")])
+    job_report.main([str(tmp_path / "log"), "--output", str(tmp_path / "a.png")])
     logs = [str(tmp_path / name) for name in ("log", "other")]
-    job_report.run(["--compare", *logs, "--output", str(tmp_path / "b.png")])
+    job_report.main(["--compare", *logs, "--output", str(tmp_path / "b.png")])
     assert (tmp_path / "a.png").stat().st_size and (tmp_path / "b.png").stat().st_size
 
 
 def test_a_hostile_title_is_no_formula_and_a_name_moves_no_cursor(tmp_path, capsys):
     log = tmp_path / "\x1b[2J$\\frac{$.log"
     log.write_text(training_line(1, 2.0))
-    job_report.run([str(log), "--output", str(tmp_path / "a.png"), "--title", r"$\frac{$ $x^$"])
-    job_report.run([str(log), "--output", str(tmp_path / "b.png")])
+    job_report.main([str(log), "--output", str(tmp_path / "a.png"), "--title", r"$\frac{$ $x^$"])
+    job_report.main([str(log), "--output", str(tmp_path / "b.png")])
     assert "\x1b" not in (output := capsys.readouterr().out) and r"\x1b[2J" in output

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The simulation and the cost model against this machine: memory and time of eight layouts.
 
-    python benchmarks/this_machine.py          some minutes on two quiet cores
+    python benchmarks/cpu_model_accuracy.py          some minutes on two quiet cores
 
 Each layout of ROWS is run by the program's own engine in 1 to 4 processes on CPUs, one thread each, in fp32.
 
@@ -25,14 +25,20 @@ import argparse
 import ctypes
 import gc
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from benchmarks.machine import benchmark_parser, describe_machine
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.mpu.layout import ParallelLayout, TPGroup
 
 HIDDEN, SEQ, VOCAB = 512, 256, 8192
 STEPS = 3
@@ -123,15 +129,12 @@ class Rates:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         run_worker(ROWS[int(arguments.worker)])
         return
-    from benchmarks.machine import describe_machine
 
     print(describe_machine(), flush=True)
     measured, rates = [], []
@@ -149,14 +152,12 @@ def run_row(index: int) -> list[Measured]:
     from tests.support.measured_worlds import ON_CPU, World
 
     world = World(__file__, str(index), ROWS[index].processes, ON_CPU)
-    answers = [process.stdout.readline() for process in world.processes]
+    answers = world.answers()
     world.end()
-    if not all(answers):
-        raise SystemExit(f"a process of '{ROWS[index].name}' died; its error is above")
     return [Measured(**json.loads(answer)) for answer in answers]
 
 
-def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Any:
+def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Config:
     """The configuration of a row."""
     from tests.support.measured_worlds import config_of
 
@@ -202,7 +203,9 @@ def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) 
     """A line per row and pipeline rank."""
     from megatron.text_table import format_table
 
-    machine = Rates(*(statistics.median(values) for values in zip(*map(_pair, rates), strict=True)))
+    machine = Rates(
+        statistics.median(rate.flops for rate in rates), statistics.median(rate.bytes for rate in rates)
+    )
     fitted = [index for index, row in enumerate(ROWS) if row.fits]
     achieved = fit([(ROWS[index], measured[index]) for index in fitted], machine)
     table = [["layout", "rank", "measured ms", "predicted", "matrix products", "error %"]]
@@ -231,10 +234,6 @@ def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) 
     )
 
 
-def _pair(rates: Rates) -> tuple[float, float]:
-    return rates.flops, rates.bytes
-
-
 def _span(values: Sequence[float]) -> str:
     return f"{min(values):.0f} to {max(values):.0f}"
 
@@ -253,7 +252,7 @@ def _seconds(processes: Sequence[Measured], rank: int) -> float:
     return statistics.fmean(one.seconds for one in processes if one.pipeline_rank == rank)
 
 
-def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Any:
+def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Achieved:
     """The two constants with the least mean absolute error on the rows, to 0.01."""
 
     def mean_error(achieved: Achieved) -> float:
@@ -337,13 +336,12 @@ def _least_time(work: Callable[[], object], calls: int = 20) -> float:
 
 def run_worker(row: Row) -> None:
     """One process of the row: trains, and prints a `Measured` in JSON."""
-    from tests.support.measured_worlds import begin_worker
+    from tests.support.measured_worlds import begin_worker, connect
 
     answers = begin_worker()
     from megatron.cluster.node_processes import status_bytes
-    from megatron.cluster.processes import destroy_distributed, init_distributed
+    from megatron.cluster.processes import destroy_distributed
     from megatron.engine.pass_times import PassTimes
-    from megatron.mpu.layout import ParallelLayout
 
     class ProcessorTimes(PassTimes):
         """Passes in processor time of this thread."""
@@ -355,11 +353,11 @@ def run_worker(row: Row) -> None:
             self._passes.append((start, time.thread_time()))
 
     config = make_config(row)
-    layout = ParallelLayout.from_config(config.parallel, init_distributed(config))
+    layout, tp_group = connect(config)
     _mallopt(_MMAP_THRESHOLD, _THRESHOLD)
-    make_step(make_config(row, 128, 32, 256), 256)[1]()
+    make_step(make_config(row, 128, 32, 256), layout, tp_group, 256)[1]()
     before = trimmed_resident_bytes()
-    engine, step = make_step(config, VOCAB)
+    engine, step = make_step(config, layout, tp_group, VOCAB)
     step()
     step()
     trimmed_resident_bytes()
@@ -380,27 +378,20 @@ def run_worker(row: Row) -> None:
     destroy_distributed()
 
 
-def make_step(config: Any, vocab_size: int) -> tuple[Any, Callable[[], object]]:
-    """The engine of this rank, and its training step on random tokens."""
+def make_step(
+    config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int
+) -> tuple[GPTEngine, Callable[[], object]]:
+    """Returns the engine of this rank, and its training step on random tokens."""
     import torch
 
-    from megatron.data.loader import MicroBatch
-    from megatron.mpu.layout import ParallelLayout
-    from megatron.tokenizer.vocabulary import Vocabulary
-    from megatron.training.build import build_engine
+    from tests.support.measured_worlds import make_engine, micro_batches
 
-    layout = ParallelLayout.from_config(config.parallel, int(os.environ["RANK"]))
-    engine = build_engine(config, layout, layout.make_tp_group(), Vocabulary(vocab_size, 0))
-    seq, batch = config.model.seq_length, config.batch
+    engine = make_engine(config, layout, tp_group, vocab_size)
+    samples, size = config.batch.global_batch_size, config.batch.micro_batch_size
     tokens = torch.randint(
-        0, vocab_size, (batch.micro_batch_size, seq + 1), generator=torch.Generator().manual_seed(0)
+        0, vocab_size, (samples, config.model.seq_length + 1), generator=torch.Generator().manual_seed(0)
     )
-
-    def micro_batches() -> Iterator[MicroBatch]:
-        for number in range(engine.micro_batches):
-            yield MicroBatch.from_rows(tokens, number * len(tokens))
-
-    return engine, lambda: engine.train_step(micro_batches(), batch.global_batch_size, 1e-4)
+    return engine, lambda: engine.train_step(micro_batches(tokens, layout, size), samples, 1e-4)
 
 
 def trimmed_resident_bytes() -> int:

@@ -1,0 +1,315 @@
+#!/usr/bin/env python3
+"""Memory of head and loss, and of conversions from and to Hugging Face.
+
+    python benchmarks/memory.py loss            about a minute on one core
+    python benchmarks/memory.py loss --tokens 2048 --vocab 62592 --hidden 2048
+    python benchmarks/memory.py conversion --folder /scratch               2 and 4 layers: 35 GB of free disk
+    python benchmarks/memory.py conversion --folder /scratch --layers 80
+
+loss: head and loss, fused (--loss-implementation fused, the default) and plain, side by side. First the peak
+memory at a size at which users' last stages ran out of memory: micro-batch 8, sequence 2048, hidden 2048,
+vocabulary 250368 over 4 TP ranks, bf16. With an accelerator it is measured; without one it is counted tensor
+by tensor on the meta device. `gradients` are those of hidden (16 bits) and weight (fp32): the fused loss
+holds them at its peak, the plain loss makes them later. Both add the weight's gradient to `main_grad`, which
+does not count. Then the time of a micro-batch, forward and backward, on a CPU at a smaller size, in turns.
+`products` are the three matrix products of head and loss alone, each at full size.
+
+conversion: resident memory of tools/convert_huggingface.py on models with the layer sizes of Llama 70B. For
+each depth the benchmark writes a model of Hugging Face with hidden size 8192, FFN 28672, 64 heads, 8 groups
+and 128,256 tokens as bf16 safetensors of about 5 GB each, converts it to a universal checkpoint, and that
+checkpoint back. The input is sparse files of zeros: they take no space on the disk and are read as any
+others. What is written is real. The table has the largest resident memory of each conversion (VmHWM, as
+getrusage's ru_maxrss: with mapped file pages), and its largest sampled anonymous and file-backed part. The
+page cache is not part of them. A part of a model converts in the same memory as the whole model if the peak
+does not grow with the depth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import benchmark_parser, describe_machine
+from megatron.cluster.processes import configure_logging
+from megatron.config import LoggingConfig
+from megatron.model.loss import CrossEntropy
+from megatron.mpu.layers import parallel_logits
+from megatron.mpu.layout import TPGroup
+from tests.support.tracked_memory import TrackedMemory
+
+MIB = 2**20
+FULL = (8 * 2048, 250368 // 4, 2048)
+"""(tokens, rows of the vocabulary on one rank, hidden) of BLOOM's vocabulary on 4 TP ranks."""
+TARGET_MIB = 256
+"""What the fused loss may allocate at `FULL` beside the gradients that it returns."""
+ON_CPU = (1024, 32768, 768)
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools" / "convert_huggingface.py"
+HIDDEN, FFN, HEADS, GROUPS, VOCAB = 8192, 28672, 64, 8, 128_256
+HEAD_DIM = HIDDEN // HEADS
+FILE_BYTES = 5 * 10**9
+SAMPLE_S = 0.05
+GB = 1e9
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    kinds = parser.add_subparsers(required=True, metavar="{loss,conversion}")
+    loss = kinds.add_parser("loss", help="head and loss, fused and plain")
+    loss.add_argument("--tokens", type=int, help=f"of the timed size (default on a CPU: {ON_CPU[0]})")
+    loss.add_argument("--vocab", type=int, help=f"rows of the weight on one rank (default: {ON_CPU[1]})")
+    loss.add_argument("--hidden", type=int, help=f"width (default: {ON_CPU[2]})")
+    loss.add_argument("--rounds", type=int, default=7, help="timed turns (default: 7)")
+    loss.set_defaults(measure=measure_loss)
+    conversion = kinds.add_parser("conversion", help="conversions from and to Hugging Face")
+    conversion.add_argument("--folder", required=True, help="for the files, which are deleted afterwards")
+    conversion.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="depths (default: 2 4)")
+    conversion.set_defaults(measure=measure_conversions)
+    arguments = parser.parse_args()
+    arguments.measure(arguments)
+
+
+# --- Head and loss ---
+
+
+def measure_loss(arguments: argparse.Namespace) -> None:
+    """Prints the tables of memory and time."""
+    configure_logging(LoggingConfig())
+    torch.set_num_threads(1)
+    print(describe_machine(), flush=True)
+    on_gpu = torch.cuda.is_available()
+    print_memory(FULL, torch.device("cuda" if on_gpu else "meta"))
+    given = (arguments.tokens, arguments.vocab, arguments.hidden)
+    size = tuple(mine or default for mine, default in zip(given, FULL if on_gpu else ON_CPU, strict=True))
+    for dtype in (torch.bfloat16,) if on_gpu else (torch.bfloat16, torch.float32):
+        print_times(size, dtype, torch.device("cuda" if on_gpu else "cpu"), arguments.rounds)
+
+
+def make_steps(
+    size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], None]]:
+    """Forward and backward pass of head and loss, by --loss-implementation."""
+    tokens, vocab, width = size
+    hidden = torch.randn(1, tokens, width, device=device).to(dtype).requires_grad_()
+    weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
+    weight.main_grad = torch.zeros(vocab, width, device=device)
+    labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
+    loss = CrossEntropy(TPGroup(), vocab)
+
+    # A step frees what it has allocated at its end, so that the next step's peak includes all of it.
+    def fused() -> None:
+        loss.from_hidden(hidden, weight, labels).backward()
+        hidden.grad = None
+
+    def plain() -> None:
+        loss(parallel_logits(hidden, weight, TPGroup()).float(), labels).backward()
+        weight.main_grad.add_(weight.grad)
+        hidden.grad = weight.grad = None
+
+    return {"fused": fused, "plain": plain}
+
+
+def peak_mib(step: Callable[[], None], device: torch.device) -> float:
+    """Peak memory of the step above the memory in use before it, in MiB."""
+    if device.type == "cuda":
+        step()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    with TrackedMemory() as tracked:
+        step()
+    return tracked.peak / MIB
+
+
+def print_memory(size: tuple[int, int, int], device: torch.device) -> None:
+    tokens, vocab, width = size
+    print(f"\n{tokens} tokens, {vocab} rows of the vocabulary, hidden {width}, bf16, on {device.type}")
+    print(f"{'':6} {'peak, MiB':>10} {'gradients':>10} {'rest':>8} {'target':>8}")
+    for name, step in make_steps(size, torch.bfloat16, device).items():
+        peak = peak_mib(step, device)
+        gradients = (tokens * width * 2 + vocab * width * 4) / MIB if name == "fused" else 0.0
+        target = f"<= {TARGET_MIB}" if name == "fused" else ""
+        print(f"{name:6} {peak:10.0f} {gradients:10.0f} {peak - gradients:8.0f} {target:>8}")
+
+
+def print_times(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rounds: int) -> None:
+    tokens, vocab, width = size
+    left, right, between = (
+        torch.randn(shape, device=device).to(dtype)
+        for shape in ((tokens, width), (vocab, width), (tokens, vocab))
+    )
+
+    def products() -> None:
+        torch.mm(left, right.t())
+        torch.mm(between, right)
+        torch.mm(between.t(), left)
+
+    work = {**make_steps(size, dtype, device), "products": products}
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(rounds + 1):
+        for name, step in work.items():
+            seconds = timed(step, device)
+            if turn:
+                times[name].append(seconds)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    print(f"\n{tokens} tokens, {vocab} rows, hidden {width}, {str(dtype).split('.')[-1]}, on {device.type}")
+    print(f"{'':8} {'ms':>8} {'of plain':>9} {'of products':>12}")
+    for name, seconds in median.items():
+        print(
+            f"{name:8} {seconds * 1e3:8.1f} {seconds / median['plain']:9.2f} "
+            f"{seconds / median['products']:12.2f}"
+        )
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    finish()
+    start = time.perf_counter()
+    step()
+    finish()
+    return time.perf_counter() - start
+
+
+# --- Conversions ---
+
+
+def weights(layers: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight, by Hugging Face's name."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for layer in range(layers):
+        key_rows = GROUPS * HEAD_DIM
+        of_layer = {
+            "self_attn.q_proj": (HIDDEN, HIDDEN),
+            "self_attn.k_proj": (key_rows, HIDDEN),
+            "self_attn.v_proj": (key_rows, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HIDDEN),
+            "mlp.gate_proj": (FFN, HIDDEN),
+            "mlp.up_proj": (FFN, HIDDEN),
+            "mlp.down_proj": (HIDDEN, FFN),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }
+        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+
+
+def num_bytes(shape: tuple[int, ...]) -> int:
+    """In bf16."""
+    size = 2
+    for rows in shape:
+        size *= rows
+    return size
+
+
+def write_model(folder: Path, layers: int) -> int:
+    """Writes the folder; returns the bytes of its weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, shape in weights(layers).items():
+        if files[-1] and sum(map(num_bytes, files[-1].values())) + num_bytes(shape) > FILE_BYTES:
+            files.append({})
+        files[-1][name] = shape
+    weight_map = {}
+    for number, content in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        weight_map |= dict.fromkeys(content, file)
+        header, end = {}, 0
+        for name, shape in content.items():
+            start, end = end, end + num_bytes(shape)
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        with open(folder / file, "wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            opened.truncate(8 + len(text) + end)
+    total = sum(map(num_bytes, weights(layers).values()))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+@dataclass
+class Usage:
+    """Of a finished process, in GB and seconds."""
+
+    peak: float
+    anonymous: float
+    file_backed: float
+    seconds: float
+
+
+def convert(*flags: str) -> Usage:
+    """Runs the tool, and samples its memory."""
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, str(TOOL), *flags], stdout=subprocess.DEVNULL)
+    largest = {"VmHWM": 0, "RssAnon": 0, "RssFile": 0}
+    while process.poll() is None:
+        try:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        except OSError:
+            break
+        for name, _, value in (line.partition(":") for line in lines):
+            if name in largest:
+                largest[name] = max(largest[name], int(value.split()[0]) * 1024)
+        time.sleep(SAMPLE_S)
+    if process.wait():
+        raise SystemExit(f"{TOOL.name} {' '.join(flags)} has failed")
+    peak, anonymous, file_backed = (value / GB for value in largest.values())
+    return Usage(peak, anonymous, file_backed, time.monotonic() - started)
+
+
+def measure_conversions(arguments: argparse.Namespace) -> None:
+    """Prints a row for each depth and direction."""
+    print("| layers | direction | bf16 GB | peak GB | anonymous GB | file-backed GB | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    for layers in arguments.layers:
+        folder = Path(arguments.folder) / f"conversion-{layers}"
+        try:
+            size = write_model(folder / "theirs", layers) / GB
+            there, back = str(folder / "theirs"), str(folder / "ours")
+            to_universal = convert("--from", there, "--to", back, "--vocab-size", str(VOCAB))
+            shutil.rmtree(there)
+            to_hugging_face = convert("--from", back, "--to", str(folder / "again"), "--no-tokenizer")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for direction, used in (("import", to_universal), ("export", to_hugging_face)):
+            print(
+                f"| {layers} | {direction} | {size:.1f} | {used.peak:.2f} | {used.anonymous:.2f} | "
+                f"{used.file_backed:.2f} | {used.seconds:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

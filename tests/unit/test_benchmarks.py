@@ -1,0 +1,48 @@
+"""Every benchmark starts, and the configurations that it measures are accepted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks import cpu_model_accuracy, throughput
+from tests.end_to_end.command import ROOT
+
+# Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
+NO_FLAGS = {"__init__", "gpu_table", "machine", "published_rows"}
+COMMANDS = [
+    f"{path.stem}.py --help" for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in NO_FLAGS
+] + [
+    "memory.py conversion --help",
+    "memory.py loss --tokens 8 --vocab 64 --hidden 16 --rounds 1",
+]
+# All in one process, since most of a start is imports.
+START = """
+import runpy, sys
+for command in sys.argv[1:]:
+    sys.argv = command.split()
+    try:
+        runpy.run_path("benchmarks/" + sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, command
+"""
+
+
+def test_every_benchmark_starts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START, *COMMANDS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == len(COMMANDS) - 1
+    assert "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16, on " in done.stdout
+    assert "8 tokens, 64 rows, hidden 16, bfloat16" in done.stdout
+
+
+def test_the_measured_configurations_are_accepted() -> None:
+    for row in cpu_model_accuracy.ROWS:
+        assert cpu_model_accuracy.make_config(row).parallel.world_size == row.processes
+    for name, preset in throughput.PRESETS.items():
+        for row in throughput.rows_of(name):
+            config = throughput.make_config(preset, row, compiles=False, dropout=0.1)
+            assert config.model.num_layers == preset.layers
+            assert config.parallel.world_size == row.processes
