@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config.curriculum import LengthCurriculum
 from megatron.config.fields import changes_model
-from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import DataConfig

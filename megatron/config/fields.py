@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.registry import Registry
+from megatron.config.registries import Registry
 from megatron.errors import ConfigError
 
 _METADATA_KEY = "flag"
@@ -33,7 +33,7 @@ class Flag:
     choices: the possible values. registry: described in --help (default: `choices`, if that is a Registry).
 
     The rules of the field beside other settings, each 'section.field' or 'section.field=value', or several
-    with '|' between them. One is given if it has that value, or any but its default (see `checks.rules`).
+    with '|' between them. One is given if it has that value, or any but its default (see `config.rules`).
     needs: settings without which the flag is refused -> the end of the error. excludes: settings with which
     it is refused -> the end of the error. used_with: it has an effect only if one of these is given.
     unused_with: it has none if one of these is.

@@ -9,7 +9,7 @@ from megatron.checkpoint.lineage.start import choose_checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.config import BatchSchedule, Config
-from megatron.config.checks.batch import check_remaining_batches, first_supported_sample
+from megatron.config.batch import check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.memory.fit import fit_summary

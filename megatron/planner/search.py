@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
-from megatron.config.checks.validate import validate
+from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
 from megatron.model.flops import head_flops

@@ -23,8 +23,8 @@ from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import BatchSchedule, Config, ParallelConfig
 from megatron.config.batch import RunLength
-from megatron.config.checks.model import check_model
-from megatron.config.checks.parallel import check_layout
+from megatron.config.model import check_model
+from megatron.config.validate import check_layout
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig, parse_split
 from megatron.config.batch import RunLength
-from megatron.config.checks.data import token_file_prefixes
-from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.data import SPLIT_NAMES, token_file_prefixes
 from megatron.data.blended_dataset import BlendOrder, SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,

@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import OutOfMemory
 from megatron.config import Config
-from megatron.config.checks.validate import validate
-from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.config.partition_method import parse_partition_method
+from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
 from megatron.training.startup_report import local_memory

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from megatron.config import BatchSchedule, Config
-from megatron.config.model_fields import model_summary
+from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.config.vocab import padded_vocab_size
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan

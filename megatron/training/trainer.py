@@ -12,7 +12,7 @@ from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine

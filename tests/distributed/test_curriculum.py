@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.checkpoint.record import TrainingState
-from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.curriculum import LengthCurriculum
 from tests.support.layouts import (
     FP32_BOUND,
     GLOBAL_BATCH,

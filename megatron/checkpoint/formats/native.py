@@ -31,7 +31,7 @@ from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.record import Checkpoint
 from megatron.checkpoint.verify.files import file_problems, unneeded_files
 from megatron.checkpoint.verify.names import check_parameter
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING

@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import Config
-from megatron.config.checks.harness import no_harness
+from megatron.config.validate import no_harness
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megatron.config.interrupts import exit_on_interrupt
+from megatron.config.tool_parser import exit_on_interrupt
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

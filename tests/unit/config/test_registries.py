@@ -10,9 +10,8 @@ from megatron.config import Config, ConfigError, ModelConfig, parse_args
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import changes_model, flag_of
-from megatron.config.model_fields import model_summary
-from megatron.config.registries import OPTIMIZERS, REGISTRIES, TOKENIZERS
-from megatron.config.registry import Registry
+from megatron.config.model import model_summary
+from megatron.config.registries import OPTIMIZERS, REGISTRIES, TOKENIZERS, Registry
 from tests.unit.config.command_lines import SMALL
 
 EVERY_CHOICE = [

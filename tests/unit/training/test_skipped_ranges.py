@@ -6,7 +6,7 @@ import pytest
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config import BatchSchedule, parse_args
-from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.curriculum import LengthCurriculum
 from megatron.training.stability import advance_state, range_to_skip
 from tests.unit.config.command_lines import SMALL
 

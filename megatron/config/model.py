@@ -1,12 +1,60 @@
-"""Checks of the model's sizes against the layout and other settings."""
+"""The model in one line, its padded vocabulary, and checks of its sizes against the layout."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.config.config import Config
-from megatron.config.fields import option_name
+from megatron.config.fields import flag_of, option_name
 from megatron.config.sections.model import ModelConfig
-from megatron.config.vocab import check_vocab_divides, padded_vocab_size
 from megatron.errors import ConfigError
+
+MEGATRON_MODEL_ARGS = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
+)
+"""Fields that Megatron's checkpoints have in their `args` under the same name."""
+
+
+def model_summary(model: ModelConfig) -> str:
+    """Sizes and variants of the model in one line, for logs and reports."""
+    variants = [
+        summary.format(value)
+        for field in dataclasses.fields(ModelConfig)
+        if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
+    ]
+    return (
+        f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "
+        + ", ".join([f"sequence {model.seq_length}", f"{model.position_embedding_type} positions", *variants])
+    )
+
+
+def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) -> int:
+    """Number of rows of the word embeddings over all tensor-parallel ranks, padding included.
+
+    A multiple of make_vocab_size_divisible_by x tensor_parallel, or pad_vocab_size_to if that is set.
+    ConfigError if pad_vocab_size_to is smaller than true_size or not divisible by tensor_parallel.
+    """
+    padded = model.pad_vocab_size_to
+    if padded is None:
+        multiple = model.make_vocab_size_divisible_by * tensor_parallel
+        return -(-true_size // multiple) * multiple
+    if padded < true_size:
+        raise ConfigError(
+            f"--pad-vocab-size-to {padded} is smaller than the vocabulary of {true_size} tokens: "
+            f"set it to at least {true_size}"
+        )
+    check_vocab_divides(padded, tensor_parallel)
+    return padded
+
+
+def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
+    """Raise ConfigError for a padded vocabulary that is not divisible by the tensor-parallel size."""
+    if padded % tensor_parallel:
+        raise ConfigError(
+            f"--pad-vocab-size-to {padded} is not divisible by --tensor-model-parallel-size "
+            f"{tensor_parallel}: set it to {-(-padded // tensor_parallel) * tensor_parallel}, or change the "
+            "tensor-parallel size"
+        )
 
 
 def check_model(config: Config) -> None:
