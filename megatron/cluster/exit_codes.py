@@ -35,8 +35,8 @@ class RunStopped(Exception):
         self.on_all_ranks = on_all_ranks
 
 
-class OutOfMemory(RunStopped):
-    """A rank cannot allocate memory. A restart would fail again."""
+class RankStopped(RunStopped):
+    """One rank cannot continue, as without enough memory or on a full disk. A restart would fail again."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -46,15 +46,6 @@ class OutOfMemory(RunStopped):
 
 class SharedUserError(UserError):
     """A UserError that is raised on every rank."""
-
-
-class CannotSave(RunStopped):
-    """A checkpoint cannot be written, as on a full disk. A restart would fail again."""
-
-    exit_code = USER_ERROR_EXIT_CODE
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, on_all_ranks=False)
 
 
 @contextmanager

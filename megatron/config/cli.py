@@ -263,13 +263,20 @@ def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
     if description.registry is not None:
         text += f". {description.registry.describe()}"
     text = text.replace("%", "%%")
-    if description.derived is not None:
-        return f"{text} (default: {description.derived})"
+    default = default_text(field)
+    if default and default != "required":
+        default = f"default: {default}"
+    return f"{text} ({default})" if default else text
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """The default of a flag as the user reads it; "required", or "" for a flag that is off."""
+    if (derived := flag_of(field).derived) is not None:
+        return derived
     if field.default is dataclasses.MISSING:
-        return f"{text} (required)"
-    if field.default is None or field.default is False or field.default == ():
-        return text
-    return f"{text} (default: {value_text(field.default)})"
+        return "required"
+    is_off = field.default is None or field.default is False or field.default == ()
+    return "" if is_off else value_text(field.default)
 
 
 def _add_deprecated_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from megatron.planner.planned_report import planned_run_report
 from megatron.planner.timing.step_time import planned_step
 from megatron.training.build import Setup
 from megatron.training.data import planned_data_report
-from megatron.training.start_notes import planned_start, start_notes
+from megatron.training.run_report import planned_start, start_notes
 
 
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:

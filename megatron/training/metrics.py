@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.checkpoint.record import TrainingState
 from megatron.config import LoggingConfig
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
@@ -24,7 +25,6 @@ from megatron.training.log_lines import (
     IntervalSummary,
     format_training_line,
     format_validation_lines,
-    parse_log_line,
     perplexity,
 )
 from megatron.training.writers import Position, Writer
@@ -126,8 +126,6 @@ class Outputs:
         self._texts = [self.console]
 
 
-__all__ = ["MetricsLogger", "StepRecord", "TaskRecord", "Throughput", "ValidationRecord", "parse_log_line"]
-
 # Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged.
 # They count once the loss has been below it or the learning rate does not rise any more: an untrained model
 # has such a loss during a long warm-up.
@@ -157,31 +155,6 @@ class StepRecord:
     skipped: bool
     seconds: float
     recorded: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ValidationRecord:
-    """One evaluation. loss: mean over all its samples. name: 'validation' or 'test'.
-
-    at: the moment, as printed in the line; '' for 'iteration N'.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    loss: float
-    name: str = "validation"
-    at: str = ""
-
-
-@dataclass(frozen=True)
-class TaskRecord:
-    """One run of --eval-harness-tasks. results: task -> metric -> value."""
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    results: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -244,28 +217,31 @@ class MetricsLogger:
             self._flush()
         self._move_bar(record)
 
-    def log_validation(self, record: ValidationRecord) -> None:
-        """Prints and writes one evaluation."""
+    def log_validation(
+        self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
+    ) -> None:
+        """Prints and writes one evaluation at a state of training. loss: mean over all its samples. name:
+        'validation', 'test' or that of a group. at: the moment, as printed; '' for 'iteration N'."""
         if not self._enabled:
             return
-        at = record.at or f"iteration {record.iteration}"
-        self.print("\n".join(format_validation_lines(record.name, at, record.loss)))
-        prefix = "lm-loss-validation" if record.name == "validation" else f"lm-loss-validation/{record.name}"
-        values = {"lm loss validation": record.loss}
+        self.print("\n".join(format_validation_lines(name, at or f"iteration {state.iteration}", loss)))
+        prefix = "lm-loss-validation" if name == "validation" else f"lm-loss-validation/{name}"
+        values = {f"{prefix}/lm loss validation": loss}
         if self._logging.log_validation_ppl_to_tensorboard:
-            values["lm loss validation ppl"] = perplexity(record.loss)
-        self._write({f"{prefix}/{name}": value for name, value in values.items()}, record, time.time())
+            values[f"{prefix}/lm loss validation ppl"] = perplexity(loss)
+        self._write(values, state, time.time())
         self._flush_writers()
 
-    def log_tasks(self, record: TaskRecord) -> None:
-        """Prints a line for each task, and writes its metrics."""
+    def log_tasks(self, state: TrainingState, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Prints a line for each of --eval-harness-tasks, and writes its metrics. results: task -> metric ->
+        value."""
         if not self._enabled:
             return
-        for task, metrics in record.results.items():
+        for task, metrics in results.items():
             values = "".join(f" {name}: {value:.6E} |" for name, value in metrics.items())
-            self.print(f" task {task} at iteration {record.iteration} |{values}")
+            self.print(f" task {task} at iteration {state.iteration} |{values}")
             tags = {f"eval-harness/{task}/{name}": value for name, value in metrics.items()}
-            self._write(tags, record, time.time())
+            self._write(tags, state, time.time())
         self._flush_writers()
 
     def print(self, text: str) -> None:
@@ -402,10 +378,8 @@ class MetricsLogger:
         }
         self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())
 
-    def _write(
-        self, values: Mapping[str, float], record: StepRecord | ValidationRecord | TaskRecord, when: float
-    ) -> None:
-        place = Position(record.iteration, record.consumed_samples, record.consumed_tokens, when)
+    def _write(self, values: Mapping[str, float], at: StepRecord | TrainingState, when: float) -> None:
+        place = Position(at.iteration, at.consumed_samples, at.consumed_tokens, when)
         self._outputs.each_writer(lambda writer: writer.write(values, place))
 
     def _flush_writers(self) -> None:

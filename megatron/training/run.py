@@ -27,9 +27,8 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages
 from megatron.training.data import data_report, run_fingerprint
 from megatron.training.harness.live import load_tasks
-from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
-from megatron.training.run_report import run_report
-from megatron.training.start_notes import start_notes
+from megatron.training.out_of_memory import explained_out_of_memory
+from megatron.training.run_report import run_report, start_notes
 from megatron.training.trainer import make_metrics
 
 
@@ -60,7 +59,7 @@ def run(
             tasks = load_tasks(config)
 
     preparation.end()
-    on_exit.enter_context(early_out_of_memory())
+    on_exit.enter_context(explained_out_of_memory())
     rank = _connect(config, watchdog)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)

@@ -1,12 +1,13 @@
 """The training loop."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
-from megatron.cluster.exit_codes import CannotSave, RunStopped
+from megatron.cluster.exit_codes import RankStopped, RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Phase, Watchdog
@@ -16,27 +17,19 @@ from megatron.config.model import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import model_iteration_flops, recomputes_scores
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
 from megatron.training.harness.live import LiveEvaluation
-from megatron.training.metrics import (
-    MetricsLogger,
-    StepRecord,
-    TaskRecord,
-    Throughput,
-    ValidationRecord,
-)
+from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from megatron.training.stability import StabilityMonitor
 from megatron.training.startup_report import StartupReport
 from megatron.training.writers import make_writers
 
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
-from collections.abc import Callable
-
-from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 
 # After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
@@ -109,7 +102,7 @@ class Trainer:
     """The largest exit code of all ranks, exchanged in the last step; None after an evaluation or a save."""
 
     def __post_init__(self) -> None:
-        self.exits = ExitConditions.from_config(
+        self.exits = ExitConditions(
             self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
         self.startup_report = StartupReport(self.config, self.engine.layout)
@@ -238,7 +231,7 @@ class Trainer:
             raise RunStopped(str(error)) from error
         except SaveError as error:
             remedy = after_failed_save(self.resumable_iteration, self.config.checkpoint)
-            raise CannotSave(f"{error}: {remedy}") from error
+            raise RankStopped(f"{error}: {remedy}") from error
         self.resumable_iteration = state.iteration
         seconds = time.perf_counter() - started
         self.watchdog.report.note(saved_iteration=state.iteration)
@@ -297,9 +290,7 @@ class Trainer:
         if results is None:
             self.metrics.print(f"the tasks at iteration {state.iteration} were stopped")
             return
-        self.metrics.log_tasks(
-            TaskRecord(state.iteration, state.consumed_samples, state.consumed_tokens, results)
-        )
+        self.metrics.log_tasks(state, results)
 
     def evaluate(self, state: TrainingState, split: str, at: str = "", count: int | None = None) -> int:
         """Evaluates on the data sets of a split ('validation' or 'test'), or the last `count` of them, and
@@ -335,11 +326,7 @@ class Trainer:
                 )
                 self.exit_reason = stop[0]
                 return len(loaders) - index
-            self.metrics.log_validation(
-                ValidationRecord(
-                    state.iteration, state.consumed_samples, state.consumed_tokens, loss, name, at
-                )
-            )
+            self.metrics.log_validation(state, loss, name, at)
         return 0
 
 

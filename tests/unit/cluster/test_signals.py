@@ -17,7 +17,7 @@ from megatron.config.sections.training import EXIT_SIGNALS
 def conditions(started_at=None, folder=None, **training):
     report = RankReport(folder, "0")
     report.started_at = started_at or report.started_at
-    return ExitConditions.from_config(TrainingConfig(train_iters=100, **training), report)
+    return ExitConditions(TrainingConfig(train_iters=100, **training), report)
 
 
 @pytest.fixture

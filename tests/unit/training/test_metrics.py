@@ -9,15 +9,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.checkpoint.record import TrainingState
 from megatron.config import LoggingConfig
 from megatron.errors import UserError
-from megatron.training.metrics import (
-    MetricsLogger,
-    StepRecord,
-    Throughput,
-    ValidationRecord,
-    parse_log_line,
-)
+from megatron.training.log_lines import parse_log_line
+from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from megatron.training.writers import TensorBoardWriter, WandbWriter
 
 THROUGHPUT = Throughput(
@@ -143,7 +139,7 @@ def test_other_ranks_print_and_write_nothing(tmp_path):
     logging = LoggingConfig(log_interval=1, log_path=str(tmp_path / "run.log"))
     logger = MetricsLogger(logging, THROUGHPUT, enabled=False, stream=stream)
     logger.log_step(record(1))
-    logger.log_validation(ValidationRecord(1, 8, 4096, 2.0))
+    logger.log_validation(TrainingState(1, 8, 4096), 2.0)
     logger.print("hello")
     logger.close()
     assert stream.getvalue() == ""
@@ -156,7 +152,7 @@ def test_printed_lines_are_appended_to_the_log_file(tmp_path):
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=1, log_path=str(log)), THROUGHPUT, stream=stream)
     logger.log_step(record(1))
-    logger.log_validation(ValidationRecord(1, 8, 4096, 2.0))
+    logger.log_validation(TrainingState(1, 8, 4096), 2.0)
     assert log.read_text() == "of the start before\n" + stream.getvalue()
     logger.close()
 
@@ -177,7 +173,7 @@ def test_progress_bar_shows_loss_and_speed_and_keeps_lines_intact():
     for iteration in range(11, 21):
         logger.log_step(record(iteration))
         logger._bar.refresh()
-    logger.log_validation(ValidationRecord(20, 160, 160 * 512, 2.5))
+    logger.log_validation(TrainingState(20, 160, 160 * 512), 2.5)
     logger.print("saved")
     logger.close()
     text = stream.getvalue()
@@ -192,10 +188,8 @@ def test_progress_bar_shows_loss_and_speed_and_keeps_lines_intact():
 def test_validation_lines_contain_the_moment():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(), THROUGHPUT, stream=stream)
-    logger.log_validation(ValidationRecord(100, 800, 409600, 2.0))
-    logger.log_validation(
-        ValidationRecord(100, 800, 409600, 3.0, "test", "the end of training for test data")
-    )
+    logger.log_validation(TrainingState(100, 800, 409600), 2.0)
+    logger.log_validation(TrainingState(100, 800, 409600), 3.0, "test", "the end of training for test data")
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith(
         " validation loss at iteration 100 | lm loss value: 2.000000E+00 | lm loss PPL: "
@@ -215,7 +209,7 @@ def test_tensorboard_has_every_step_under_megatron_tags(tmp_path):
     for iteration in (1, 2):
         logger.log_step(record(iteration, loss_scale=256.0))
     logger.log_step(record(3, skipped=True, loss_scale=128.0))
-    logger.log_validation(ValidationRecord(3, 24, 24 * 512, 1.0))
+    logger.log_validation(TrainingState(3, 24, 24 * 512), 1.0)
     logger.close()
     events = EventAccumulator(str(tmp_path)).Reload()
 
@@ -239,7 +233,7 @@ def test_tensorboard_has_optional_tags_only_with_their_flags(tmp_path):
     writer = TensorBoardWriter(str(tmp_path), queue_size=10)
     logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=io.StringIO(), writers=[writer])
     logger.log_step(record(1))
-    logger.log_validation(ValidationRecord(1, 8, 4096, 1.0, "test"))
+    logger.log_validation(TrainingState(1, 8, 4096), 1.0, "test")
     logger.close()
     tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     groups = {tag.split("/")[0] for tag in tags}
@@ -340,7 +334,7 @@ def test_tensorboard_takes_the_values_of_a_diverged_run(tmp_path):
     losses = [7.0, math.inf, math.nan, 1e30, 5.0]
     for iteration, loss in enumerate(losses, start=1):
         logger.log_step(record(iteration, loss=loss, grad_norm=loss, total_iterations=len(losses)))
-        logger.log_validation(ValidationRecord(iteration, 8 * iteration, 4096 * iteration, loss))
+        logger.log_validation(TrainingState(iteration, 8 * iteration, 4096 * iteration), loss)
     logger.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     for tag in ("lm-loss-training/lm loss", "grad-norm/grad-norm", "lm-loss-validation/lm loss validation"):

@@ -13,7 +13,7 @@ from megatron.config import BatchSchedule, Config, parse_args, read_command_line
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.tokenizer.vocabulary import find_vocabulary
-from megatron.training.start_notes import planned_start, start_notes
+from megatron.training.run_report import planned_start, start_notes
 from megatron.training.trainer import run_length
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
