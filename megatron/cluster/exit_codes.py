@@ -18,7 +18,7 @@ from megatron.cluster.exit_status import (
     is_lost_connection,
     sentence_of,
 )
-from megatron.cluster.launch import has_torch_launcher, node_name
+from megatron.cluster.launch import has_torch_launcher
 from megatron.cluster.node_diagnosis import conclude
 from megatron.cluster.rank_reports import RankReport
 from megatron.errors import UserError, printable
@@ -70,8 +70,7 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         report.note(signal="SIGINT")
         end, text, code = ExitStatus.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE
     except Exception as error:
-        where = f"rank {report.rank} on {node_name(os.environ)}"
-        text = f"{traceback.format_exc()}error: {where}: {sentence_of(error)}"
+        text = f"{traceback.format_exc()}error: {report.whose}: {sentence_of(error)}"
         end, code = ExitStatus.FAILED, FAILURE_EXIT_CODE
     else:
         return
@@ -93,11 +92,12 @@ def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = o
     FINISHED, REQUEUE, INTERRUPTED, or USER_ERROR for a dry run whose plan does not fit the device."""
     report.end(status)
     conclude(report)
-    if status is ExitStatus.USER_ERROR:
-        return USER_ERROR_EXIT_CODE
-    if status is ExitStatus.INTERRUPTED:
-        return INTERRUPTED_EXIT_CODE
-    return REQUEUE_EXIT_CODE if status is ExitStatus.REQUEUE and not has_torch_launcher(env) else 0
+    codes = {
+        ExitStatus.USER_ERROR: USER_ERROR_EXIT_CODE,
+        ExitStatus.INTERRUPTED: INTERRUPTED_EXIT_CODE,
+        ExitStatus.REQUEUE: 0 if has_torch_launcher(env) else REQUEUE_EXIT_CODE,
+    }
+    return codes.get(status, 0)
 
 
 def _exit(code: int) -> NoReturn:

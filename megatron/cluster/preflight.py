@@ -8,7 +8,6 @@ plan takes nothing off them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import platform
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from megatron.config import Config
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
-from megatron.files import read_json, write_json
+from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.text_table import format_table
 
@@ -321,11 +320,10 @@ class NetworkFigures:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "node_size"):
-            count = getattr(self, name)
-            if type(count) is not int or count < 1:
-                raise ValueError(f"{name} is {count!r}, expected a number of 1 or more")
+            if not is_count(getattr(self, name), 1):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a number of 1 or more")
         for name in ("device", "backend"):
-            if not isinstance(getattr(self, name), str):
+            if not is_text(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected a name")
         for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
             rate = getattr(self, name)
@@ -344,7 +342,7 @@ class NetworkFigures:
 
 def write_network_figures(path: str, figures: NetworkFigures) -> None:
     """OSError if the file cannot be written."""
-    write_json(Path(path), {"kind": _KIND, **dataclasses.asdict(figures)})
+    write_json(Path(path), {"kind": _KIND, **asdict(figures)})
 
 
 def read_network_figures(config: Config) -> NetworkFigures | None:
@@ -354,8 +352,7 @@ def read_network_figures(config: Config) -> NetworkFigures | None:
     if path is None:
         return None
     try:
-        value = read_json(Path(path))
-        return _checked(value)
+        return _checked(read_json(Path(path)))
     except FileNotFoundError:
         raise UserError(
             f"--network-figures {path} does not exist: a run of several processes with this flag measures "
@@ -371,7 +368,7 @@ def read_network_figures(config: Config) -> NetworkFigures | None:
 def _checked(value: Any) -> NetworkFigures:
     if not isinstance(value, dict) or value.pop("kind", None) != _KIND:
         raise ValueError(f"it is not of the kind {_KIND!r}")
-    expected = {field.name for field in dataclasses.fields(NetworkFigures)}
+    expected = {field.name for field in fields(NetworkFigures)}
     if value.keys() != expected:
         raise ValueError(f"it has {', '.join(sorted(value)) or 'no figures'}; expected {sorted(expected)}")
     return NetworkFigures(**value)

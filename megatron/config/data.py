@@ -223,6 +223,14 @@ def _groups_given(data: DataConfig) -> list[str]:
     ]
 
 
+def _groups_of(data: DataConfig) -> dict[str, tuple[PathGroup, ...]]:
+    """Split -> its groups, of the splits that have some."""
+    return {
+        name: parse_groups(groups_option(data, name), getattr(data, f"{name}_weighted_split_paths"))
+        for name in _groups_given(data)
+    }
+
+
 def _check_groups(data: DataConfig) -> None:
     given = _groups_given(data)
     option = groups_option(data, given[0])
@@ -240,10 +248,7 @@ def _check_groups(data: DataConfig) -> None:
         raise ConfigError(
             f"{option} without --train-weighted-split-paths: set the training data in the same way"
         )
-    groups = {
-        name: parse_groups(groups_option(data, name), getattr(data, f"{name}_weighted_split_paths"))
-        for name in given
-    }
+    groups = _groups_of(data)
     if len(groups["train"]) > 1:
         raise ConfigError(
             f"{option} has {len(groups['train'])} groups: training uses one, put all prefixes into it, "
@@ -261,16 +266,16 @@ def _check_groups(data: DataConfig) -> None:
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
     """(flag, prefix) of all token files."""
-    if not _groups_given(data) and not data.data_path:
-        return []
-    if not _groups_given(data):
-        return [("--data-path", path.prefix) for path in parse_data_path(data.data_path)]
-    found = []
-    for name in _groups_given(data):
-        option = groups_option(data, name)
-        for group in parse_groups(option, getattr(data, f"{name}_weighted_split_paths")):
-            found += [(option, path.prefix) for path in group.paths]
-    return found
+    if _groups_given(data):
+        return [
+            (groups_option(data, name), path.prefix)
+            for name, groups in _groups_of(data).items()
+            for group in groups
+            for path in group.paths
+        ]
+    return (
+        [("--data-path", path.prefix) for path in parse_data_path(data.data_path)] if data.data_path else []
+    )
 
 
 def host_memory_bytes() -> int:
@@ -305,7 +310,7 @@ def check_index_memory(config: Config, memory_bytes: int) -> None:
 def _largest_share(data: DataConfig) -> Fraction:
     """The largest share of a prefix in the training data; each prefix has its own index."""
     paths = (
-        parse_groups(groups_option(data, "train"), data.train_weighted_split_paths)[0].paths
+        _groups_of(data)["train"][0].paths
         if data.train_weighted_split_paths
         else parse_data_path(data.data_path)
     )
@@ -319,14 +324,8 @@ def check_files(data: DataConfig) -> None:
         for option, prefix in token_file_prefixes(data)
         for ending in (".bin", ".idx")
     ]
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(data, name)
-        if (
-            path is not None
-            and data.tokenizer_type is not None
-            and name in TOKENIZERS[data.tokenizer_type].settings
-        ):
-            files.append((option_name(name), path))
+    used = () if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type].settings
+    files += [(option_name(name), getattr(data, name)) for name in used if name != "tokenizer_name_or_path"]
     for option, file in files:
         if not Path(file).is_file():
             raise ConfigError(f"{option}: there is no file {file}: correct the path")

@@ -60,14 +60,13 @@ def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
 def check_model(config: Config) -> None:
     """Raise ConfigError for sizes that do not fit each other or the tensor-parallel size."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        size = getattr(model, name)
-        if size % tensor:
-            raise ConfigError(
-                f"{option_name(name)} {size} is not divisible by --tensor-model-parallel-size {tensor}: "
-                "change one of them"
-            )
-    _check_attention(model, tensor)
+    if problem := model.heads_problem(tensor):
+        raise ConfigError(problem)
+    if model.ffn_hidden_size % tensor:
+        raise ConfigError(
+            f"--ffn-hidden-size {model.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}: change one of them"
+        )
     if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         raise ConfigError(
             f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm, "
@@ -88,28 +87,6 @@ def check_model(config: Config) -> None:
         raise ConfigError(
             "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
             "relative: remove it (--reset-attention-mask separates documents)"
-        )
-
-
-def _check_attention(model: ModelConfig, tensor: int) -> None:
-    groups, heads = model.num_query_groups, model.num_attention_heads
-    if not model.group_query_attention:
-        return
-    if heads % groups:
-        raise ConfigError(
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}, each group has "
-            "the same number of heads: change one of them"
-        )
-    if groups % tensor and tensor % groups:
-        raise ConfigError(
-            f"--num-query-groups {groups} with --tensor-model-parallel-size {tensor}: expected one to be a "
-            "multiple of the other, so that a rank has whole groups or a part of one: change one of them"
-        )
-    if tensor > groups and 2 * model.kv_channels * groups % tensor:
-        raise ConfigError(
-            f"--num-query-groups {groups} and a head dimension of {model.kv_channels} make "
-            f"{2 * model.kv_channels * groups} rows of keys and values, which are not divisible by "
-            f"--tensor-model-parallel-size {tensor}: decrease the latter"
         )
 
 

@@ -98,7 +98,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):
-        if node_size % tp_size or not config.model.heads_divide(tp_size):
+        if node_size % tp_size or config.model.heads_problem(tp_size):
             continue
         sequence = (False, True) if tp_size > 1 else (False,)
         wants_overlap = config.parallel.tp_comm_overlap

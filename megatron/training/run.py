@@ -5,8 +5,6 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
-
 from megatron.checkpoint import manager
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
@@ -20,7 +18,7 @@ from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
 from megatron.data.splits import verify_token_files
-from megatron.engine.device_progress import DeviceProgress, flight_record
+from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
@@ -117,7 +115,7 @@ def _connect(config: Config, watchdog: Watchdog) -> int:
     watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         rank = processes.init_distributed(config, store)
-    watchdog.set_device_facts(DeviceProgress(get_accelerator()).facts, flight_record)
+    watchdog.set_device_facts(waiting_facts, flight_record)
     return rank
 
 

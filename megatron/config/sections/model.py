@@ -328,12 +328,34 @@ class ModelConfig(Section):
         """Number of key heads and of value heads: that of the query heads, unless they share them."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
-    def heads_divide(self, tp_size: int) -> bool:
-        """Whether the attention heads divide among tensor-parallel ranks: whole groups, or a part of one."""
-        groups = self.query_groups
-        if self.num_attention_heads % tp_size or (groups % tp_size and tp_size % groups):
-            return False
-        return tp_size <= groups or 2 * self.kv_channels * groups % tp_size == 0
+    def heads_problem(self, tp_size: int) -> str | None:
+        """Why the attention heads do not divide among tensor-parallel ranks, into whole groups or parts of
+        one, and the remedy; None if they do."""
+        heads, groups = self.num_attention_heads, self.query_groups
+        rows = 2 * self.kv_channels * groups
+        if heads % tp_size:
+            return (
+                f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp_size}: "
+                "change one of them"
+            )
+        if heads % groups:
+            return (
+                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}, each group "
+                "has the same number of heads: change one of them"
+            )
+        if groups % tp_size and tp_size % groups:
+            return (
+                f"--num-query-groups {groups} with --tensor-model-parallel-size {tp_size}: expected one to "
+                "be a multiple of the other, so that a rank has whole groups or a part of one: change one of "
+                "them"
+            )
+        if tp_size > groups and rows % tp_size:
+            return (
+                f"--num-query-groups {groups} and a head dimension of {self.kv_channels} make {rows} rows of "
+                f"keys and values, which are not divisible by --tensor-model-parallel-size {tp_size}: "
+                "decrease the latter"
+            )
+        return None
 
     @property
     def attention_window(self) -> int | None:

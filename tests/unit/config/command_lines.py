@@ -51,25 +51,3 @@ GPT_104B = [
     *"--deepspeed --deepspeed_config ./no_such_config.json --zero-stage 1".split(),
     "--deepspeed-activation-checkpointing",
 ]
-
-# Every flag that the 65 published scripts of BigScience (tr1 to tr14) pass to pretrain_gpt.py.
-PUBLISHED_FLAGS = (
-    "--tensor-model-parallel-size --pipeline-model-parallel-size --num-layers --hidden-size "
-    "--num-attention-heads --seq-length --micro-batch-size --global-batch-size --train-samples "
-    "--optimizer --adam-beta1 --adam-beta2 --adam-eps --lr --min-lr --lr-decay-style --lr-warmup-samples "
-    "--clip-grad --weight-decay --exit-duration-in-mins --log-interval --save-interval --eval-interval "
-    "--eval-iters --tensorboard-dir --tensorboard-queue-size --log-timers-to-tensorboard "
-    "--log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --save --split --data-impl "
-    "--distributed-backend --deepspeed --deepspeed_config --zero-stage --load --fp16 "
-    "--deepspeed-activation-checkpointing --max-position-embeddings --lr-decay-samples "
-    "--checkpoint-activations --rampup-batch-size --loss-scale --data-path --ffn-hidden-size --vocab-file "
-    "--merge-file --tokenizer-type --tokenizer-name-or-path --seed --position-embedding-type "
-    "--init-method-std --embed-layernorm --pp-partition-method --pad-vocab-size-to "
-    "--abort-on-unmet-fused-kernel-constraints --train-weighted-split-paths-path "
-    "--valid-weighted-split-paths-path --train-weighted-split-paths --valid-weighted-split-paths "
-    "--test-weighted-split-paths --mup --mup-input-mult --mup-output-mult --mup-attn-mult "
-    "--no-bias-gelu-fusion --glu-activation --log-level --log-level-replica --codecarbon-dir "
-    "--use-bnb-optimizer --train-tokens --lr-decay-tokens --kill-switch-path --bf16 "
-    "--skip-train-iteration-range --sync-tp-duplicated-parameters --num-workers --valid-num-workers "
-    "--no-train --no-query-key-layer-scaling --hidden-dropout --attention-dropout"
-).split()

@@ -1,14 +1,16 @@
-"""A wrong setting ends every rank with exit code 2, and is printed by rank 0 only."""
+"""A wrong setting or a signal ends a program with its exit code, and one line."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 
 import pytest
 
 from megatron.cluster import node_processes
 from megatron.config import ConfigError
+from megatron.config.tool_parser import exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error
 
 
@@ -91,3 +93,19 @@ def test_a_hostile_text_in_an_error_is_printed_with_escapes(capsys: pytest.Captu
     with pytest.raises(SystemExit), exit_on_user_error({}):
         raise ConfigError("host \x1b[2J\udcff: expected a name")
     assert capsys.readouterr().err == "error: host \\x1b[2J\\udcff: expected a name\n"
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_interrupt_the_cleanup(
+    first: signal.Signals, second: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, cleaned = signal.getsignal(first), []
+    with pytest.raises(SystemExit) as ended, exit_on_interrupt():
+        try:
+            signal.raise_signal(first)
+        finally:
+            signal.raise_signal(second)
+            cleaned.append("temporary file")
+    assert ended.value.code == 128 + first and cleaned
+    assert capsys.readouterr().err == "interrupted\n" and signal.getsignal(first) is before

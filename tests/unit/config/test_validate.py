@@ -85,6 +85,7 @@ REFUSED = [
     ),
     ("--rampup-batch-size 3 2 100", ("--rampup-batch-size 3 2 100", "--global-batch-size 8")),
     ("--rampup-batch-size 8 2 100", ("--rampup-batch-size 8 2 100", "--global-batch-size 8")),
+    ("--rampup-batch-size 10 1 100", ("--rampup-batch-size 10 1 100", "--global-batch-size 8")),
     (
         "--partition-profile times.json",
         ("--partition-profile times.json", "--partition-method type:transformer", "profile"),
@@ -134,6 +135,16 @@ REFUSED = [
         "--world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2",
         ("--zero-stage 2", "--pipeline-model-parallel-size 2", "--zero-stage 1"),
     ),
+    ("--use-bnb-optimizer --optimizer sgd", ("--use-bnb-optimizer with --optimizer sgd",)),
+    ("--use-bnb-optimizer --use-apex", ("--use-bnb-optimizer with --use-apex",)),
+    (
+        "--spike-policy rollback --save there",
+        ("--spike-policy rollback without --save and --save-interval",),
+    ),
+    *[
+        (f"--skip-train-iteration-range {text}", (f"iteration-range {text}: expected FIRST-LAST",))
+        for text in ("200-101", "0-5", "17", "a-b", "3-", "1-2-3")
+    ],
     ("--cpu-offload --use-apex", ("--cpu-offload", "--use-apex", "GPUs only")),
     ("--fp16 --bf16", ("--fp16", "--bf16")),
     ("--loss-scale 12", ("--loss-scale 12", "--fp16", "fp32")),
@@ -260,15 +271,6 @@ def test_a_path_that_is_too_long_is_hostile_and_named_by_its_flag(flag: str, pat
     assert sentence.startswith(f"{flag} {path[:40]}... is too long") and len(sentence) < 200
 
 
-def test_settings_without_effect_are_reported() -> None:
-    words = "--lr-decay-style constant --min-lr 1e-5 --log-timers-to-tensorboard"
-    notes = read_command_line([*SMALL, *words.split()], {}).notes
-    assert notes == (
-        "--log-timers-to-tensorboard has no effect without --tensorboard-dir and --wandb-project",
-        "--min-lr has no effect with --lr-decay-style constant",
-    )
-
-
 NO_EFFECT = [
     ("--hysteresis 3", ["--hysteresis has no effect without --fp16"]),
     # A flag that was typed is reported with its default value, too.
@@ -314,6 +316,20 @@ NO_EFFECT = [
         "--checkpoint-activations --partition-activations",
         ["--partition-activations has no effect with --tensor-model-parallel-size 1"],
     ),
+    (
+        "--spike-window 9 --sync-tp-duplicated-parameters",
+        [
+            "--spike-window has no effect without --spike-policy",
+            "--sync-tp-duplicated-parameters has no effect with --tensor-model-parallel-size 1",
+        ],
+    ),
+    (
+        "--lr-decay-style constant --min-lr 1e-5 --log-timers-to-tensorboard",
+        [
+            "--log-timers-to-tensorboard has no effect without --tensorboard-dir and --wandb-project",
+            "--min-lr has no effect with --lr-decay-style constant",
+        ],
+    ),
     ("--optimizer adamw --sgd-momentum 0", ["--sgd-momentum has no effect with --optimizer adamw"]),
     ("--adam-beta1 .8 --adam-eps 1e-6", []),
     (
@@ -347,114 +363,98 @@ def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: lis
     assert read_command_line([*SMALL, *words.split()], {}).notes == tuple(notes)
 
 
-@pytest.mark.parametrize("flag", ["--gpu a100-80gb", "--device-memory 80"])
-def test_the_device_of_a_plan_has_no_effect_on_a_run(flag: str, tmp_path: Path) -> None:
+# --- a run, whose files and packages are looked for ---
+
+RUN = [word for word in SMALL if word != "--dry-run"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> list[str]:
+    """The flags of a run whose token files exist."""
     for ending in (".bin", ".idx"):
         (tmp_path / f"text{ending}").touch()
-    run = [word for word in SMALL if word != "--dry-run"]
-    words = [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), *flag.split()]
-    assert read_command_line(words, {}).notes == (f"{flag.split()[0]} has no effect without --dry-run",)
+    return [*RUN, "--vocab-size", "100", "--data-path", str(tmp_path / "text")]
 
 
-class TestFiles:
-    """What a run needs and a dry run does not."""
-
-    RUN = [word for word in SMALL if word != "--dry-run"]
-
-    def test_a_run_needs_data(self) -> None:
-        assert "--data-path is missing" in sentence_of(self.RUN)
-
-    def test_a_run_needs_both_token_files(self, tmp_path: Path) -> None:
-        words = [*self.RUN, "--vocab-size", "100", "--data-path", str(tmp_path / "text")]
-        (tmp_path / "text.bin").touch()
-        sentence = sentence_of(words)
-        assert "--data-path" in sentence and str(tmp_path / "text.idx") in sentence
-        (tmp_path / "text.idx").touch()
-        parse_args(words, {})
-
-    def test_a_run_needs_a_tokenizer_or_the_size_of_the_vocabulary(self) -> None:
-        sentence = sentence_of([*self.RUN, "--data-path", "text"])
-        assert "--tokenizer-type" in sentence and "--vocab-size" in sentence
-
-    @pytest.mark.parametrize("flag", ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"])
-    def test_document_boundaries_need_a_tokenizer(self, flag: str) -> None:
-        sentence = sentence_of([*self.RUN, "--data-path", "text", "--vocab-size", "100", flag])
-        assert flag in sentence and "--tokenizer-type" in sentence
-
-    def test_a_run_needs_the_files_of_its_tokenizer(self, tmp_path: Path) -> None:
-        for ending in (".bin", ".idx"):
-            (tmp_path / f"text{ending}").touch()
-        vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
-        words = [*self.RUN, "--data-path", str(tmp_path / "text")]
-        words += ["--vocab-file", str(vocab), "--merge-file", str(merges)]
-        assert f"--vocab-file: there is no file {vocab}" in sentence_of(words)
-        vocab.touch()
-        assert f"--merge-file: there is no file {merges}" in sentence_of(words)
-        merges.touch()
-        assert parse_args(words, {}).data.tokenizer_type == "GPT2BPETokenizer"
-
-    def test_an_absent_folder_to_load_from_is_a_fresh_start(self, tmp_path: Path) -> None:
-        parse_args([*SMALL, "--load", str(tmp_path / "none")], {})
+def make_package(folder: Path, name: str, parts: tuple[str, ...], patch: pytest.MonkeyPatch) -> None:
+    """Only this package, with these sub-packages, can be imported; none without parts."""
+    for part in parts:
+        (folder / name / part).mkdir(parents=True, exist_ok=True)
+        (folder / name / part / "__init__.py").touch()
+    patch.setattr(sys, "path", [str(folder)] if parts else [])
+    patch.delitem(sys.modules, name, raising=False)
 
 
-class TestApex:
-    """The package of that name on PyPI is another one."""
-
-    @pytest.fixture
-    def words(self, tmp_path: Path) -> list[str]:
-        for ending in (".bin", ".idx"):
-            (tmp_path / f"text{ending}").touch()
-        run = [word for word in SMALL if word != "--dry-run"]
-        return [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), "--use-apex"]
-
-    def test_absent(self, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "path", [])
-        assert "it is not installed" in sentence_of(words)
-
-    def test_another_package_of_that_name(
-        self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "apex").mkdir()
-        (tmp_path / "apex" / "__init__.py").touch()
-        monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        assert "another package" in sentence_of(words)
-
-    def test_nvidias(self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for part in ("", "optimizers", "normalization"):
-            (tmp_path / "apex" / part).mkdir(exist_ok=True)
-            (tmp_path / "apex" / part / "__init__.py").touch()
-        monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        assert parse_args(words, {}).optimizer.use_apex
+@pytest.mark.parametrize("flag", ["--gpu a100-80gb", "--device-memory 80"])
+def test_the_device_of_a_plan_has_no_effect_on_a_run(flag: str, run: list[str]) -> None:
+    notes = read_command_line([*run, *flag.split()], {}).notes
+    assert notes == (f"{flag.split()[0]} has no effect without --dry-run",)
 
 
-class TestEightBitAdam:
-    @pytest.fixture
-    def words(self, tmp_path: Path) -> list[str]:
-        for ending in (".bin", ".idx"):
-            (tmp_path / f"text{ending}").touch()
-        run = [word for word in SMALL if word != "--dry-run"]
-        return [*run, "--vocab-size", "100", "--data-path", str(tmp_path / "text"), "--use-bnb-optimizer"]
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("", ("--data-path is missing",)),
+        ("--data-path text", ("--tokenizer-type", "--vocab-size")),
+        *[
+            (f"--data-path text --vocab-size 100 {flag}", (flag, "--tokenizer-type"))
+            for flag in ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+        ],
+    ],
+)
+def test_a_run_needs_data_and_a_vocabulary(words: str, parts: tuple[str, ...]) -> None:
+    sentence = sentence_of([*RUN, *words.split()])
+    for part in parts:
+        assert part in sentence
 
-    def test_absent(self, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "path", [])
-        monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
-        assert "not installed: pip install bitsandbytes" in sentence_of(words)
 
-    def test_installed(self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "bitsandbytes").mkdir()
-        (tmp_path / "bitsandbytes" / "__init__.py").touch()
-        monkeypatch.setattr(sys, "path", [str(tmp_path)])
-        monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
-        assert parse_args(words, {}).optimizer.use_bnb_optimizer
-        *others, _ = words
-        assert parse_args([*others, "--use_bnb_optimizer"], {}).optimizer.use_bnb_optimizer
+def test_a_run_needs_both_token_files(run: list[str], tmp_path: Path) -> None:
+    parse_args(run, {})
+    (tmp_path / "text.idx").unlink()
+    sentence = sentence_of(run)
+    assert "--data-path" in sentence and str(tmp_path / "text.idx") in sentence
 
-    @pytest.mark.parametrize(
-        "others, named", [("--optimizer sgd", "--optimizer sgd"), ("--use-apex", "--use-apex")]
-    )
-    def test_8_bit_adam_with_another_optimizer_is_refused(self, others: str, named: str) -> None:
-        sentence = sentence_of([*SMALL, "--use-bnb-optimizer", *others.split()])
-        assert sentence.startswith(f"--use-bnb-optimizer with {named}")
+
+def test_a_run_needs_the_files_of_its_tokenizer(run: list[str], tmp_path: Path) -> None:
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    words = [*run, "--vocab-file", str(vocab), "--merge-file", str(merges)]
+    assert f"--vocab-file: there is no file {vocab}" in sentence_of(words)
+    vocab.touch()
+    assert f"--merge-file: there is no file {merges}" in sentence_of(words)
+    merges.touch()
+    assert parse_args(words, {}).data.tokenizer_type == "GPT2BPETokenizer"
+
+
+def test_an_absent_folder_to_load_from_is_a_fresh_start(tmp_path: Path) -> None:
+    parse_args([*SMALL, "--load", str(tmp_path / "none")], {})
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "parts", "error"),
+    [
+        ("--use-apex", "apex", (), "it is not installed"),
+        ("--use-apex", "apex", ("",), "another package with that name"),  # that of PyPI
+        ("--use-apex", "apex", ("", "optimizers", "normalization"), None),
+        ("--use-bnb-optimizer", "bitsandbytes", (), "not installed: pip install bitsandbytes"),
+        ("--use-bnb-optimizer", "bitsandbytes", ("",), None),
+        ("--use_bnb_optimizer", "bitsandbytes", ("",), None),
+    ],
+)
+def test_the_package_of_an_optimizer_must_be_installed(
+    flag: str,
+    name: str,
+    parts: tuple[str, ...],
+    error: str | None,
+    run: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_package(tmp_path, name, parts, monkeypatch)
+    if error is not None:
+        assert error in sentence_of([*run, flag])
+        return
+    optimizer = parse_args([*run, flag], {}).optimizer
+    assert optimizer.use_apex if name == "apex" else optimizer.use_bnb_optimizer
 
 
 def model(**sizes: int) -> ModelConfig:
@@ -479,3 +479,15 @@ def test_the_vocabulary_is_padded_to_exactly_the_size_asked_for() -> None:
         padded_vocab_size(101, model(pad_vocab_size_to=100), 1)
     with pytest.raises(ConfigError, match=r"--pad-vocab-size-to 101 .*--tensor-model-parallel-size 2.*102"):
         padded_vocab_size(100, model(pad_vocab_size_to=101), 2)
+
+
+def test_any_number_of_ranges_is_read() -> None:
+    flags = ["--skip-train-iteration-range", "13251-14000", "16_651-19500", "5-5"]
+    stability = parse_args([*SMALL, *flags], {}).stability
+    assert stability.skipped_ranges == ((13251, 14000), (16651, 19500), (5, 5))
+    assert parse_args(SMALL, {}).stability.skipped_ranges == ()
+
+
+def test_a_rollback_has_a_limit() -> None:
+    flags = [*SMALL, "--spike-policy", "rollback", "--save", "there", "--save-interval", "5"]
+    assert parse_args(flags, {}).stability.max_rollbacks == 3
