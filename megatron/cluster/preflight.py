@@ -34,6 +34,7 @@ from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
+from megatron.mpu.world import of_all_ranks, of_rank_0
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.
@@ -77,14 +78,16 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
         str(sorted(fingerprint.items())),
         _free_share(),
         check_shared_folders(
-            _folders(config), dist.get_rank(), config.parallel.local_rank == 0, _token(), dist.barrier
+            _folders(config),
+            dist.get_rank(),
+            config.parallel.local_rank == 0,
+            of_rank_0(f"{os.getpid()}-{time.time_ns()}"),
+            dist.barrier,
         ),
         _measure_all_reduce(),
         None if config.parallel.network_figures is None else _measure_within_node(),
     )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, asdict(own))
-    facts = [RankInfo(**entry) for entry in gathered]
+    facts = of_all_ranks(own)
     if differences := find_differences(facts):
         raise UserError(
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
@@ -108,8 +111,7 @@ def check_kernels(required: bool) -> list[str]:
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator().device_name()
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, (node_name(os.environ), reason_against_kernels(device)))
+    reasons = of_all_ranks((node_name(os.environ), reason_against_kernels(device)))
     rank, node, reason = next(
         ((rank, node, reason) for rank, (node, reason) in enumerate(reasons) if reason), (0, "", None)
     )
@@ -207,12 +209,6 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _token() -> str:
-    token = [f"{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(token)
-    return token[0]
-
-
 def _folders(config: Config) -> dict[str, str]:
     folders = {"--save": config.checkpoint.save, FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
     return {name: folder for name, folder in folders.items() if folder}
@@ -260,8 +256,7 @@ def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
 def _measure_within_node() -> float | None:
     """`_measure_all_reduce` within each node, all nodes at once; None on a node with one process.
     Collective."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, node_name(os.environ))
+    names = of_all_ranks(node_name(os.environ))
     own = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
     if len(own) == 1:
         dist.barrier()

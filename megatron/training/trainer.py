@@ -22,7 +22,7 @@ from megatron.model.flops import model_iteration_flops, recomputes_scores
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
-from megatron.training.harness.live import LiveEvaluation
+from megatron.training.harness.live import run_tasks
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from megatron.training.stability import StabilityMonitor
 from megatron.training.startup_report import StartupReport
@@ -284,9 +284,10 @@ class Trainer:
             self.exit_reason = self.exits.request(state.iteration, self.engine.device)
             return self.exit_reason is not None
 
-        evaluation = LiveEvaluation(self.engine, self.tasks, stop_requested, self.watchdog.heartbeat)
         with self.watchdog.phase(Phase.EVALUATION):
-            results = evaluation.run(self.metrics.print)
+            results = run_tasks(
+                self.engine, self.tasks, stop_requested, self.watchdog.heartbeat, self.metrics.print
+            )
         if results is None:
             self.metrics.print(f"the tasks at iteration {state.iteration} were stopped")
             return

@@ -106,16 +106,24 @@ def test_heartbeats_keep_a_process_alive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("watch", "code", "end"), [("", 143, "signalled"), (WATCH, 124, "hang")], ids=["start", "step"]
+    ("name", "watch", "code", "end"),
+    [
+        ("SIGTERM", WATCH, 124, "hang"),
+        *[
+            (name, "", 128 + signal.Signals[name], "signalled")
+            for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+        ],
+    ],
 )
-def test_sigterm_is_recorded_while_the_main_thread_is_in_native_code(
-    watch: str, code: int, end: str, tmp_path: Path
+def test_signal_is_recorded_while_the_main_thread_is_in_native_code(
+    name: str, watch: str, code: int, end: str, tmp_path: Path
 ) -> None:
+    """In a step, and before the first one."""
     process = start(PROGRAM.format(watch), reports=tmp_path)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.Signals[name])
     assert process.wait(HANG_TIMEOUT_S) == code
     (report,) = read_reports(tmp_path)
-    assert (report["signal"], report["end"]) == ("SIGTERM", end)
+    assert (report["signal"], report["end"]) == (name, end)
 
 
 def test_sigterm_ends_a_process_that_waits_for_a_failed_rank(tmp_path: Path) -> None:
@@ -143,15 +151,6 @@ def test_sigterm_without_reports_is_printed() -> None:
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=HANG_TIMEOUT_S)
     assert (process.returncode, stderr) == (143, "error: ended by SIGTERM\n")
-
-
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
-def test_other_signals_before_the_first_step_are_recorded(name: str, tmp_path: Path) -> None:
-    process = start(PROGRAM.format(""), reports=tmp_path)
-    process.send_signal(signal.Signals[name])
-    assert process.wait(HANG_TIMEOUT_S) == 128 + signal.Signals[name]
-    (report,) = read_reports(tmp_path)
-    assert (report["signal"], report["end"]) == (name, "signalled")
 
 
 def test_signal_that_nohup_ignores_does_not_end_the_process(tmp_path: Path) -> None:

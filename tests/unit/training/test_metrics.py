@@ -50,12 +50,18 @@ def lines_of(stream):
     return [parsed for line in stream.getvalue().splitlines() if (parsed := parse_log_line(line))]
 
 
-def test_line_averages_its_interval():
+def logged(log_interval, *records):
+    """The lines of these steps, parsed."""
     stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=5), THROUGHPUT, stream=stream)
-    for iteration in range(1, 11):
-        logger.log_step(record(iteration, seconds=1.0 if iteration > 5 else 3.0))
-    first, second = lines_of(stream)
+    logger = MetricsLogger(LoggingConfig(log_interval=log_interval), THROUGHPUT, stream=stream)
+    for step in records:
+        logger.log_step(step)
+    return lines_of(stream)
+
+
+def test_line_averages_its_interval():
+    steps = [record(step, seconds=1.0 if step > 5 else 3.0) for step in range(1, 11)]
+    first, second = logged(5, *steps)
     assert (first["iteration"], first["lm_loss"], first["seconds_per_iteration"]) == (5, 3.0, 3.0)
     assert (second["iteration"], second["lm_loss"], second["seconds_per_iteration"]) == (10, 8.0, 1.0)
     assert second["learning_rate"] == pytest.approx(1e-2)
@@ -65,30 +71,22 @@ def test_line_averages_its_interval():
 
 
 def test_skipped_and_nan_steps_are_counted_and_excluded_from_the_mean():
-    stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=4), THROUGHPUT, stream=stream)
-    logger.log_step(record(1, loss=2.0))
-    logger.log_step(record(2, loss=math.inf, skipped=True, grad_norm=math.inf))
-    logger.log_step(record(3, loss=9.0, skipped=True))
-    logger.log_step(record(4, loss=4.0, loss_scale=512.0))
-    (line,) = lines_of(stream)
+    (line,) = logged(
+        4,
+        record(1, loss=2.0),
+        record(2, loss=math.inf, skipped=True, grad_norm=math.inf),
+        record(3, loss=9.0, skipped=True),
+        record(4, loss=4.0, loss_scale=512.0),
+    )
     assert (line["lm_loss"], line["loss_scale"]) == (3.0, 512.0)
     assert (line["number_of_skipped_iterations"], line["number_of_nan_iterations"]) == (2, 1)
-
-
-def test_interval_of_skipped_steps_has_no_loss():
-    stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=stream)
-    logger.log_step(record(1, skipped=True))
-    assert "lm_loss" not in lines_of(stream)[0]
+    (line,) = logged(1, record(1, skipped=True))
+    assert "lm_loss" not in line
 
 
 def test_rates_with_a_growing_batch_size():
-    stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=2), THROUGHPUT, stream=stream)
-    logger.log_step(record(1, global_batch_size=4, seconds=1.0))
-    logger.log_step(record(2, global_batch_size=12, seconds=3.0))
-    (line,) = lines_of(stream)
+    steps = record(1, global_batch_size=4, seconds=1.0), record(2, global_batch_size=12, seconds=3.0)
+    (line,) = logged(2, *steps)
     assert (line["global_batch_size"], line["samples_per_second"]) == (12, 4.0)
 
 
