@@ -19,9 +19,9 @@ from megatron.cluster.exit_status import (
     sentence_of,
 )
 from megatron.cluster.launch import has_torch_launcher
-from megatron.cluster.node_diagnosis import conclude
+from megatron.cluster.node_diagnosis import conclude, end_rank
 from megatron.cluster.rank_reports import RankReport
-from megatron.errors import UserError, printable
+from megatron.errors import UserError
 
 
 class RunStopped(Exception):
@@ -80,10 +80,7 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         facts["first_rank"] = _first_failed_rank(report.rank)
         facts["first"] = facts["first_rank"] == int(report.rank)
     sys.stdout.flush()
-    if report.end(end, text, **facts):
-        conclude(report)
-    else:
-        print(printable(text), file=sys.stderr, flush=True)
+    end_rank(report, end, text, **facts)
     _exit(code)
 
 

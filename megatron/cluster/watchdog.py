@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from megatron.cluster.diagnosis import hang_position, waiting
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
-from megatron.cluster.node_diagnosis import conclude
+from megatron.cluster.node_diagnosis import conclude, end_rank
 from megatron.cluster.node_processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
@@ -286,10 +286,7 @@ class Watchdog:
         return facts
 
     def _exit(self, status: ExitStatus, code: int, sentence: str) -> NoReturn:
-        if self.report.end(status):
-            conclude(self.report)
-        else:
-            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        end_rank(self.report, status, f"error: {sentence}")
         os._exit(code)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -101,8 +100,7 @@ def check_branch_flags(options: CheckpointConfig, settings: dict[str, Any]) -> N
     if options.load is None or options.save is None:
         missing = "--load" if options.load is None else "--save"
         raise ConfigError(f"{flag} without {missing}: the branch starts from --load and saves to --save")
-    load, save = os.path.realpath(options.load), os.path.realpath(options.save)
-    if save in (load, os.path.dirname(load)):
+    if options.saves_beside_load:
         raise ConfigError(
             f"{flag} with --load {options.load} and --save {options.save}: a branch is a run of its own; "
             "give another --save; to resume a branch, repeat its command, or remove --branch-at"

@@ -265,7 +265,7 @@ def _check_groups(data: DataConfig) -> None:
 
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
-    """(flag, prefix) of all token files."""
+    """(flag, prefix) of all pairs of token files."""
     if _groups_given(data):
         return [
             (groups_option(data, name), path.prefix)
@@ -276,6 +276,12 @@ def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
     return (
         [("--data-path", path.prefix) for path in parse_data_path(data.data_path)] if data.data_path else []
     )
+
+
+def token_files(data: DataConfig) -> list[tuple[str, str, str]]:
+    """(flag, prefix, file) of all token files."""
+    prefixes = token_file_prefixes(data)
+    return [(option, prefix, prefix + ending) for option, prefix in prefixes for ending in (".bin", ".idx")]
 
 
 def host_memory_bytes() -> int:
@@ -319,11 +325,7 @@ def _largest_share(data: DataConfig) -> Fraction:
 
 def check_files(data: DataConfig) -> None:
     """Raise ConfigError for the first missing file."""
-    files = [
-        (option, f"{prefix}{ending}")
-        for option, prefix in token_file_prefixes(data)
-        for ending in (".bin", ".idx")
-    ]
+    files = [(option, file) for option, _, file in token_files(data)]
     used = () if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type].settings
     files += [(option_name(name), getattr(data, name)) for name in used if name != "tokenizer_name_or_path"]
     for option, file in files:

@@ -27,7 +27,7 @@ from megatron.training.log_lines import (
     format_validation_lines,
     perplexity,
 )
-from megatron.training.writers import Position, Writer
+from megatron.training.writers import Writer
 
 
 def open_log(path: str) -> TextIO:
@@ -136,16 +136,14 @@ _DIVERGED_STEPS = 100
 class StepRecord:
     """One training step. `loss` and `grad_norm` may be tensors; they are read only when a line is printed.
 
-    iteration, consumed_samples, consumed_tokens: including this step. seq_length: tokens per sample. loss:
-    mean over the global batch. loss_scale: None without fp16. skipped: whether the weights were not updated,
+    state: that of training after the step. seq_length: tokens per sample. loss: mean over the global batch.
+    loss_scale: None without fp16. skipped: whether the weights were not updated,
     after an fp16 overflow or because of a policy. seconds: wall time. recorded: `StepMetrics` of the interval
     that ends with this step.
     """
 
-    iteration: int
+    state: TrainingState
     total_iterations: int
-    consumed_samples: int
-    consumed_tokens: int
     learning_rate: float
     global_batch_size: int
     seq_length: int
@@ -213,7 +211,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._pending.append((time.time(), record))
-        if self._logging.is_logged(record.iteration, record.total_iterations):
+        if self._logging.is_logged(record.state.iteration, record.total_iterations):
             self._flush()
         self._move_bar(record)
 
@@ -293,8 +291,8 @@ class MetricsLogger:
                 self._diverged_steps += 1
             if self._diverged_steps == _DIVERGED_STEPS:
                 self.print(
-                    f"WARNING: iteration {record.iteration}: the loss has been above ln(vocabulary size) = "
-                    f"{self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
+                    f"WARNING: iteration {record.state.iteration}: the loss has been above ln(vocabulary "
+                    f"size) = {self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
                     f"{_DIVERGED_STEPS} steps: the training has probably diverged; resume from an earlier "
                     "checkpoint with a lower learning rate, or skip the data "
                     "(--skip-train-iteration-range, --spike-policy)"
@@ -312,10 +310,10 @@ class MetricsLogger:
         )
         counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
         return IntervalSummary(
-            iteration=last.iteration,
+            iteration=last.state.iteration,
             total_iterations=last.total_iterations,
-            consumed_samples=last.consumed_samples,
-            consumed_tokens=last.consumed_tokens,
+            consumed_samples=last.state.consumed_samples,
+            consumed_tokens=last.state.consumed_tokens,
             seconds_per_iteration=seconds / len(records),
             learning_rate=last.learning_rate,
             global_batch_size=last.global_batch_size,
@@ -337,7 +335,7 @@ class MetricsLogger:
         if self._bar is None:
             self._bar = tqdm(
                 total=record.total_iterations,
-                initial=record.iteration - 1,
+                initial=record.state.iteration - 1,
                 file=self._console,
                 desc="training",
                 unit="step",
@@ -349,7 +347,7 @@ class MetricsLogger:
         if self._last_loss is not None:
             parts.insert(0, f"loss {self._last_loss:.4f}")
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
-        self._bar.update(record.iteration - self._bar.n)  # more than 1 after skipped iterations
+        self._bar.update(record.state.iteration - self._bar.n)  # more than 1 after skipped iterations
 
     def _write_step(self, record: StepRecord, loss: float, grad_norm: float, when: float) -> None:
         values = {"learning-rate/learning-rate": record.learning_rate}
@@ -364,7 +362,7 @@ class MetricsLogger:
             if record.grad_norm is not None:
                 values["grad-norm/grad-norm"] = grad_norm
         values |= {f"{name}/{name}": value for name, value in record.recorded.items()}
-        self._write(values, record, when)
+        self._write(values, record.state, when)
 
     def _write_throughput(self, summary: IntervalSummary, last: StepRecord) -> None:
         replicas = self._throughput.data_parallel_size
@@ -376,11 +374,12 @@ class MetricsLogger:
             "tokens per second per replica": summary.tokens_per_second / replicas,
             "TFLOPs per gpu (estimated)": summary.tflops_per_device,
         }
-        self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())
+        self._write(
+            {f"iteration-time/{name}": value for name, value in values.items()}, last.state, time.time()
+        )
 
-    def _write(self, values: Mapping[str, float], at: StepRecord | TrainingState, when: float) -> None:
-        place = Position(at.iteration, at.consumed_samples, at.consumed_tokens, when)
-        self._outputs.each_writer(lambda writer: writer.write(values, place))
+    def _write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
+        self._outputs.each_writer(lambda writer: writer.write(values, state, when))
 
     def _flush_writers(self) -> None:
         self._outputs.each_writer(lambda writer: writer.flush())

@@ -188,12 +188,18 @@ class Trainer:
         is_logged = self.config.logging.is_logged(progress.iteration, self.length.iterations)
         recorded = self.engine.module.metrics.collect(self.engine.device) if is_logged else {}
         self.updates.add(optimizer.skipped)
+        reached = TrainingState(
+            progress.iteration,
+            progress.consumed_samples,
+            progress.consumed_tokens,
+            state.skipped_iterations + int(optimizer.skipped),
+            state.skips_in_a_row + 1 if optimizer.skipped else 0,
+            state.rollbacks,
+        )
         self.metrics.log_step(
             StepRecord(
-                iteration=progress.iteration,
+                state=reached,
                 total_iterations=self.length.iterations,
-                consumed_samples=progress.consumed_samples,
-                consumed_tokens=progress.consumed_tokens,
                 learning_rate=lr,
                 global_batch_size=batch_size,
                 seq_length=seq_length,
@@ -209,16 +215,7 @@ class Trainer:
             self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
-        return self.stability.post_step(
-            TrainingState(
-                progress.iteration,
-                progress.consumed_samples,
-                progress.consumed_tokens,
-                state.skipped_iterations + int(optimizer.skipped),
-                state.skips_in_a_row + 1 if optimizer.skipped else 0,
-                state.rollbacks,
-            )
-        )
+        return self.stability.post_step(reached)
 
     def checkpoint(self, state: TrainingState) -> None:
         """Saves a checkpoint and prints its path."""

@@ -27,8 +27,9 @@ from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
 from megatron.errors import UserError
 from megatron.units import GIB
+from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import RUN, SMALL
 
 
 @pytest.mark.parametrize(
@@ -140,24 +141,14 @@ runpy.run_path("pretrain_gpt.py", run_name="__main__")
 def test_variables_are_set_before_cuda_can_be_probed(tmp_path) -> None:
     for name in ("x.bin", "x.idx", "v", "m"):
         (tmp_path / name).touch()
-    root = Path(__file__).resolve().parents[3]
-    flags = (
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 --train-iters 1 "
-    )
-    flags += "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 "
-    flags += "--tensor-model-parallel-size 2 "
-    flags += f"--data-path {tmp_path}/x --vocab-file {tmp_path}/v --merge-file {tmp_path}/m"
-    launched = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "9",
-    }
+    flags = ["--tensor-model-parallel-size", "2", "--data-path", f"{tmp_path}/x"]
+    flags += ["--vocab-file", f"{tmp_path}/v", "--merge-file", f"{tmp_path}/m"]
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "9"}
     env = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     found = subprocess.run(
-        [sys.executable, "-c", _STOP_AT_IMPORT, *flags.split()],
-        cwd=root,
+        [sys.executable, "-c", _STOP_AT_IMPORT, *RUN, *flags],
+        cwd=ROOT,
         env={**env, **launched},
         capture_output=True,
         text=True,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 # A run that passes all checks with --dry-run, on one process.
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-samples 800 --dry-run"
 ).split()
+
+RUN = [word for word in SMALL if word != "--dry-run"]
+WITHOUT_LENGTH = [word for word in SMALL if word not in ("--train-samples", "800")]
 
 # 176 B parameters on 384 GPUs, from Slurm: the quotes of the partition method arrive as part of its value.
 BLOOM = [
@@ -51,3 +56,10 @@ GPT_104B = [
     *"--deepspeed --deepspeed_config ./no_such_config.json --zero-stage 1".split(),
     "--deepspeed-activation-checkpointing",
 ]
+
+
+def rows(text: str) -> list[tuple[str, list[str]]]:
+    """(flags, parts of the answer) of each row 'FLAGS => PART; PART', continued in indented lines."""
+    joined = re.sub(r"\n +", " ", text.strip()).splitlines()
+    pairs = [(words.strip(), parts.strip()) for words, _, parts in (row.partition("=>") for row in joined)]
+    return [(words, re.split(" *; *", parts) if parts else []) for words, parts in pairs]

@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 
-from megatron.config import Config, ConfigError, ModelConfig, parse_args
+from megatron.config import Config, ConfigError, ModelConfig, parse_args, registries
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import changes_model, flag_of
 from megatron.config.model import model_summary
-from megatron.config.registries import OPTIMIZERS, REGISTRIES, TOKENIZERS, Registry
+from megatron.config.registries import OPTIMIZERS, TOKENIZERS, Registry
 from tests.unit.config.command_lines import SMALL
 
+REGISTRIES = [value for value in vars(registries).values() if isinstance(value, Registry)]
 EVERY_CHOICE = [
     pytest.param(registry, name, id=f"{registry.option} {name}")
     for registry in REGISTRIES

@@ -29,10 +29,8 @@ class Terminal(io.StringIO):
 def record(iteration, **changes):
     return StepRecord(
         **{
-            "iteration": iteration,
+            "state": TrainingState(iteration, 8 * iteration, 8 * iteration * 512),
             "total_iterations": 20,
-            "consumed_samples": 8 * iteration,
-            "consumed_tokens": 8 * iteration * 512,
             "learning_rate": 1e-3 * iteration,
             "global_batch_size": 8,
             "seq_length": 512,

@@ -29,7 +29,7 @@ from megatron.training.trainer import run_length
 from megatron.units import GIB
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
 LAYER = "ParallelTransformerLayerPipe"
 NAMES = ["_to_float16", "EmbeddingPipe", "to_sequence_first", *[LAYER] * 6, "to_batch_first"]
@@ -185,17 +185,11 @@ def test_row_has_the_range_of_its_ranks():
     assert row.split() == "peak allocated 24.000 to 28.200 (rank 11)".split()
 
 
-FLAGS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --dry-run"
-).split()
-
-
 def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool = False) -> list[str]:
     """The notes of a run, started from a checkpoint of a run with other flags at an iteration."""
-    config, checkpoint = parse_args([*FLAGS, *flags.split()], {}), None
+    config, checkpoint = parse_args([*WITHOUT_LENGTH, *flags.split()], {}), None
     if iteration:
-        saved = parse_args([*FLAGS, *saved_flags.split()], {})
+        saved = parse_args([*WITHOUT_LENGTH, *saved_flags.split()], {})
         state = TrainingState(iteration, 8 * iteration, 8 * 32 * iteration)
         checkpoint = Checkpoint(Path("x"), state, {"config": saved.to_dict()}, weights_only=finetune)
     batches = BatchSchedule.from_config(config.batch)

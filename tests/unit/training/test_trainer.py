@@ -16,6 +16,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import CheckpointConfig, parse_args
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
+from tests.unit.config.command_lines import SMALL
 
 
 def warnings_at_end(
@@ -91,10 +92,7 @@ def test_fp16_is_not_named_without_it() -> None:
     assert "fp16" not in warning and "--spike-policy" in warning
 
 
-FLAGS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 6 --lr 1e-3 --train-iters 5 --dry-run --eval-iters 3"
-).split()
+FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 
 
 class Engine:
