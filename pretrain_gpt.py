@@ -13,10 +13,10 @@ from megatron.checkpoint.saved_config import read_saved_config
 from megatron.cluster.devices import set_library_defaults, set_max_connections
 from megatron.cluster.exit_codes import exit_code, exit_on_error
 from megatron.cluster.launch import init_from_slurm_env
+from megatron.cluster.node_processes import check_limits
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import read_command_line
-from megatron.config.limits import check_limits
 from megatron.engine.deepspeed_config import read_deepspeed_config
 
 

@@ -16,7 +16,7 @@ setup(
     package_dir={"": "."},  # an editable installation also finds `benchmarks` and `tests`
     package_data={
         "megatron.planner": ["assets/*"],
-        "megatron.training.harness.tasks": ["*.yaml"],
+        "megatron.training.harness": ["*.yaml"],
     },
     install_requires=[
         # The lowest version whose source was read: GPUs need aten::addmm.dtype_out for CUDA, and a fused

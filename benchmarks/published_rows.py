@@ -21,7 +21,7 @@ from benchmarks.published_programs.steps import Machine, Run
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.in_flight import in_flight_micro_batches

@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -126,6 +126,25 @@ def _is_shallow(value: Any) -> bool:
         if not level:
             return True
     return False
+
+
+Check = Callable[[Any], bool]
+"""Whether a value from a file, which others may have written, is of the expected type."""
+
+
+def is_count(value: Any, least: int = 0, most: int = 2**53) -> bool:
+    """Whether it is an integer from `least` to `most`."""
+    return type(value) is int and least <= value <= most
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
+def list_of(check: Check) -> Check:
+    """The check of a list whose entries pass a check."""
+    return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import DataConfig, LoggingConfig
-from megatron.config.interrupts import exit_on_interrupt
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 

@@ -32,14 +32,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from tqdm import tqdm
 
 from megatron.config import Config, LoggingConfig, parse_split
-from megatron.config.checks.harness import no_harness
-from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.data import SPLIT_NAMES
 from megatron.config.tool_parser import (
     ToolParser,
     add_verify_digests_flag,
     check_at_least_1,
     check_folder,
 )
+from megatron.config.validate import no_harness
 from megatron.data.indexed_dataset import IndexedDataset, index_path
 from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
 

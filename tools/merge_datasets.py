@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config.interrupts import exit_on_interrupt
-from megatron.config.tool_parser import ToolParser, check_output_prefix
+from megatron.config.tool_parser import ToolParser, check_output_prefix, exit_on_interrupt
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path, write_errors
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.vocabulary_record import common_digest, copy_record, record_path, remove_record

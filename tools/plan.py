@@ -26,8 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from megatron.config import Config, LoggingConfig, read_command_line
 from megatron.config.cli import make_parser
-from megatron.config.interrupts import exit_on_interrupt
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
 from megatron.planner.page import Kind, write_page

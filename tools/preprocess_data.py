@@ -19,8 +19,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.config.interrupts import exit_on_interrupt
-from megatron.config.tool_parser import ToolParser, check_at_least_1, check_input_files, check_output_prefix
+from megatron.config.tool_parser import (
+    ToolParser,
+    check_at_least_1,
+    check_input_files,
+    check_output_prefix,
+    exit_on_interrupt,
+)
 from megatron.data.preprocessing import Progress, output_name, preprocess
 from megatron.errors import exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags

@@ -30,7 +30,7 @@ from megatron.checkpoint.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.checkpoint.to_universal import PARTIAL, SOURCE_FILE
-from megatron.config.model_fields import model_summary
+from megatron.config.model import model_summary
 from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import HostileFileError
 from megatron.text_table import first_few

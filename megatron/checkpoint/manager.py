@@ -68,7 +68,7 @@ from megatron.checkpoint.ranks import (
 )
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
 from megatron.config import Config
-from megatron.config.checks.batch import check_remaining_batches
+from megatron.config.batch import check_remaining_batches
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import write_json

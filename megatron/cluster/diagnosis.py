@@ -78,11 +78,8 @@ def diagnose(
     if found := _first_with_end(reports, ExitStatus.STOPPED):
         return Diagnosis(USER_ERROR_EXIT_CODE, _error_text(found, reports), found)
     if reports and ends <= _STOPPED_WELL:
-        missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
-        text = (
-            f"error: {rank_list(missing)} wrote no report: the nodes do not share the folder of the reports"
-        )
-        return Diagnosis(USER_ERROR_EXIT_CODE, f"{text} (RUN_DIR)")
+        problem = "wrote no report: the nodes do not share the folder of the reports (RUN_DIR)"
+        return Diagnosis(USER_ERROR_EXIT_CODE, f"error: {rank_list(_missing(reports, processes))} {problem}")
     if ended_by_slurm:
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_slurm_end(slurm)}{_progress(reports)}")
     return _diagnose_failure(reports, processes)
@@ -94,7 +91,7 @@ def _diagnose_requested_stop(reports: Sequence[Report]) -> Diagnosis:
     ends = {report["end"] for report in reports}
     if ends == {ExitStatus.FINISHED}:
         return Diagnosis(0)
-    names = ", ".join(sorted({report["signal"] for report in reports if "signal" in report}))
+    names = ", ".join(_signals(reports))
     if ExitStatus.INTERRUPTED in ends:
         return Diagnosis(
             INTERRUPTED_EXIT_CODE, f"interrupted by SIGINT{_progress(reports)}: {_saved(reports)}"
@@ -156,11 +153,10 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
         error = f"error: {_describe_rank(found)}{_progress([found])}: {_sentence(found)}"
         text = f"{trace}\n{error}".lstrip("\n")
         return Diagnosis(FAILURE_EXIT_CODE, text, found)
-    missing = sorted(set(range(processes)) - {report["rank"] for report in reports})
-    if len(reports) < processes and missing:
+    if len(reports) < processes and (missing := _missing(reports, processes)):
         text = f"error: {rank_list(missing)} of {processes} never started: see the messages of srun above"
         return Diagnosis(FAILURE_EXIT_CODE, text)
-    signals = sorted({report["signal"] for report in reports if "signal" in report})
+    signals = _signals(reports)
     if signals == ["SIGINT"]:
         return Diagnosis(INTERRUPTED_EXIT_CODE, f"interrupted by SIGINT{_progress(reports)}")
     names = ", ".join(signals) or "no signal"
@@ -281,13 +277,19 @@ def _first_with_end(reports: Sequence[Report], end: ExitStatus) -> Report | None
     return min(failed, key=lambda report: (not report.get("first"), report["ended"]), default=None)
 
 
+def _missing(reports: Sequence[Report], processes: int) -> list[int]:
+    """The ranks without a report."""
+    return sorted(set(range(processes)) - {report["rank"] for report in reports})
+
+
+def _signals(reports: Sequence[Report]) -> list[str]:
+    return sorted({report["signal"] for report in reports if "signal" in report})
+
+
 def _describe_ranks(reports: Sequence[Report]) -> str:
-    more = (
-        f" (and {len(reports) - 1} more: {rank_list([r['rank'] for r in reports[1:]])})"
-        if reports[1:]
-        else ""
-    )
-    return _describe_rank(reports[0]) + more
+    first, *others = reports
+    more = f" (and {len(others)} more: {rank_list([other['rank'] for other in others])})" if others else ""
+    return _describe_rank(first) + more
 
 
 def _describe_rank(report: Report) -> str:

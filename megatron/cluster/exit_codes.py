@@ -18,10 +18,10 @@ from megatron.cluster.exit_status import (
     is_lost_connection,
     sentence_of,
 )
-from megatron.cluster.launch import has_torch_launcher, node_name
-from megatron.cluster.node_diagnosis import conclude
+from megatron.cluster.launch import has_torch_launcher
+from megatron.cluster.node_diagnosis import conclude, end_rank
 from megatron.cluster.rank_reports import RankReport
-from megatron.errors import UserError, printable
+from megatron.errors import UserError
 
 
 class RunStopped(Exception):
@@ -35,8 +35,8 @@ class RunStopped(Exception):
         self.on_all_ranks = on_all_ranks
 
 
-class OutOfMemory(RunStopped):
-    """A rank cannot allocate memory. A restart would fail again."""
+class RankStopped(RunStopped):
+    """One rank cannot continue, as without enough memory or on a full disk. A restart would fail again."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -46,15 +46,6 @@ class OutOfMemory(RunStopped):
 
 class SharedUserError(UserError):
     """A UserError that is raised on every rank."""
-
-
-class CannotSave(RunStopped):
-    """A checkpoint cannot be written, as on a full disk. A restart would fail again."""
-
-    exit_code = USER_ERROR_EXIT_CODE
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, on_all_ranks=False)
 
 
 @contextmanager
@@ -79,8 +70,7 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         report.note(signal="SIGINT")
         end, text, code = ExitStatus.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE
     except Exception as error:
-        where = f"rank {report.rank} on {node_name(os.environ)}"
-        text = f"{traceback.format_exc()}error: {where}: {sentence_of(error)}"
+        text = f"{traceback.format_exc()}error: {report.whose}: {sentence_of(error)}"
         end, code = ExitStatus.FAILED, FAILURE_EXIT_CODE
     else:
         return
@@ -90,10 +80,7 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         facts["first_rank"] = _first_failed_rank(report.rank)
         facts["first"] = facts["first_rank"] == int(report.rank)
     sys.stdout.flush()
-    if report.end(end, text, **facts):
-        conclude(report)
-    else:
-        print(printable(text), file=sys.stderr, flush=True)
+    end_rank(report, end, text, **facts)
     _exit(code)
 
 
@@ -102,11 +89,12 @@ def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = o
     FINISHED, REQUEUE, INTERRUPTED, or USER_ERROR for a dry run whose plan does not fit the device."""
     report.end(status)
     conclude(report)
-    if status is ExitStatus.USER_ERROR:
-        return USER_ERROR_EXIT_CODE
-    if status is ExitStatus.INTERRUPTED:
-        return INTERRUPTED_EXIT_CODE
-    return REQUEUE_EXIT_CODE if status is ExitStatus.REQUEUE and not has_torch_launcher(env) else 0
+    codes = {
+        ExitStatus.USER_ERROR: USER_ERROR_EXIT_CODE,
+        ExitStatus.INTERRUPTED: INTERRUPTED_EXIT_CODE,
+        ExitStatus.REQUEUE: 0 if has_torch_launcher(env) else REQUEUE_EXIT_CODE,
+    }
+    return codes.get(status, 0)
 
 
 def _exit(code: int) -> NoReturn:

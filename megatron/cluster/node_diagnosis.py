@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import megatron
 from megatron.cluster.diagnosis import Diagnosis, diagnose
@@ -40,6 +41,15 @@ _ELSEWHERE = "the cause may be on another node, or a rank that was started from 
 _CLAIM_FILE = "diagnosis"
 # The detached process outlives them.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def end_rank(report: RankReport, end: ExitStatus, text: str, **facts: Any) -> None:
+    """Writes how this rank ends to its report, from which the diagnosis selects what is printed. Without a
+    report prints the text."""
+    if report.end(end, text, **facts):
+        conclude(report)
+    else:
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def conclude(report: RankReport, env: Mapping[str, str] = os.environ) -> None:

@@ -1,5 +1,5 @@
-"""Processes of this node: whether they run, what they use, and a temporary folder that the processes of one
-start share."""
+"""Processes of this node: their limits, whether they run, what they use, and a temporary folder that the
+processes of one start share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,33 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.cluster.launch import has_torch_launcher
+from megatron.errors import UserError
+
+# A process of a run has about 60 files and sockets, with many ranks on its node some hundreds.
+LEAST_OPEN_FILES = 256
+# torch and DeepSpeed alone take 0.8 GiB; a small model trains on a CPU with 2.5 GB.
+LEAST_ADDRESS_SPACE_BYTES = 2 << 30
+
+
+def check_limits() -> None:
+    """Raises UserError if this process may open too few files, or use too little memory, for a run (ulimit).
+    Raises the soft limit of open files to the hard one if it is too low. Call it before anything else:
+    libraries report the exhaustion of a limit as another error, or wait."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < LEAST_OPEN_FILES:
+        raise UserError(
+            f"ulimit -Hn {hard}: a process may open {hard} files, expected {LEAST_OPEN_FILES} at least: "
+            "start in a shell with a higher limit"
+        )
+    if 0 <= limit < LEAST_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= space < LEAST_ADDRESS_SPACE_BYTES:
+        raise UserError(
+            f"ulimit -v {space // 1024}: a process may use {space / 2**30:.1f} GiB of virtual memory, "
+            f"expected {LEAST_ADDRESS_SPACE_BYTES / 2**30:.0f} GiB at least: raise the limit with ulimit -v "
+            "unlimited"
+        )
 
 
 def is_running(pid: int) -> bool:

@@ -8,7 +8,6 @@ plan takes nothing off them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import platform
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,9 @@ from megatron.config import Config
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
-from megatron.files import read_json, write_json
+from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
+from megatron.mpu.world import of_all_ranks, of_rank_0
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.
@@ -78,14 +78,16 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
         str(sorted(fingerprint.items())),
         _free_share(),
         check_shared_folders(
-            _folders(config), dist.get_rank(), config.parallel.local_rank == 0, _token(), dist.barrier
+            _folders(config),
+            dist.get_rank(),
+            config.parallel.local_rank == 0,
+            of_rank_0(f"{os.getpid()}-{time.time_ns()}"),
+            dist.barrier,
         ),
         _measure_all_reduce(),
         None if config.parallel.network_figures is None else _measure_within_node(),
     )
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, asdict(own))
-    facts = [RankInfo(**entry) for entry in gathered]
+    facts = of_all_ranks(own)
     if differences := find_differences(facts):
         raise UserError(
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
@@ -109,8 +111,7 @@ def check_kernels(required: bool) -> list[str]:
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator().device_name()
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, (node_name(os.environ), reason_against_kernels(device)))
+    reasons = of_all_ranks((node_name(os.environ), reason_against_kernels(device)))
     rank, node, reason = next(
         ((rank, node, reason) for rank, (node, reason) in enumerate(reasons) if reason), (0, "", None)
     )
@@ -208,12 +209,6 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _token() -> str:
-    token = [f"{os.getpid()}-{time.time_ns()}"]
-    dist.broadcast_object_list(token)
-    return token[0]
-
-
 def _folders(config: Config) -> dict[str, str]:
     folders = {"--save": config.checkpoint.save, FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
     return {name: folder for name, folder in folders.items() if folder}
@@ -261,8 +256,7 @@ def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
 def _measure_within_node() -> float | None:
     """`_measure_all_reduce` within each node, all nodes at once; None on a node with one process.
     Collective."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, node_name(os.environ))
+    names = of_all_ranks(node_name(os.environ))
     own = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
     if len(own) == 1:
         dist.barrier()
@@ -321,11 +315,10 @@ class NetworkFigures:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "node_size"):
-            count = getattr(self, name)
-            if type(count) is not int or count < 1:
-                raise ValueError(f"{name} is {count!r}, expected a number of 1 or more")
+            if not is_count(getattr(self, name), 1):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected a number of 1 or more")
         for name in ("device", "backend"):
-            if not isinstance(getattr(self, name), str):
+            if not is_text(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected a name")
         for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
             rate = getattr(self, name)
@@ -344,7 +337,7 @@ class NetworkFigures:
 
 def write_network_figures(path: str, figures: NetworkFigures) -> None:
     """OSError if the file cannot be written."""
-    write_json(Path(path), {"kind": _KIND, **dataclasses.asdict(figures)})
+    write_json(Path(path), {"kind": _KIND, **asdict(figures)})
 
 
 def read_network_figures(config: Config) -> NetworkFigures | None:
@@ -354,8 +347,7 @@ def read_network_figures(config: Config) -> NetworkFigures | None:
     if path is None:
         return None
     try:
-        value = read_json(Path(path))
-        return _checked(value)
+        return _checked(read_json(Path(path)))
     except FileNotFoundError:
         raise UserError(
             f"--network-figures {path} does not exist: a run of several processes with this flag measures "
@@ -371,7 +363,7 @@ def read_network_figures(config: Config) -> NetworkFigures | None:
 def _checked(value: Any) -> NetworkFigures:
     if not isinstance(value, dict) or value.pop("kind", None) != _KIND:
         raise ValueError(f"it is not of the kind {_KIND!r}")
-    expected = {field.name for field in dataclasses.fields(NetworkFigures)}
+    expected = {field.name for field in fields(NetworkFigures)}
     if value.keys() != expected:
         raise ValueError(f"it has {', '.join(sorted(value)) or 'no figures'}; expected {sorted(expected)}")
     return NetworkFigures(**value)

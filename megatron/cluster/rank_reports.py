@@ -20,7 +20,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from megatron.cluster.node_processes import (
     started_by_living_launcher,
 )
 from megatron.errors import UserError, printable
-from megatron.files import open_own, open_regular, read_json
+from megatron.files import Check, is_count, is_text, list_of, open_own, open_regular, read_json
 
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Reserved on the disk at the start, so that a rank can report a full disk.
@@ -99,6 +99,11 @@ class RankReport:
             with suppress(OSError):
                 remove_dead_folders(Path(shared))
         return cls(shared, rank, node, is_temporary=True)
+
+    @property
+    def whose(self) -> str:
+        """The rank and its node, for an error that is printed without the diagnosis."""
+        return f"rank {self.rank} on {node_name(os.environ)}"
 
     @property
     def is_enabled(self) -> bool:
@@ -236,25 +241,17 @@ def read_report(path: Path) -> dict[str, Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+    return is_count(value, most=(1 << 31) - 1)
 
 
 # What the diagnosis reads. Facts that it does not read may have any value.
-_EXPECTED: dict[str, Callable[[Any], bool]] = {
+_EXPECTED: dict[str, Check] = {
     **dict.fromkeys(("rank", "pid", "stage", "iteration", "saved_iteration", "first_rank"), _is_number),
-    **dict.fromkeys(("host", "text", "signal", "place", "device", "waits_in", "load_to_resume"), _is_text),
-    **dict.fromkeys(("first", "on_all_ranks"), _is_flag),
+    **dict.fromkeys(("host", "text", "signal", "place", "device", "waits_in", "load_to_resume"), is_text),
+    **dict.fromkeys(("first", "on_all_ranks"), lambda value: isinstance(value, bool)),
     "ended": lambda value: type(value) in (int, float) and abs(value) < math.inf,
     "end": lambda value: value in [status.value for status in ExitStatus],
-    "stopped": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "stopped": list_of(_is_number),
 }
 
 

@@ -44,43 +44,23 @@ class ExitReason:
 
 @dataclass(frozen=True)
 class ExitConditions:
-    """The conditions for an early exit. All ranks exit after the same step.
+    """The conditions for an early exit: --exit-interval, --exit-duration-in-mins, --kill-switch-path, and
+    --exit-signal after `install_handlers`. All ranks exit after the same step.
 
-    signals: names such as "SIGTERM"; handled after `install_handlers`. report: holds the start time of the
-    program (the duration includes the start) and whether the job's script has requested a stop.
-    ownership_lost_reason: returns why rank 0 must no longer write to --save, or None. It is called after
-    every step, so it must not access files.
+    report: holds the start time of the program (the duration includes the start) and whether the job's script
+    has requested a stop. ownership_lost_reason: returns why rank 0 must no longer write to --save, or None.
+    It is called after every step, so it must not access files.
     """
 
-    interval: int | None
-    duration_mins: float | None
-    signals: tuple[str, ...]
-    kill_switch_path: str | None
+    training: TrainingConfig
     report: RankReport
     ownership_lost_reason: Callable[[], str | None] = lambda: None
     _received: list[int] = field(default_factory=list, init=False)
 
-    @classmethod
-    def from_config(
-        cls,
-        training: TrainingConfig,
-        report: RankReport,
-        ownership_lost_reason: Callable[[], str | None] = lambda: None,
-    ) -> ExitConditions:
-        """The conditions of --exit-interval, --exit-duration-in-mins, --exit-signal, --kill-switch-path."""
-        return cls(
-            interval=training.exit_interval,
-            duration_mins=training.exit_duration_in_mins,
-            signals=training.exit_signal,
-            kill_switch_path=training.kill_switch_path,
-            report=report,
-            ownership_lost_reason=ownership_lost_reason,
-        )
-
     def install_handlers(self) -> frozenset[int]:
         """Installs handlers, so that the signals and SIGINT no longer end the process. Returns their numbers.
         SIGHUP stays ignored where it is, as under nohup. Call it in the main thread."""
-        numbers = {signal.SIGINT, *(signal.Signals[name] for name in self.signals)}
+        numbers = {signal.SIGINT, *(signal.Signals[name] for name in self.training.exit_signal)}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.discard(signal.SIGHUP)
         for number in numbers:
@@ -104,20 +84,22 @@ class ExitConditions:
         """
         if largest_code is None:
             largest_code = all_reduce_max(self.code_of_this_rank(), device)
-        at_interval = bool(self.interval) and iteration % int(self.interval or 1) == 0
+        interval = self.training.exit_interval
+        at_interval = interval is not None and iteration % interval == 0
         return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
     def code_of_this_rank(self) -> int:
         """What this rank has found, as a number; the largest of all ranks counts."""
         code = _NONE
+        kill_switch, duration_mins = self.training.kill_switch_path, self.training.exit_duration_in_mins
         if _rank() == 0:
             if self.ownership_lost_reason() is not None:
                 code = _FOLDER_LOST
-            elif self.kill_switch_path and os.path.exists(self.kill_switch_path):
+            elif kill_switch and os.path.exists(kill_switch):
                 code = _KILL_SWITCH
             elif self.report.stop_requested():
                 code = _REQUESTED
-            elif self.duration_mins and self._minutes() >= self.duration_mins:
+            elif duration_mins and self._minutes() >= duration_mins:
                 code = _DURATION
         if self._received:
             code = max(code, _SIGNAL + self._received[0])
@@ -126,35 +108,29 @@ class ExitConditions:
     def _minutes(self) -> float:
         return (time.monotonic() - self.report.started_at) / 60
 
-    def _exit_reason(self, code: int, iteration: int = 0) -> ExitReason | None:
+    def _exit_reason(self, code: int, iteration: int) -> ExitReason | None:
+        if code == _NONE:
+            return None
+        training, at = self.training, f"exiting program at iteration {iteration}"
         if code == _FOLDER_LOST:
             raise RunStopped(
                 self.ownership_lost_reason() or "rank 0 has lost the --save folder to another job"
             )
         if code == _KILL_SWITCH:
-            return ExitReason(
-                f"exiting program: kill switch {self.kill_switch_path} exists", ExitStatus.FINISHED
-            )
+            sentence = f"exiting program: kill switch {training.kill_switch_path} exists"
+            return ExitReason(sentence, ExitStatus.FINISHED)
         if code >= _SIGNAL:
             name = signal.Signals(code - _SIGNAL).name
-            if name in self.signals:
-                sentence = f"exiting program at iteration {iteration}: {name} (--exit-signal)"
-                return ExitReason(sentence, ExitStatus.REQUEUE)
-            sentence = f"exiting program at iteration {iteration}: {name}"
-            return ExitReason(sentence, ExitStatus.INTERRUPTED)
+            if name in training.exit_signal:
+                return ExitReason(f"{at}: {name} (--exit-signal)", ExitStatus.REQUEUE)
+            return ExitReason(f"{at}: {name}", ExitStatus.INTERRUPTED)
         if code == _REQUESTED:
-            return ExitReason(
-                f"exiting program at iteration {iteration}: the job's script requested a stop",
-                ExitStatus.REQUEUE,
-            )
+            return ExitReason(f"{at}: the job's script requested a stop", ExitStatus.REQUEUE)
         if code == _DURATION:
-            limit = f"--exit-duration-in-mins {self.duration_mins:g}"
+            limit = f"--exit-duration-in-mins {training.exit_duration_in_mins:g}"
             sentence = f"exiting program after {self._minutes():.1f} minutes ({limit})"
             return ExitReason(sentence, ExitStatus.REQUEUE)
-        if code == _INTERVAL:
-            sentence = f"exiting program at iteration {iteration} (--exit-interval {self.interval})"
-            return ExitReason(sentence, ExitStatus.FINISHED)
-        return None
+        return ExitReason(f"{at} (--exit-interval {training.exit_interval})", ExitStatus.FINISHED)
 
 
 def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:

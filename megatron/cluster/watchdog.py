@@ -26,8 +26,7 @@ from typing import NoReturn
 
 from megatron.cluster.diagnosis import hang_position, waiting
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
-from megatron.cluster.launch import node_name
-from megatron.cluster.node_diagnosis import conclude
+from megatron.cluster.node_diagnosis import conclude, end_rank
 from megatron.cluster.node_processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
@@ -264,8 +263,8 @@ class Watchdog:
         ]
         reported = self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped)
         if not reported:
-            where = f"rank {self.report.rank} on {node_name(os.environ)}"
-            print(f"error: {where}: {problem} (--hang-timeout), at {place}", file=sys.stderr, flush=True)
+            text = f"error: {self.report.whose}: {problem} (--hang-timeout), at {place}"
+            print(text, file=sys.stderr, flush=True)
         facts = self._ask_device()
         if reported:
             self.report.note(**facts)
@@ -287,10 +286,7 @@ class Watchdog:
         return facts
 
     def _exit(self, status: ExitStatus, code: int, sentence: str) -> NoReturn:
-        if self.report.end(status):
-            conclude(self.report)
-        else:
-            print(f"error: {sentence}", file=sys.stderr, flush=True)
+        end_rank(self.report, status, f"error: {sentence}")
         os._exit(code)
 
 

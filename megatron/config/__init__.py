@@ -4,10 +4,10 @@ Imports neither torch nor deepspeed, so that a misspelt flag is reported at once
 """
 
 from megatron.config.batch import BatchSchedule
-from megatron.config.checks.validate import validate
 from megatron.config.cli import CommandLine, parse_args, read_command_line
 from megatron.config.config import Config
-from megatron.config.parsing.split import parse_split
+from megatron.config.data import parse_split
+from megatron.config.model import padded_vocab_size
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import DataConfig
@@ -19,7 +19,7 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.schedule import ScheduleConfig
 from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.validate import validate
 from megatron.errors import ConfigError
 
 __all__ = [

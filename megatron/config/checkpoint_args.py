@@ -1,16 +1,22 @@
-"""--use-checkpoint-args: the flags of the model and the tokenizer, from the configuration in a checkpoint."""
+"""Flags that come from a checkpoint: --use-checkpoint-args, and --branch-at.
+
+--use-checkpoint-args takes the flags of the model and the tokenizer, --branch-at those of a decay branch from
+the run that it starts from.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.batch import BatchSchedule
 from megatron.config.config import SECTIONS, Config
-from megatron.config.fields import changes_model, option_name
+from megatron.config.fields import changes_model, option_name, setting_option
 from megatron.config.registries import TOKENIZERS
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.errors import ConfigError
@@ -83,3 +89,122 @@ def _has_type(value: Any, annotation: Any) -> bool:
     """Whether a value from a file has the type of a field, such as `int | None`."""
     kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def check_branch_flags(options: CheckpointConfig, settings: dict[str, Any]) -> None:
+    """Raise ConfigError for folders and flags that --branch-at contradicts.
+
+    settings: the given flags, by 'section.field'.
+    """
+    flag = f"--branch-at {options.branch_at}"
+    if options.load is None or options.save is None:
+        missing = "--load" if options.load is None else "--save"
+        raise ConfigError(f"{flag} without {missing}: the branch starts from --load and saves to --save")
+    if options.saves_beside_load:
+        raise ConfigError(
+            f"{flag} with --load {options.load} and --save {options.save}: a branch is a run of its own; "
+            "give another --save; to resume a branch, repeat its command, or remove --branch-at"
+        )
+    for name, option in _CONTRADICTIONS.items():
+        if settings.get(name):
+            raise ConfigError(f"{flag} and {option} contradict each other: remove one of them")
+    style = settings.get("schedule.lr_decay_style", "WSD")
+    if style != "WSD":
+        raise ConfigError(
+            f"{flag} with --lr-decay-style {style}: a branch decays by WSD; remove the flag, and choose the "
+            "shape with --lr-wsd-decay-style"
+        )
+
+
+_CONTRADICTIONS = {
+    "checkpoint.finetune": "--finetune",
+    "training.no_train": "--eval-only",
+    "schedule.use_checkpoint_lr_scheduler": "--use-checkpoint-lr-scheduler",
+    "schedule.lr_decay_tokens": "--lr-decay-tokens",
+}
+
+
+def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
+    """Adds the schedule, the length and the data order of a branch to the given flags; returns a note.
+
+    settings: the given flags, by 'section.field'. saved: the branch point; or a checkpoint of this branch, if
+    the branch point cannot be read any more. Raises ConfigError for a given flag that contradicts the branch.
+    """
+    trunk = saved.config
+    if saved.is_of_branch:
+        for name in _DERIVED:
+            section, _, field = name.partition(".")
+            settings.setdefault(name, getattr(getattr(trunk, section), field))
+        return f"a decay branch (--branch-at), continued with the schedule of {saved.source}"
+    iteration = settings["checkpoint.branch_at"]
+    flag = f"--branch-at {iteration}"
+    by_iters = trunk.training.train_iters is not None
+    unit, other = ("iters", "samples") if by_iters else ("samples", "iters")
+    for name in (f"schedule.lr_wsd_decay_{other}", f"training.train_{other}"):
+        if settings.get(name) is not None:
+            option = setting_option(name)
+            raise ConfigError(
+                f"{flag}: the run of {saved.source} is counted in {unit}; give "
+                f"{option.removesuffix(other)}{unit}, not {option}"
+            )
+    decay = settings.get(f"schedule.lr_wsd_decay_{unit}")
+    if not decay:
+        raise ConfigError(f"{flag} without --lr-wsd-decay-{unit}: set it to the length of the decay")
+    start = iteration if by_iters else saved.consumed_samples
+    _set(settings, f"schedule.lr_decay_{unit}", start + decay, f"{flag} with --lr-wsd-decay-{unit} {decay}")
+    settings.setdefault(f"training.train_{unit}", start + decay)
+    settings["schedule.lr_decay_style"] = "WSD"
+    _set(settings, "schedule.lr", trunk.schedule.lr, f"{flag}: the run of {saved.source}")
+    settings.setdefault("schedule.min_lr", trunk.schedule.min_lr)
+    if trunk.schedule.lr_decay_style == "WSD":
+        settings.setdefault("schedule.lr_wsd_decay_style", trunk.schedule.lr_wsd_decay_style)
+    if not any(name.startswith("schedule.lr_warmup") for name in settings):
+        settings[f"schedule.lr_warmup_{unit}"] = min(start, _warmup(trunk, unit))
+    _add_data_order(settings, saved)
+    return (
+        f"a decay branch of {saved.source} (--branch-at): the learning rate decays from {start:,} to "
+        f"{start + decay:,} {unit}"
+    )
+
+
+_DERIVED = (
+    *("schedule.lr", "schedule.min_lr", "schedule.lr_decay_style", "schedule.lr_wsd_decay_style"),
+    *("schedule.lr_decay_iters", "schedule.lr_decay_samples"),
+    *("schedule.lr_warmup_iters", "schedule.lr_warmup_samples", "schedule.lr_warmup_fraction"),
+    *("training.train_iters", "training.train_samples"),
+    *("data.data_order_samples", "data.data_first_sample"),
+)
+
+
+def _set(settings: dict[str, Any], name: str, value: Any, reason: str) -> None:
+    """Sets a flag; ConfigError if it is given with another value."""
+    typed = settings.setdefault(name, value)
+    if typed != value:
+        option = setting_option(name)
+        raise ConfigError(f"{reason} needs {option} {value}, not {typed}: remove {option}")
+
+
+def _warmup(trunk: Config, unit: str) -> int:
+    """The length of the trunk's warm-up, 0 if it is not counted in the unit. It is over at the branch point,
+    and changes no learning rate of the branch."""
+    schedule = trunk.schedule
+    if schedule.lr_decay_tokens is not None:
+        return 0
+    if schedule.lr_warmup_fraction is None:
+        return int(getattr(schedule, f"lr_warmup_{unit}"))
+    length = getattr(schedule, f"lr_decay_{unit}") or getattr(trunk.training, f"train_{unit}")
+    return math.ceil(schedule.lr_warmup_fraction * length)
+
+
+def _add_data_order(settings: dict[str, Any], saved: SavedConfig) -> None:
+    """The trunk's order of the data, which depends on its length; or, with --override-data, other data from
+    their first sample on."""
+    if settings.get("checkpoint.override_data"):
+        settings.setdefault("data.data_first_sample", saved.consumed_samples)
+        return
+    trunk = saved.config
+    batches = BatchSchedule.from_config(trunk.batch)
+    iterations = batches.total_iterations(trunk.training, trunk.model.seq_length, trunk.curriculum)
+    first = settings.setdefault("data.data_first_sample", trunk.data.data_first_sample)
+    planned = trunk.data.data_order_samples or batches.consumed_after(iterations) - first
+    settings.setdefault("data.data_order_samples", planned)

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron.config.branch import add_branch_settings, check_branch_flags
-from megatron.config.checkpoint_args import ReadSavedConfig, add_checkpoint_args
-from megatron.config.checks.rules import risk_notes, unused_setting_notes
-from megatron.config.checks.validate import validate
+from megatron.config.checkpoint_args import (
+    ReadSavedConfig,
+    add_branch_settings,
+    add_checkpoint_args,
+    check_branch_flags,
+)
 from megatron.config.config import SECTIONS, Config
+from megatron.config.data import SPLIT_NAMES, read_groups_file
 from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
 from megatron.config.fields import Flag, flag_of, option_name
-from megatron.config.parsing.split import SPLIT_NAMES
-from megatron.config.parsing.weighted_paths import read_groups_file
+from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.validate import validate
 from megatron.errors import ConfigError, one_line
 
 # The groups of --help, with Megatron's names and in its order, and 'stability'.
@@ -260,13 +263,20 @@ def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
     if description.registry is not None:
         text += f". {description.registry.describe()}"
     text = text.replace("%", "%%")
-    if description.derived is not None:
-        return f"{text} (default: {description.derived})"
+    default = default_text(field)
+    if default and default != "required":
+        default = f"default: {default}"
+    return f"{text} ({default})" if default else text
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """The default of a flag as the user reads it; "required", or "" for a flag that is off."""
+    if (derived := flag_of(field).derived) is not None:
+        return derived
     if field.default is dataclasses.MISSING:
-        return f"{text} (required)"
-    if field.default is None or field.default is False or field.default == ():
-        return text
-    return f"{text} (default: {value_text(field.default)})"
+        return "required"
+    is_off = field.default is None or field.default is False or field.default == ()
+    return "" if is_off else value_text(field.default)
 
 
 def _add_deprecated_flags(parser: argparse.ArgumentParser) -> None:

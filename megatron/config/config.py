@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
+from megatron.config.curriculum import LengthCurriculum
 from megatron.config.fields import changes_model
-from megatron.config.parsing.curriculum import LengthCurriculum
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import DataConfig
@@ -22,20 +22,6 @@ from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
-SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "batch": BatchConfig,
-    "training": TrainingConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "stability": StabilityConfig,
-}
-
 # Former names, in the run.json of older checkpoints.
 RENAMED_SECTIONS = {"trouble": "stability"}
 RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
@@ -46,11 +32,11 @@ class Config:
     """All settings of a run. `with_settings` makes a variant."""
 
     model: ModelConfig
-    batch: BatchConfig
-    schedule: ScheduleConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -123,6 +109,11 @@ class Config:
             for section, kind in SECTIONS.items()
         }
         return cls(**sections, curriculum=LengthCurriculum(**curriculum) if curriculum else None)
+
+
+SECTIONS: dict[str, type[Any]] = {
+    name: kind for name, kind in get_type_hints(Config).items() if name != "curriculum"
+}
 
 
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.registry import Registry
+from megatron.config.registries import Registry
 from megatron.errors import ConfigError
 
 _METADATA_KEY = "flag"
@@ -33,7 +34,7 @@ class Flag:
     choices: the possible values. registry: described in --help (default: `choices`, if that is a Registry).
 
     The rules of the field beside other settings, each 'section.field' or 'section.field=value', or several
-    with '|' between them. One is given if it has that value, or any but its default (see `checks.rules`).
+    with '|' between them. One is given if it has that value, or any but its default (see `config.rules`).
     needs: settings without which the flag is refused -> the end of the error. excludes: settings with which
     it is refused -> the end of the error. used_with: it has an effect only if one of these is given.
     unused_with: it has none if one of these is.
@@ -43,9 +44,9 @@ class Flag:
     Hugging Face's architecture cannot express is not exported. summary: text for one-line summaries of the
     model if the value is not the default, with {} for the value.
 
-    Every field of ModelConfig says: changes_layer_time, whether the time of one layer depends on the value
-    (times in --partition-profile are then refused for another value); megatron_arg, whether Megatron's
-    checkpoints have the value in their `args` under the same name.
+    For fields of ModelConfig: changes_layer_time, whether the time of one layer depends on the value (times
+    in --partition-profile are then refused for another value); megatron_arg, whether Megatron's checkpoints
+    have the value in their `args` under the same name.
     """
 
     help: str
@@ -68,8 +69,8 @@ class Flag:
     unused_with: tuple[str, ...] = ()
     changes_model: bool | None = None
     summary: str | None = None
-    changes_layer_time: bool | None = None
-    megatron_arg: bool | None = None
+    changes_layer_time: bool = True
+    megatron_arg: bool = False
 
     def __post_init__(self) -> None:
         if self.registry is None and isinstance(self.choices, Registry):
@@ -161,6 +162,18 @@ def _check_path(field: dataclasses.Field[Any], value: Any) -> None:
             )
 
 
+def bounds_of(description: Flag) -> Iterator[tuple[str, str, float, Callable[[Any, Any], bool]]]:
+    """(words, sign, bound, comparison of a number with the bound) of the bounds that a flag has."""
+    for words, sign, bound, holds in (
+        ("at least", "≥", description.at_least, operator.ge),
+        ("more than", ">", description.above, operator.gt),
+        ("at most", "≤", description.at_most, operator.le),
+        ("less than", "<", description.below, operator.lt),
+    ):
+        if bound is not None:
+            yield words, sign, bound, holds
+
+
 def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
     description = flag_of(field)
     for number in value if isinstance(value, tuple) else (value,):
@@ -168,19 +181,6 @@ def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
             continue
         if not math.isfinite(number):
             raise ConfigError(f"{option_name(field.name)} is {number}: expected a finite number")
-        if description.at_least is not None and number < description.at_least:
-            raise ConfigError(
-                f"{option_name(field.name)} is {number}: expected at least {description.at_least}"
-            )
-        if description.above is not None and number <= description.above:
-            raise ConfigError(
-                f"{option_name(field.name)} is {number}: expected more than {description.above}"
-            )
-        if description.at_most is not None and number > description.at_most:
-            raise ConfigError(
-                f"{option_name(field.name)} is {number}: expected at most {description.at_most}"
-            )
-        if description.below is not None and number >= description.below:
-            raise ConfigError(
-                f"{option_name(field.name)} is {number}: expected less than {description.below}"
-            )
+        for words, _, bound, holds in bounds_of(description):
+            if not holds(number, bound):
+                raise ConfigError(f"{option_name(field.name)} is {number}: expected {words} {bound}")

@@ -6,10 +6,10 @@ import dataclasses
 import typing
 from typing import Any
 
-from megatron.config.cli import HELP_GROUPS, value_text, value_type
+from megatron.config.cli import HELP_GROUPS, default_text, value_type
 from megatron.config.config import SECTIONS
 from megatron.config.deprecated import DEPRECATED_FLAGS
-from megatron.config.fields import Flag, flag_of, option_name
+from megatron.config.fields import Flag, bounds_of, flag_of, option_name
 
 _HEAD = """# Flags
 
@@ -59,27 +59,14 @@ def _value(description: Flag, annotation: Any) -> str:
     elif description.metavar is not None:
         text = _code(" ".join(description.metavar))
     many = {"+": ", one or more", "*": ", any number"}.get(str(description.nargs), "")
-    bounds = [
-        f"{sign} {bound}"
-        for sign, bound in (
-            ("≥", description.at_least),
-            (">", description.above),
-            ("≤", description.at_most),
-            ("<", description.below),
-        )
-        if bound is not None
-    ]
-    return f"{text}{many} {', '.join(bounds)}".strip()
+    bounds = ", ".join(f"{sign} {bound}" for _, sign, bound, _ in bounds_of(description))
+    return f"{text}{many} {bounds}".strip()
 
 
 def _default(field: dataclasses.Field[Any], description: Flag) -> str:
-    if description.derived is not None:
-        return _escaped(description.derived)
-    if field.default is dataclasses.MISSING:
-        return "required"
-    if field.default is None or field.default is False or field.default == ():
-        return ""
-    return _code(value_text(field.default))
+    default = default_text(field)
+    is_value = description.derived is None and field.default is not dataclasses.MISSING
+    return _code(default) if is_value and default else _escaped(default)
 
 
 def _code(text: str) -> str:

@@ -1,14 +1,79 @@
 """The registries: for each extensible setting, the table of its choices.
 
-A new choice is one line here and its implementation. The flag's choices, --help, docs/flags.md and the error
-for an unknown name come from this table.
+A choice has a description and an implementation that is imported on use. A new choice is one line here and
+its implementation. The flag's choices, --help, docs/flags.md and the error for an unknown name come from this
+table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
-from megatron.config.registry import Choice, Registry
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of a setting.
+
+    implementation: "module:attribute". settings: fields of the same section that this choice uses and that
+    have no effect with choices that do not list them.
+    """
+
+    description: str
+    implementation: str
+    settings: tuple[str, ...] = ()
+
+
+def load_object(path: str) -> Any:
+    """Import and return the object at "module:attribute"."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+_ChoiceT = TypeVar("_ChoiceT", bound=Choice)
+
+
+class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
+    """The choices of the flag `option`, by name."""
+
+    def __init__(self, option: str, choices: Mapping[str, _ChoiceT]) -> None:
+        self.option = option
+        self._choices = dict(choices)
+
+    def __getitem__(self, name: str) -> _ChoiceT:
+        if name not in self._choices:
+            raise ConfigError(f"{self.option} is '{name}': expected one of {', '.join(self._choices)}")
+        return self._choices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._choices
+
+    def load(self, name: str) -> Any:
+        """Import and return the implementation of a choice. ConfigError for an unknown name."""
+        return load_object(self[name].implementation)
+
+    def describe(self) -> str:
+        """All choices with their descriptions, for --help."""
+        return "; ".join(f"{name}: {choice.description}" for name, choice in self._choices.items())
+
+    def settings(self) -> tuple[str, ...]:
+        """The settings that any choice uses."""
+        return tuple(dict.fromkeys(field for choice in self._choices.values() for field in choice.settings))
+
+    def unused_settings(self, name: str) -> tuple[str, ...]:
+        """The settings that other choices use and the choice `name` does not."""
+        return tuple(field for field in self.settings() if field not in self[name].settings)
+
 
 # Functions Tensor -> Tensor, element by element.
 ACTIVATIONS = Registry(
@@ -348,21 +413,4 @@ GPUS = Registry(
         "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.cluster.devices:B200_180GB"),
         "gb200-186gb": Choice("184.31 GiB, 2,500 TFLOP/s in 16 bit", "megatron.cluster.devices:GB200_186GB"),
     },
-)
-
-REGISTRIES = (
-    ACTIVATIONS,
-    GLU_ACTIVATIONS,
-    NORMALIZATIONS,
-    LAYER_ARRANGEMENTS,
-    QK_NORMS,
-    POSITION_EMBEDDINGS,
-    ROPE_SCALINGS,
-    OPTIMIZERS,
-    LR_DECAY_STYLES,
-    WSD_DECAY_STYLES,
-    PARTITION_METHODS,
-    PIPELINE_SCHEDULES,
-    TOKENIZERS,
-    GPUS,
 )

@@ -1,10 +1,14 @@
-"""The argument parser of the tools, and checks that several of them make of their arguments."""
+"""The command line of the tools: its parser, checks of arguments, and the end of an interrupted tool."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from megatron.errors import ConfigError
@@ -67,3 +71,27 @@ def check_input_files(paths: Iterable[str]) -> None:
             raise ConfigError(f"--input {path}: this user cannot read the file")
         if path.endswith((".zst", ".xz", ".bz2", ".zip", ".parquet")):
             raise ConfigError(f"--input {path}: only plain and .gz files can be read, decompress it first")
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Ends the program with exit code 128 + signal on SIGTERM and Ctrl-C, after the cleanup of the block. For
+    tools that write under temporary names. Only for the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for ignored in _SIGNALS:  # a second signal, of either kind, does not interrupt the cleanup
+            signal.signal(ignored, signal.SIG_IGN)
+        raise KeyboardInterrupt(number)
+
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

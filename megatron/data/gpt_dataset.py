@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import DataConfig
-from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.data import SPLIT_NAMES
 from megatron.data.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import (

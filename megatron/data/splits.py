@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config import DataConfig, parse_split
-from megatron.config.checks.data import token_file_prefixes
-from megatron.config.parsing.split import SPLIT_NAMES
-from megatron.config.parsing.weighted_paths import WeightedPath, parse_data_path, parse_groups
+from megatron.config.data import SPLIT_NAMES, WeightedPath, parse_data_path, parse_groups, token_file_prefixes
 from megatron.config.sections.data import groups_option
 from megatron.data.blended_dataset import integer_weights
 from megatron.data.indexed_dataset import IndexedDataset

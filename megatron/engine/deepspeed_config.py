@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.checks.validate import validate
 from megatron.config.config import Config
-from megatron.config.parsing.curriculum import read_curriculum
+from megatron.config.curriculum import read_curriculum
 from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.validate import validate
 from megatron.errors import ConfigError
 from megatron.files import read_json
 

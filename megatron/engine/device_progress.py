@@ -55,10 +55,15 @@ class DeviceProgress:
         device: the last instruction that the device has completed, and the one after it; missing on a CPU and
         before the first instruction. waits_in: the calls in which this rank waits for others.
         """
-        facts = {"waits_in": " and ".join(pending_calls(pickle.loads(flight_record())))}
+        facts = waiting_facts()
         if self._launched:
             facts["device"] = _describe([(name, event.query()) for name, event in list(self._launched)])
         return facts
+
+
+def waiting_facts() -> dict[str, str]:
+    """The part of `DeviceProgress.facts` that needs no instruction: `waits_in`."""
+    return {"waits_in": " and ".join(pending_calls(pickle.loads(flight_record())))}
 
 
 def flight_record() -> bytes:

@@ -11,7 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.checks.batch import check_batch_size
+from megatron.config.batch import check_batch_size
 from megatron.data.loader import MicroBatch
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.engine.device_progress import DeviceProgress

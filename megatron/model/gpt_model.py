@@ -45,8 +45,8 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
+from megatron.config.model import padded_vocab_size
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
-from megatron.config.vocab import padded_vocab_size
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.norm import norm_arguments, norm_class

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
+
+_Value = TypeVar("_Value")
+
+
+def of_all_ranks(value: _Value) -> list[_Value]:
+    """The value of each rank, by rank, on every rank. Any Python object. Collective."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    return everywhere
+
+
+def of_rank_0(value: _Value) -> _Value:
+    """Rank 0's value, on every rank. Any Python object. Collective."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
 
 
 def largest_of_all_ranks(value: int, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:

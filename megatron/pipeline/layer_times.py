@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
 from megatron.config.fields import flag_of
-from megatron.config.parsing.partition_method import parse_partition_method
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
+from megatron.config.partition_method import parse_partition_method
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
 from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe, pipeline_layers

@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
-from megatron.config.parsing.partition_method import EXAMPLES, PartitionMethod, StageContent
+from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
 from megatron.pipeline.partition import TooLongError, Weight, partition, partition_v
 from megatron.units import GIB

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from deepspeed.pipe import LayerSpec
 
 from megatron.config import Config, ConfigError
-from megatron.config.parsing.partition_method import parse_partition_method
-from megatron.config.registries import PARTITION_METHODS
-from megatron.config.registry import load_object
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
+from megatron.config.partition_method import parse_partition_method
+from megatron.config.registries import PARTITION_METHODS, load_object
 from megatron.model import flops
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext

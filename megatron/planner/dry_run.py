@@ -11,7 +11,7 @@ from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
 from megatron.config import BatchSchedule, Config
-from megatron.config.checks.batch import check_remaining_batches, first_supported_sample
+from megatron.config.batch import check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan, stage_flops
 from megatron.planner.memory import StageMemory, fit_summary, plan_memory
@@ -19,8 +19,7 @@ from megatron.planner.step_time import StepTime, planned_step, time_lines
 from megatron.text_table import format_table
 from megatron.training.build import Setup
 from megatron.training.data import planned_data_report
-from megatron.training.run_report import run_report
-from megatron.training.start_notes import planned_start, start_notes
+from megatron.training.run_report import planned_start, run_report, start_notes
 from megatron.units import GIB
 
 

@@ -330,7 +330,7 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
         (tp * pp, pp, tp)
         for tp in range(1, network.node_size + 1)
         for pp in range(1, config.model.num_layers + 1)
-        if world % (tp * pp) == 0 and config.model.heads_divide(tp)
+        if world % (tp * pp) == 0 and config.model.heads_problem(tp) is None
     )
     sizes = tuple(n for n in (64, 32, 16, 8, 4, 2, 1) if n <= max(size, 1))
     for devices, pp, tp in shapes:

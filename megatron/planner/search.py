@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
-from megatron.config.checks.validate import validate
+from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
 from megatron.model.flops import head_flops
@@ -73,7 +73,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):
-        if node_size % tp_size or not config.model.heads_divide(tp_size):
+        if node_size % tp_size or config.model.heads_problem(tp_size):
             continue
         sequence = (False, True) if tp_size > 1 else (False,)
         wants_overlap = config.parallel.tp_comm_overlap

@@ -19,8 +19,8 @@ from functools import cached_property
 
 from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import BatchSchedule, Config
+from megatron.config.model import padded_vocab_size
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.config.vocab import padded_vocab_size
 from megatron.model.flops import model_iteration_flops, recomputes_scores, tflops_per_device
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.checks.data import token_file_prefixes
+from megatron.config.data import token_file_prefixes
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary_record import check_record, common_digest, vocabulary_digest

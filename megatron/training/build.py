@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
@@ -24,8 +23,8 @@ from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import BatchSchedule, Config, ParallelConfig
 from megatron.config.batch import RunLength
-from megatron.config.checks.model import check_model
-from megatron.config.checks.parallel import check_layout
+from megatron.config.model import check_model
+from megatron.config.validate import check_layout
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
@@ -33,6 +32,7 @@ from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values, spec_of
+from megatron.mpu.world import of_rank_0
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.pipeline.methods import MemoryCosts
@@ -87,17 +87,16 @@ def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab
 
 
 def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: int) -> MemoryCosts:
-    found: list[Any] = [None, None]
+    found: MemoryCosts | str = ""
     if layout.rank == 0:
         try:
-            found[0] = find_memory_costs(config, vocab_size)
+            found = find_memory_costs(config, vocab_size)
         except UserError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    costs, problem = found
-    if problem is not None:
-        raise SharedUserError(problem)
-    return costs
+            found = str(error)
+    found = of_rank_0(found)
+    if isinstance(found, str):
+        raise SharedUserError(found)
+    return found
 
 
 def build_model(

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig, parse_split
 from megatron.config.batch import RunLength
-from megatron.config.checks.data import token_file_prefixes
-from megatron.config.parsing.split import SPLIT_NAMES
+from megatron.config.data import SPLIT_NAMES, token_files
 from megatron.data.blended_dataset import BlendOrder, SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
@@ -19,7 +18,6 @@ from megatron.data.gpt_dataset import (
     prepare_index_files,
     requested_groups,
 )
-from megatron.data.indexed_dataset import data_path, index_path
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
@@ -72,10 +70,9 @@ def missing_token_file(config: Config) -> str:
     """Why the data cannot be read on this machine, for a dry run; "" if they can."""
     if not (config.data.data_path or config.data.train_weighted_split_paths):
         return "no --data-path"
-    for option, prefix in token_file_prefixes(config.data):
-        for path in (data_path(prefix), index_path(prefix)):
-            if not Path(path).is_file():
-                return f"{option} {prefix}: {path} does not exist"
+    for option, prefix, file in token_files(config.data):
+        if not Path(file).is_file():
+            return f"{option} {prefix}: {file} does not exist"
     return ""
 
 

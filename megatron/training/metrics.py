@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.checkpoint.record import TrainingState
 from megatron.config import LoggingConfig
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
@@ -24,10 +25,9 @@ from megatron.training.log_lines import (
     IntervalSummary,
     format_training_line,
     format_validation_lines,
-    parse_log_line,
     perplexity,
 )
-from megatron.training.writers import Position, Writer
+from megatron.training.writers import Writer
 
 
 def open_log(path: str) -> TextIO:
@@ -126,8 +126,6 @@ class Outputs:
         self._texts = [self.console]
 
 
-__all__ = ["MetricsLogger", "StepRecord", "TaskRecord", "Throughput", "ValidationRecord", "parse_log_line"]
-
 # Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged.
 # They count once the loss has been below it or the learning rate does not rise any more: an untrained model
 # has such a loss during a long warm-up.
@@ -138,16 +136,14 @@ _DIVERGED_STEPS = 100
 class StepRecord:
     """One training step. `loss` and `grad_norm` may be tensors; they are read only when a line is printed.
 
-    iteration, consumed_samples, consumed_tokens: including this step. seq_length: tokens per sample. loss:
-    mean over the global batch. loss_scale: None without fp16. skipped: whether the weights were not updated,
+    state: that of training after the step. seq_length: tokens per sample. loss: mean over the global batch.
+    loss_scale: None without fp16. skipped: whether the weights were not updated,
     after an fp16 overflow or because of a policy. seconds: wall time. recorded: `StepMetrics` of the interval
     that ends with this step.
     """
 
-    iteration: int
+    state: TrainingState
     total_iterations: int
-    consumed_samples: int
-    consumed_tokens: int
     learning_rate: float
     global_batch_size: int
     seq_length: int
@@ -157,31 +153,6 @@ class StepRecord:
     skipped: bool
     seconds: float
     recorded: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ValidationRecord:
-    """One evaluation. loss: mean over all its samples. name: 'validation' or 'test'.
-
-    at: the moment, as printed in the line; '' for 'iteration N'.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    loss: float
-    name: str = "validation"
-    at: str = ""
-
-
-@dataclass(frozen=True)
-class TaskRecord:
-    """One run of --eval-harness-tasks. results: task -> metric -> value."""
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    results: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -240,32 +211,35 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._pending.append((time.time(), record))
-        if self._logging.is_logged(record.iteration, record.total_iterations):
+        if self._logging.is_logged(record.state.iteration, record.total_iterations):
             self._flush()
         self._move_bar(record)
 
-    def log_validation(self, record: ValidationRecord) -> None:
-        """Prints and writes one evaluation."""
+    def log_validation(
+        self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
+    ) -> None:
+        """Prints and writes one evaluation at a state of training. loss: mean over all its samples. name:
+        'validation', 'test' or that of a group. at: the moment, as printed; '' for 'iteration N'."""
         if not self._enabled:
             return
-        at = record.at or f"iteration {record.iteration}"
-        self.print("\n".join(format_validation_lines(record.name, at, record.loss)))
-        prefix = "lm-loss-validation" if record.name == "validation" else f"lm-loss-validation/{record.name}"
-        values = {"lm loss validation": record.loss}
+        self.print("\n".join(format_validation_lines(name, at or f"iteration {state.iteration}", loss)))
+        prefix = "lm-loss-validation" if name == "validation" else f"lm-loss-validation/{name}"
+        values = {f"{prefix}/lm loss validation": loss}
         if self._logging.log_validation_ppl_to_tensorboard:
-            values["lm loss validation ppl"] = perplexity(record.loss)
-        self._write({f"{prefix}/{name}": value for name, value in values.items()}, record, time.time())
+            values[f"{prefix}/lm loss validation ppl"] = perplexity(loss)
+        self._write(values, state, time.time())
         self._flush_writers()
 
-    def log_tasks(self, record: TaskRecord) -> None:
-        """Prints a line for each task, and writes its metrics."""
+    def log_tasks(self, state: TrainingState, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Prints a line for each of --eval-harness-tasks, and writes its metrics. results: task -> metric ->
+        value."""
         if not self._enabled:
             return
-        for task, metrics in record.results.items():
+        for task, metrics in results.items():
             values = "".join(f" {name}: {value:.6E} |" for name, value in metrics.items())
-            self.print(f" task {task} at iteration {record.iteration} |{values}")
+            self.print(f" task {task} at iteration {state.iteration} |{values}")
             tags = {f"eval-harness/{task}/{name}": value for name, value in metrics.items()}
-            self._write(tags, record, time.time())
+            self._write(tags, state, time.time())
         self._flush_writers()
 
     def print(self, text: str) -> None:
@@ -317,8 +291,8 @@ class MetricsLogger:
                 self._diverged_steps += 1
             if self._diverged_steps == _DIVERGED_STEPS:
                 self.print(
-                    f"WARNING: iteration {record.iteration}: the loss has been above ln(vocabulary size) = "
-                    f"{self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
+                    f"WARNING: iteration {record.state.iteration}: the loss has been above ln(vocabulary "
+                    f"size) = {self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
                     f"{_DIVERGED_STEPS} steps: the training has probably diverged; resume from an earlier "
                     "checkpoint with a lower learning rate, or skip the data "
                     "(--skip-train-iteration-range, --spike-policy)"
@@ -336,10 +310,10 @@ class MetricsLogger:
         )
         counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
         return IntervalSummary(
-            iteration=last.iteration,
+            iteration=last.state.iteration,
             total_iterations=last.total_iterations,
-            consumed_samples=last.consumed_samples,
-            consumed_tokens=last.consumed_tokens,
+            consumed_samples=last.state.consumed_samples,
+            consumed_tokens=last.state.consumed_tokens,
             seconds_per_iteration=seconds / len(records),
             learning_rate=last.learning_rate,
             global_batch_size=last.global_batch_size,
@@ -361,7 +335,7 @@ class MetricsLogger:
         if self._bar is None:
             self._bar = tqdm(
                 total=record.total_iterations,
-                initial=record.iteration - 1,
+                initial=record.state.iteration - 1,
                 file=self._console,
                 desc="training",
                 unit="step",
@@ -373,7 +347,7 @@ class MetricsLogger:
         if self._last_loss is not None:
             parts.insert(0, f"loss {self._last_loss:.4f}")
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
-        self._bar.update(record.iteration - self._bar.n)  # more than 1 after skipped iterations
+        self._bar.update(record.state.iteration - self._bar.n)  # more than 1 after skipped iterations
 
     def _write_step(self, record: StepRecord, loss: float, grad_norm: float, when: float) -> None:
         values = {"learning-rate/learning-rate": record.learning_rate}
@@ -388,7 +362,7 @@ class MetricsLogger:
             if record.grad_norm is not None:
                 values["grad-norm/grad-norm"] = grad_norm
         values |= {f"{name}/{name}": value for name, value in record.recorded.items()}
-        self._write(values, record, when)
+        self._write(values, record.state, when)
 
     def _write_throughput(self, summary: IntervalSummary, last: StepRecord) -> None:
         replicas = self._throughput.data_parallel_size
@@ -400,13 +374,12 @@ class MetricsLogger:
             "tokens per second per replica": summary.tokens_per_second / replicas,
             "TFLOPs per gpu (estimated)": summary.tflops_per_device,
         }
-        self._write({f"iteration-time/{name}": value for name, value in values.items()}, last, time.time())
+        self._write(
+            {f"iteration-time/{name}": value for name, value in values.items()}, last.state, time.time()
+        )
 
-    def _write(
-        self, values: Mapping[str, float], record: StepRecord | ValidationRecord | TaskRecord, when: float
-    ) -> None:
-        place = Position(record.iteration, record.consumed_samples, record.consumed_tokens, when)
-        self._outputs.each_writer(lambda writer: writer.write(values, place))
+    def _write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
+        self._outputs.each_writer(lambda writer: writer.write(values, state, when))
 
     def _flush_writers(self) -> None:
         self._outputs.each_writer(lambda writer: writer.flush())

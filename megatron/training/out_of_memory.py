@@ -12,10 +12,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.devices import allocator_settings
-from megatron.cluster.exit_codes import OutOfMemory
+from megatron.cluster.exit_codes import RankStopped
 from megatron.config import Config
-from megatron.config.checks.validate import validate
-from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.config.partition_method import parse_partition_method
+from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, attention_of
 from megatron.training.startup_report import local_memory
@@ -36,29 +36,23 @@ _MESSAGE = re.compile(
 
 
 @contextmanager
-def explained_out_of_memory(config: Config, pipeline_rank: int) -> Iterator[None]:
-    """Raises OutOfMemory for an allocation that fails in the block."""
+def explained_out_of_memory(config: Config | None = None, pipeline_rank: int = 0) -> Iterator[None]:
+    """Raises RankStopped for an allocation that fails in the block. config: None before the model is built,
+    when a process starts to use its device, in the preflight, and while layers are timed."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(describe_out_of_memory(error, config, pipeline_rank)) from error
-
-
-@contextmanager
-def early_out_of_memory() -> Iterator[None]:
-    """Raises OutOfMemory for an allocation that fails before the model is built: when a process starts to use
-    its device, in the preflight, and while layers are timed (--partition-method profile)."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            f"out of memory before the model was built: {_cause(error)}; check that no other process uses "
-            "the device, and reduce --micro-batch-size if --partition-method profile was timing layers"
-        ) from error
+        if config is None:
+            sentence = (
+                f"out of memory before the model was built: {_cause(error)}; check that no other process "
+                "uses the device, and reduce --micro-batch-size if --partition-method profile was timing "
+                "layers"
+            )
+        else:
+            sentence = describe_out_of_memory(error, config, pipeline_rank)
+        raise RankStopped(sentence) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

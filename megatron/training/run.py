@@ -5,8 +5,6 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
-
 from megatron.checkpoint import manager
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
@@ -20,16 +18,15 @@ from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
 from megatron.data.splits import verify_token_files
-from megatron.engine.device_progress import DeviceProgress, flight_record
+from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages
 from megatron.training.data import data_report, run_fingerprint
 from megatron.training.harness.live import load_tasks
-from megatron.training.out_of_memory import early_out_of_memory, explained_out_of_memory
-from megatron.training.run_report import run_report
-from megatron.training.start_notes import start_notes
+from megatron.training.out_of_memory import explained_out_of_memory
+from megatron.training.run_report import run_report, start_notes
 from megatron.training.trainer import make_metrics
 
 
@@ -60,7 +57,7 @@ def run(
             tasks = load_tasks(config)
 
     preparation.end()
-    on_exit.enter_context(early_out_of_memory())
+    on_exit.enter_context(explained_out_of_memory())
     rank = _connect(config, watchdog)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
@@ -118,7 +115,7 @@ def _connect(config: Config, watchdog: Watchdog) -> int:
     watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         rank = processes.init_distributed(config, store)
-    watchdog.set_device_facts(DeviceProgress(get_accelerator()).facts, flight_record)
+    watchdog.set_device_facts(waiting_facts, flight_record)
     return rank
 
 

@@ -1,42 +1,35 @@
 """The training loop."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
-from megatron.cluster.exit_codes import CannotSave, RunStopped
+from megatron.cluster.exit_codes import RankStopped, RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitConditions, ExitReason
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import model_iteration_flops, recomputes_scores
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
-from megatron.training.harness.live import LiveEvaluation
-from megatron.training.metrics import (
-    MetricsLogger,
-    StepRecord,
-    TaskRecord,
-    Throughput,
-    ValidationRecord,
-)
+from megatron.training.harness.live import run_tasks
+from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from megatron.training.stability import StabilityMonitor
 from megatron.training.startup_report import StartupReport
 from megatron.training.writers import make_writers
 
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
-from collections.abc import Callable
-
-from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 
 # After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
@@ -109,7 +102,7 @@ class Trainer:
     """The largest exit code of all ranks, exchanged in the last step; None after an evaluation or a save."""
 
     def __post_init__(self) -> None:
-        self.exits = ExitConditions.from_config(
+        self.exits = ExitConditions(
             self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
         self.startup_report = StartupReport(self.config, self.engine.layout)
@@ -195,12 +188,18 @@ class Trainer:
         is_logged = self.config.logging.is_logged(progress.iteration, self.length.iterations)
         recorded = self.engine.module.metrics.collect(self.engine.device) if is_logged else {}
         self.updates.add(optimizer.skipped)
+        reached = TrainingState(
+            progress.iteration,
+            progress.consumed_samples,
+            progress.consumed_tokens,
+            state.skipped_iterations + int(optimizer.skipped),
+            state.skips_in_a_row + 1 if optimizer.skipped else 0,
+            state.rollbacks,
+        )
         self.metrics.log_step(
             StepRecord(
-                iteration=progress.iteration,
+                state=reached,
                 total_iterations=self.length.iterations,
-                consumed_samples=progress.consumed_samples,
-                consumed_tokens=progress.consumed_tokens,
                 learning_rate=lr,
                 global_batch_size=batch_size,
                 seq_length=seq_length,
@@ -216,16 +215,7 @@ class Trainer:
             self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
-        return self.stability.post_step(
-            TrainingState(
-                progress.iteration,
-                progress.consumed_samples,
-                progress.consumed_tokens,
-                state.skipped_iterations + int(optimizer.skipped),
-                state.skips_in_a_row + 1 if optimizer.skipped else 0,
-                state.rollbacks,
-            )
-        )
+        return self.stability.post_step(reached)
 
     def checkpoint(self, state: TrainingState) -> None:
         """Saves a checkpoint and prints its path."""
@@ -238,7 +228,7 @@ class Trainer:
             raise RunStopped(str(error)) from error
         except SaveError as error:
             remedy = after_failed_save(self.resumable_iteration, self.config.checkpoint)
-            raise CannotSave(f"{error}: {remedy}") from error
+            raise RankStopped(f"{error}: {remedy}") from error
         self.resumable_iteration = state.iteration
         seconds = time.perf_counter() - started
         self.watchdog.report.note(saved_iteration=state.iteration)
@@ -291,15 +281,14 @@ class Trainer:
             self.exit_reason = self.exits.request(state.iteration, self.engine.device)
             return self.exit_reason is not None
 
-        evaluation = LiveEvaluation(self.engine, self.tasks, stop_requested, self.watchdog.heartbeat)
         with self.watchdog.phase(Phase.EVALUATION):
-            results = evaluation.run(self.metrics.print)
+            results = run_tasks(
+                self.engine, self.tasks, stop_requested, self.watchdog.heartbeat, self.metrics.print
+            )
         if results is None:
             self.metrics.print(f"the tasks at iteration {state.iteration} were stopped")
             return
-        self.metrics.log_tasks(
-            TaskRecord(state.iteration, state.consumed_samples, state.consumed_tokens, results)
-        )
+        self.metrics.log_tasks(state, results)
 
     def evaluate(self, state: TrainingState, split: str, at: str = "", count: int | None = None) -> int:
         """Evaluates on the data sets of a split ('validation' or 'test'), or the last `count` of them, and
@@ -335,11 +324,7 @@ class Trainer:
                 )
                 self.exit_reason = stop[0]
                 return len(loaders) - index
-            self.metrics.log_validation(
-                ValidationRecord(
-                    state.iteration, state.consumed_samples, state.consumed_tokens, loss, name, at
-                )
-            )
+            self.metrics.log_validation(state, loss, name, at)
         return 0
 
 

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron.checkpoint.record import TrainingState
 from megatron.config import Config, ConfigError
-
-
-@dataclass(frozen=True)
-class Position:
-    """The step of a value, and when it was measured (`when`, Unix time in seconds)."""
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    when: float
 
 
 class Writer(Protocol):
     """Takes values by tag."""
 
-    def write(self, values: Mapping[str, float], position: Position) -> None:
-        """Takes the values of one step."""
+    def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
+        """Takes the values of one state of training. when: of their measurement, Unix time in seconds."""
 
     def flush(self) -> None:
         """Makes the written values visible to readers."""
@@ -63,16 +53,16 @@ class TensorBoardWriter:
                 f"--tensorboard-dir {folder} is not writable ({error}): set another folder"
             ) from None
 
-    def write(self, values: Mapping[str, float], position: Position) -> None:
+    def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
         """See `Writer`."""
         axes = {
-            "": position.iteration,
-            " vs samples": position.consumed_samples,
-            " vs tokens": position.consumed_tokens,
+            "": state.iteration,
+            " vs samples": state.consumed_samples,
+            " vs tokens": state.consumed_tokens,
         }
         for tag, value in values.items():
             for axis, place in axes.items():
-                self._events.add_scalar(tag + axis, value, place, walltime=position.when)
+                self._events.add_scalar(tag + axis, value, place, walltime=when)
 
     def flush(self) -> None:
         """See `Writer`."""
@@ -101,12 +91,12 @@ class WandbWriter:
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
-    def write(self, values: Mapping[str, float], position: Position) -> None:
+    def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
         """See `Writer`."""
         place = {
-            "iteration": position.iteration,
-            "consumed samples": position.consumed_samples,
-            "consumed tokens": position.consumed_tokens,
+            "iteration": state.iteration,
+            "consumed samples": state.consumed_samples,
+            "consumed tokens": state.consumed_tokens,
         }
         self._run.log({**values, **place})
 

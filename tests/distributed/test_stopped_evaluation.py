@@ -25,7 +25,7 @@ def train(state: TrainingState, stop_at: int | None) -> tuple[list[str], Trainin
     arrives. Returns the data sets that were evaluated, and the state reached."""
     trainer = make_trainer(config_of(Row(), training={"eval_iters": 1, "eval_interval": 2}), steps=3)
     trainer.data.valid = {name: name for name in NAMES}
-    trainer.metrics.log_validation = lambda record: None
+    trainer.metrics.log_validation = lambda *_: None
     stopped: list[ExitReason] = []
     evaluated: list[str] = []
 

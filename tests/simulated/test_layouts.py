@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megatron.config.parsing.curriculum import LengthCurriculum
+from megatron.config.curriculum import LengthCurriculum
 from megatron.errors import UserError
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.memory import communicators

@@ -21,9 +21,9 @@ from megatron.config.registries import (
     GLU_ACTIVATIONS,
     LAYER_ARRANGEMENTS,
     NORMALIZATIONS,
+    Choice,
     LayerArrangement,
 )
-from megatron.config.registry import Choice
 from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear

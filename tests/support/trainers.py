@@ -29,7 +29,7 @@ class Log:
         self.steps, self.records, self.lines = {}, [], []
 
     def log_step(self, record):
-        self.steps[record.iteration] = (float(record.loss), float(record.grad_norm), record.skipped)
+        self.steps[record.state.iteration] = (float(record.loss), float(record.grad_norm), record.skipped)
         self.records.append(record)
 
     def flush(self):

@@ -36,7 +36,7 @@ from megatron.checkpoint.formats.state import (
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.lineage.identity import LATEST_FILE
-from megatron.config.registry import Choice, Registry
+from megatron.config.registries import Choice, Registry
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader

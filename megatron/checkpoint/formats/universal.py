@@ -43,7 +43,7 @@ from megatron.checkpoint.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
 from megatron.config import Config
 from megatron.config.fields import option_name
-from megatron.config.model_fields import MEGATRON_MODEL_ARGS
+from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree
 from megatron.mpu.parameters import ParameterSpec

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.checkpoint.names import shown
 from megatron.config.config import Config
-from megatron.config.model_fields import MEGATRON_MODEL_ARGS
+from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
 from megatron.mpu.parameters import ParameterSpec
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.fields import changes_model, option_name
-from megatron.config.registry import Choice, Registry
+from megatron.config.registries import Choice, Registry
 from megatron.errors import UserError, one_line
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,3 +109,11 @@ class CheckpointConfig(Section):
         "of the same name is complete",
         used_with=("checkpoint.save",),
     )
+
+    @property
+    def saves_beside_load(self) -> bool:
+        """Whether --save is the folder of checkpoints that --load is, or that --load is one of."""
+        if self.load is None or self.save is None:
+            return False
+        load = os.path.realpath(self.load)
+        return os.path.realpath(self.save) in (load, os.path.dirname(load))

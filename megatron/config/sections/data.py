@@ -85,9 +85,7 @@ class DataConfig(Section):
     )
     eod_mask_loss: bool = flag(False, changes_model=True, help="mask the loss of end-of-document tokens")
     tokenizer_type: str | None = flag(
-        derived="inferred from the tokenizer files",
-        choices=TOKENIZERS,
-        help="type of the tokenizer",
+        derived="inferred from the tokenizer files", choices=TOKENIZERS, help="type of the tokenizer"
     )
     vocab_file: str | None = flag(
         None, metavar="FILE", help="vocabulary file of GPT2BPETokenizer (vocab.json)"

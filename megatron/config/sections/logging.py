@@ -25,9 +25,7 @@ class LoggingConfig(Section):
         used_with=("logging.tensorboard_dir",),
     )
     wandb_project: str | None = flag(
-        None,
-        metavar="NAME",
-        help="log to this Weights & Biases project (pip install wandb)",
+        None, metavar="NAME", help="log to this Weights & Biases project (pip install wandb)"
     )
     wandb_name: str | None = flag(
         None,
@@ -49,8 +47,7 @@ class LoggingConfig(Section):
         used_with=("logging.tensorboard_dir", "logging.wandb_project"),
     )
     log_bubble: bool = flag(
-        False,
-        help="with each log line, print the share of the step in which each pipeline rank is idle",
+        False, help="with each log line, print the share of the step in which each pipeline rank is idle"
     )
     log_path: str | None = flag(
         None, metavar="FILE", help="append the console output to this file, in addition to stdout"

@@ -18,12 +18,8 @@ from megatron.config.registries import (
 )
 from megatron.errors import ConfigError
 
-_WITH_MUP: dict[str, Any] = {
-    "group": "initialization",
-    "changes_layer_time": True,
-    "megatron_arg": False,
-    "used_with": ("model.mup",),
-}
+_OF_MUP: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
+_OF_ROPE_SCALING: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +40,23 @@ class ModelConfig(Section):
         megatron_arg=True,
     )
     hidden_size: int = flag(
-        help="hidden size of the transformer",
-        at_least=1,
-        at_most=2**20,
-        changes_layer_time=True,
-        megatron_arg=True,
+        help="hidden size of the transformer", at_least=1, at_most=2**20, megatron_arg=True
     )
     ffn_hidden_size: int = flag(
         derived="4 x hidden size",
         at_least=1,
         at_most=2**24,
         help="hidden size of the MLP; with --glu-activation the size of each half",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     num_attention_heads: int = flag(
-        help="number of attention heads",
-        at_least=1,
-        at_most=2**16,
-        changes_layer_time=True,
-        megatron_arg=True,
+        help="number of attention heads", at_least=1, at_most=2**16, megatron_arg=True
     )
     kv_channels: int = flag(
         derived="hidden size / heads",
         at_least=1,
         at_most=2**20,
         help="head dimension of the attention",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     group_query_attention: bool = flag(
@@ -78,7 +64,6 @@ class ModelConfig(Section):
         summary="grouped-query attention",
         help="grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each used "
         "by an equal number of query heads",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     num_query_groups: int = flag(
@@ -87,7 +72,6 @@ class ModelConfig(Section):
         at_most=2**16,
         summary="{} query groups",
         help="number of key and value heads with --group-query-attention (1: multi-query attention)",
-        changes_layer_time=True,
         megatron_arg=True,
         needs={"model.group_query_attention": "it enables the groups, add it or remove the former"},
     )
@@ -95,7 +79,6 @@ class ModelConfig(Section):
         False,
         summary="query and key norms",
         help="normalize queries and keys before they are rotated (arXiv:2302.05442)",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     qk_layernorm_scope: str = flag(
@@ -103,8 +86,6 @@ class ModelConfig(Section):
         choices=QK_NORMS,
         summary="over the {}",
         help="what --qk-layernorm normalizes together",
-        changes_layer_time=True,
-        megatron_arg=False,
         needs={"model.qk_layernorm": "it enables the norm, add it or remove the former"},
     )
     softmax_scale: float | None = flag(
@@ -113,7 +94,6 @@ class ModelConfig(Section):
         summary="softmax scale {}",
         help="multiplier of query x key (default: 1 / sqrt(head dimension); with --mup see --mup-attn-mult)",
         changes_layer_time=False,
-        megatron_arg=False,
     )
     window_size: int | None = flag(
         None,
@@ -122,8 +102,6 @@ class ModelConfig(Section):
         metavar="TOKENS",
         summary="window of {} tokens",
         help="sliding-window attention: each token attends to itself and to the TOKENS - 1 before it",
-        changes_layer_time=True,
-        megatron_arg=False,
     )
     seq_length: int = flag(
         changes_model=False,
@@ -131,7 +109,6 @@ class ModelConfig(Section):
         group="data and dataloader",
         at_least=1,
         at_most=2**24,
-        changes_layer_time=True,
         megatron_arg=True,
     )
     max_position_embeddings: int = flag(
@@ -143,11 +120,7 @@ class ModelConfig(Section):
         megatron_arg=True,
     )
     position_embedding_type: str = flag(
-        "absolute",
-        choices=POSITION_EMBEDDINGS,
-        help="type of the position embeddings",
-        changes_layer_time=True,
-        megatron_arg=True,
+        "absolute", choices=POSITION_EMBEDDINGS, help="type of the position embeddings", megatron_arg=True
     )
     rotary_base: float = flag(
         10000.0,
@@ -165,7 +138,6 @@ class ModelConfig(Section):
         group="rotary embeddings",
         summary="{:.0%} of each head rotated",
         help="rotate this part of each head's dimension, a number above 0 and at most 1",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     rotary_interleaved: bool = flag(
@@ -174,68 +146,53 @@ class ModelConfig(Section):
         summary="interleaved rotation",
         help="rotate pairs of neighbours (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, i + half "
         "the dimension)",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     rope_scaling_type: str | None = flag(
         None,
         choices=ROPE_SCALINGS,
-        group="rotary embeddings",
         summary="{} RoPE scaling",
         help="change the rotary frequencies for a longer context than a model was trained with",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     rope_scaling_factor: float = flag(
         8.0,
         at_least=1,
-        group="rotary embeddings",
         summary="scaling factor {:g}",
         help="how many times longer the context is, for --rope-scaling-type",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     rope_original_max_position_embeddings: int = flag(
         8192,
         at_least=1,
         at_most=2**24,
-        group="rotary embeddings",
         help="context that the model was trained with before the scaling",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     rope_low_freq_factor: float = flag(
         1.0,
         above=0,
-        group="rotary embeddings",
         help="frequencies with at most this number of rotations in the original context are divided by the "
         "factor",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     rope_high_freq_factor: float = flag(
         4.0,
         above=0,
-        group="rotary embeddings",
         help="frequencies with at least this number of rotations in the original context stay as they are",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     rope_beta_slow: float = flag(
         1.0,
         above=0,
-        group="rotary embeddings",
         help="number of rotations in the original context below which a frequency is divided by the factor",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     rope_beta_fast: float = flag(
         32.0,
         above=0,
-        group="rotary embeddings",
         help="number of rotations in the original context above which a frequency stays as it is",
-        changes_layer_time=False,
-        megatron_arg=False,
+        **_OF_ROPE_SCALING,
     )
     # Layer times depend on the padded size only, which layer_times.py records.
     vocab_size: int | None = flag(
@@ -245,7 +202,6 @@ class ModelConfig(Section):
         at_most=2**31 - 1,
         help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
         changes_layer_time=False,
-        megatron_arg=False,
     )
     make_vocab_size_divisible_by: int = flag(
         128,
@@ -264,45 +220,27 @@ class ModelConfig(Section):
         at_most=2**31 - 1,
         help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
         changes_layer_time=False,
-        megatron_arg=False,
     )
     layernorm_epsilon: float = flag(
-        1e-5,
-        above=0,
-        help="epsilon of the norms",
-        changes_layer_time=False,
-        megatron_arg=True,
+        1e-5, above=0, help="epsilon of the norms", changes_layer_time=False, megatron_arg=True
     )
     embed_layernorm: bool = flag(
-        False,
-        summary="embedding norm",
-        help="apply a norm to the word embeddings",
-        changes_layer_time=True,
-        megatron_arg=True,
+        False, summary="embedding norm", help="apply a norm to the word embeddings", megatron_arg=True
     )
     normalization: str = flag(
-        "LayerNorm",
-        choices=NORMALIZATIONS,
-        summary="{}",
-        help="type of all norms of the model",
-        changes_layer_time=True,
-        megatron_arg=False,
+        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms of the model"
     )
     layer_arrangement: str = flag(
         "pre-norm",
         choices=LAYER_ARRANGEMENTS,
         summary="{} layers",
         help="arrangement of norms, attention and MLP in a transformer layer",
-        changes_layer_time=True,
-        megatron_arg=False,
     )
     activation: str = flag(
         "gelu",
         choices=ACTIVATIONS,
         summary="{}",
         help="activation of the MLP",
-        changes_layer_time=True,
-        megatron_arg=False,
         unused_with=("model.glu_activation",),
     )
     glu_activation: str | None = flag(
@@ -310,21 +248,13 @@ class ModelConfig(Section):
         choices=GLU_ACTIVATIONS,
         summary="{}",
         help="use a gated MLP with this activation of the gate, instead of --activation",
-        changes_layer_time=True,
         megatron_arg=True,
     )
-    disable_bias_linear: bool = flag(
-        False,
-        summary="no biases",
-        help="linear layers without bias",
-        changes_layer_time=True,
-        megatron_arg=False,
-    )
+    disable_bias_linear: bool = flag(False, summary="no biases", help="linear layers without bias")
     add_qkv_bias: bool = flag(
         False,
         summary="QKV bias",
         help="with --disable-bias-linear, keep the bias of the query, key and value projection",
-        changes_layer_time=True,
         megatron_arg=True,
         used_with=("model.disable_bias_linear",),
     )
@@ -332,14 +262,12 @@ class ModelConfig(Section):
         False,
         summary="untied LM head",
         help="an LM head with its own weight, instead of the word embedding's",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False,
         summary="residual after norm",
         help="take the residual connection from the output of the norm instead of its input",
-        changes_layer_time=True,
         megatron_arg=True,
     )
     init_method_std: float = flag(
@@ -349,7 +277,6 @@ class ModelConfig(Section):
         group="initialization",
         help="standard deviation of the normal distribution that initializes the weights",
         changes_layer_time=False,
-        megatron_arg=False,
     )
     mup: bool = flag(
         False,
@@ -359,8 +286,6 @@ class ModelConfig(Section):
         "matrices of the transformer layers are initialized with --init-method-std / sqrt(W) and learn at "
         "lr / W; the logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult "
         "/ head dimension",
-        changes_layer_time=True,
-        megatron_arg=False,
         excludes={
             "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, set --mup-attn-mult or "
             "remove one of them",
@@ -372,26 +297,13 @@ class ModelConfig(Section):
         1,
         at_least=1,
         help="hidden size at which --mup changes neither the initialization nor the learning rates",
-        **_WITH_MUP,
+        **_OF_MUP,
     )
     mup_input_mult: float = flag(
-        1.0,
-        above=0,
-        help="multiplier of the embedding output with --mup",
-        **_WITH_MUP,
+        1.0, above=0, help="multiplier of the embedding output with --mup", **_OF_MUP
     )
-    mup_output_mult: float = flag(
-        1.0,
-        above=0,
-        help="multiplier of the logits with --mup",
-        **_WITH_MUP,
-    )
-    mup_attn_mult: float = flag(
-        1.0,
-        above=0,
-        help="multiplier of the attention scores with --mup",
-        **_WITH_MUP,
-    )
+    mup_output_mult: float = flag(1.0, above=0, help="multiplier of the logits with --mup", **_OF_MUP)
+    mup_attn_mult: float = flag(1.0, above=0, help="multiplier of the attention scores with --mup", **_OF_MUP)
     hidden_dropout: float = flag(
         0.1,
         changes_model=False,
@@ -399,8 +311,6 @@ class ModelConfig(Section):
         below=1,
         group="regularization",
         help="dropout probability of the embeddings and of the attention and MLP outputs",
-        changes_layer_time=True,
-        megatron_arg=False,
     )
     attention_dropout: float = flag(
         0.1,
@@ -411,8 +321,6 @@ class ModelConfig(Section):
         help="dropout probability of the attention weights. Above 0, memory grows with the square of the "
         "sequence length without the Triton kernels: on CPUs, and on GPUs before compute capability 8.0 "
         "(--recompute-granularity selective avoids that)",
-        changes_layer_time=True,
-        megatron_arg=False,
     )
 
     @property
@@ -420,12 +328,34 @@ class ModelConfig(Section):
         """Number of key heads and of value heads: that of the query heads, unless they share them."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
-    def heads_divide(self, tp_size: int) -> bool:
-        """Whether the attention heads divide among tensor-parallel ranks: whole groups, or a part of one."""
-        groups = self.query_groups
-        if self.num_attention_heads % tp_size or (groups % tp_size and tp_size % groups):
-            return False
-        return tp_size <= groups or 2 * self.kv_channels * groups % tp_size == 0
+    def heads_problem(self, tp_size: int) -> str | None:
+        """Why the attention heads do not divide among tensor-parallel ranks, into whole groups or parts of
+        one, and the remedy; None if they do."""
+        heads, groups = self.num_attention_heads, self.query_groups
+        rows = 2 * self.kv_channels * groups
+        if heads % tp_size:
+            return (
+                f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp_size}: "
+                "change one of them"
+            )
+        if heads % groups:
+            return (
+                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}, each group "
+                "has the same number of heads: change one of them"
+            )
+        if groups % tp_size and tp_size % groups:
+            return (
+                f"--num-query-groups {groups} with --tensor-model-parallel-size {tp_size}: expected one to "
+                "be a multiple of the other, so that a rank has whole groups or a part of one: change one of "
+                "them"
+            )
+        if tp_size > groups and rows % tp_size:
+            return (
+                f"--num-query-groups {groups} and a head dimension of {self.kv_channels} make {rows} rows of "
+                f"keys and values, which are not divisible by --tensor-model-parallel-size {tp_size}: "
+                "decrease the latter"
+            )
+        return None
 
     @property
     def attention_window(self) -> int | None:

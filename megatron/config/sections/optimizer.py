@@ -15,12 +15,7 @@ class OptimizerConfig(Section):
 
     group: ClassVar[str] = "regularization"
 
-    optimizer: str = flag(
-        "adam",
-        choices=OPTIMIZERS,
-        group="training",
-        help="optimizer",
-    )
+    optimizer: str = flag("adam", choices=OPTIMIZERS, group="training", help="optimizer")
     adam_beta1: float = flag(0.9, at_least=0, below=1, help="Adam's beta1, for the first moment")
     adam_beta2: float = flag(0.999, at_least=0, below=1, help="Adam's beta2, for the second moment")
     adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon, added to the root of the second moment")

@@ -109,9 +109,7 @@ class ParallelConfig(Section):
         },
     )
     distributed_backend: str | None = flag(
-        None,
-        choices=("nccl", "gloo"),
-        help="torch.distributed backend (default: nccl on GPUs, gloo on CPUs)",
+        None, choices=("nccl", "gloo"), help="torch.distributed backend (default: nccl on GPUs, gloo on CPUs)"
     )
     start_timeout: float = flag(
         600.0,
@@ -124,10 +122,7 @@ class ParallelConfig(Section):
         1, at_least=1, help="number of processes to plan for with --dry-run; set by the launcher in a run"
     )
     local_rank: int = flag(
-        0,
-        at_least=0,
-        aliases=("--local_rank",),
-        help="rank of this process on its node; set by the launcher",
+        0, at_least=0, aliases=("--local_rank",), help="rank of this process on its node; set by the launcher"
     )
 
     node_size: int | None = flag(

@@ -48,7 +48,7 @@ class PrecisionConfig(Section):
         help="keep the residual connections in fp32",
         excludes={
             "model.layer_arrangement=post-norm": "attention and MLP read the residual stream itself, in "
-            "the precision of the weights; remove one of the two",
+            "the precision of the weights; remove one of the two"
         },
     )
 

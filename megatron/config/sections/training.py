@@ -53,6 +53,7 @@ class TrainingConfig(Section):
         group="validation",
         help="tasks of EleutherAI's lm-evaluation-harness to run on the model during training (pip install "
         "lm_eval), each --eval-harness-interval iterations",
+        needs={"training.eval_harness_interval": "set the iterations between two runs"},
     )
     eval_harness_interval: int | None = flag(
         None,

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.cluster import processes
 from megatron.config import Config, ConfigError
-from megatron.config.vocab import padded_vocab_size
+from megatron.config.model import padded_vocab_size
 from megatron.engine.pipeline_engine import mixed_precision_optimizer, plain_optimizer
 from megatron.model.layer_context import LayerIO, split_layer_io
 from megatron.model.pipeline_module import GPTModelPipe

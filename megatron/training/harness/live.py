@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import Config
-from megatron.config.checks.harness import no_harness
+from megatron.config.validate import no_harness
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer
@@ -43,59 +43,56 @@ def load_tasks(config: Config) -> Tasks | None:
     )
 
 
-class LiveEvaluation:
-    """Runs the tasks on the weights of an engine, any number of times."""
+def run_tasks(
+    engine: GPTEngine,
+    tasks: Tasks | None,
+    stop_requested: Callable[[], bool],
+    heartbeat: Callable[[], None],
+    print_fn: Callable[[str], object],
+) -> Results | None:
+    """Runs the tasks on the weights of an engine. Returns the results on rank 0, {} on the others and if the
+    harness fails, which is printed; None if it was stopped. Collective.
 
-    def __init__(
-        self,
-        engine: GPTEngine,
-        tasks: Tasks | None,
-        stop_requested: Callable[[], bool],
-        heartbeat: Callable[[], None],
-    ) -> None:
-        """tasks: on rank 0. stop_requested, heartbeat: see `DistributedGPT`."""
-        self._engine, self._tasks = engine, tasks
-        self._compiles = engine.run_config.training.compile
-        size = engine.run_config.batch.micro_batch_size
+    tasks: on rank 0. stop_requested, heartbeat: see `DistributedGPT`.
+    """
 
-        def begin_micro_batch() -> None:
-            heartbeat()
-            engine.optimizer.unit_overlap.begin_micro_batch()
+    def begin_micro_batch() -> None:
+        heartbeat()
+        engine.optimizer.unit_overlap.begin_micro_batch()
 
-        self._model = DistributedGPT(
-            engine.module, engine.layout, engine.tp_group, size, stop_requested, begin_micro_batch
-        )
+    config = engine.run_config
+    size = config.batch.micro_batch_size
+    model = DistributedGPT(
+        engine.module, engine.layout, engine.tp_group, size, stop_requested, begin_micro_batch
+    )
+    engine.optimizer.wait_for_params()
+    engine.module.eval()
+    # With --compile each length of the texts would be compiled.
+    eager = torch.compiler.set_stance("force_eager") if config.training.compile else nullcontext()
+    try:
+        with eager, _random_state_kept():
+            if engine.global_rank:
+                model.serve()
+                return {}
+            assert tasks is not None, "rank 0 has loaded the tasks"
+            return _run_on_rank_0(model, tasks, print_fn)
+    except InferenceStopped:
+        return None
+    finally:
+        engine.module.train()
 
-    def run(self, print_fn: Callable[[str], object]) -> Results | None:
-        """The results on rank 0, {} on the others and if the harness fails, which is printed. None if it was
-        stopped. Collective."""
-        self._engine.optimizer.wait_for_params()
-        self._engine.module.eval()
-        # With --compile each length of the texts would be compiled.
-        eager = torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
-        try:
-            with eager, _random_state_kept():
-                if self._engine.global_rank:
-                    self._model.serve()
-                    return {}
-                return self._run_on_rank_0(print_fn)
-        except InferenceStopped:
-            return None
-        finally:
-            self._engine.module.train()
 
-    def _run_on_rank_0(self, print_fn: Callable[[str], object]) -> Results:
-        assert self._tasks is not None, "rank 0 has loaded the tasks"
-        results: Results = {}
-        try:
-            results = self._tasks.run(self._model, self._model.batch_size)
-        # A metric of a task may fail in any way. It must not end a training run.
-        except Exception as error:
-            if self._model.is_responding:
-                raise  # a collective, which fails on the other ranks too, or the request to stop
-            print_fn(f"WARNING: --eval-harness-tasks failed ({type(error).__name__}: {error})")
-        self._model.stop()
-        return results
+def _run_on_rank_0(model: DistributedGPT, tasks: Tasks, print_fn: Callable[[str], object]) -> Results:
+    results: Results = {}
+    try:
+        results = tasks.run(model, model.batch_size)
+    # A metric of a task may fail in any way. It must not end a training run.
+    except Exception as error:
+        if model.is_responding:
+            raise  # a collective, which fails on the other ranks too, or the request to stop
+        print_fn(f"WARNING: --eval-harness-tasks failed ({type(error).__name__}: {error})")
+    model.stop()
+    return results
 
 
 @contextmanager

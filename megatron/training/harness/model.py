@@ -23,7 +23,7 @@ from megatron.tokenizer import Tokenizer
 # Task -> metric -> value.
 Results = dict[str, dict[str, float]]
 # Tasks of this package.
-OWN_TASKS = Path(__file__).parent / "tasks"
+OWN_TASKS = Path(__file__).parent
 # For standard errors of metrics that are not means.
 _BOOTSTRAP_DRAWS = 1000
 # Of tasks that generate and do not say how much.

@@ -190,7 +190,7 @@ def test_a_family_says_something_about_every_field_with_a_derived_default(name):
 class LaterModelConfig(ModelConfig):
     """With a field that no family has."""
 
-    new_variant: bool = flag(False, help="a new variant", changes_layer_time=True, megatron_arg=False)
+    new_variant: bool = flag(False, help="a new variant")
 
 
 @pytest.mark.parametrize("row, model, title", [(BLOOM, NORM, "BLOOM"), (GPT2, {}, "GPT-2")])

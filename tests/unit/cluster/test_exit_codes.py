@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.cluster.exit_codes import OutOfMemory, RunStopped, SharedUserError, exit_code, exit_on_error
+from megatron.cluster.exit_codes import RankStopped, RunStopped, SharedUserError, exit_code, exit_on_error
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_reports
 from megatron.errors import UserError
@@ -21,7 +21,7 @@ def end(error: BaseException, report: RankReport | None = None, **options) -> in
     [
         (UserError("--lr is 0"), 2, "error: --lr is 0\n"),
         (RunStopped("iteration 3: no"), 1, "error: iteration 3: no\n"),
-        (OutOfMemory("out of memory"), 2, "error: out of memory\n"),
+        (RankStopped("out of memory"), 2, "error: out of memory\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
     ids=str,
@@ -67,7 +67,7 @@ def test_with_reports_errors_are_written_there_and_not_printed(capsys, tmp_path)
         (SharedUserError("x"), {}, True),
         (RunStopped("x"), {}, True),
         (RunStopped("x", on_all_ranks=False), {}, False),
-        (OutOfMemory("x"), {}, False),
+        (RankStopped("x"), {}, False),
     ],
     ids=repr,
 )

@@ -16,7 +16,6 @@ from megatron.cluster.launch import (
 from megatron.cluster.rank_reports import RankReport
 from megatron.errors import UserError
 
-BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 # The environment of the last of 4 tasks of srun on 2 nodes, in job 31234.
 TASK = {
     "SLURM_JOB_ID": "31234",
@@ -39,6 +38,8 @@ LAUNCHED = {
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "6000",
 }
+# What torch needs of TASK, beside the address.
+TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 # srun with one launcher per node.
 LAUNCHERS_TASK = {**TASK, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 
@@ -47,27 +48,18 @@ def variables(env: dict[str, str]) -> dict[str, str]:
     return torch_variables(env, address_of=lambda node: f"address of {node}")
 
 
-def test_task_of_plain_srun_gets_torch_variables() -> None:
-    assert variables(TASK) == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "address of n1",
-        "MASTER_PORT": "21234",
-    }
-
-
-def test_srun_with_mpi_variables_uses_those_of_slurm() -> None:
-    assert variables({**TASK, "PMI_SIZE": "4", "PMI_RANK": "3"}) == variables(TASK)
-
-
-def test_given_master_address_and_port_are_kept() -> None:
-    found = variables({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
-    assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-
-
-def test_master_is_a_node_of_the_step() -> None:
-    assert variables({**TASK, "SLURM_STEP_NODELIST": "n2"})["MASTER_ADDR"] == "address of n2"
+@pytest.mark.parametrize(
+    ("more", "master"),
+    [
+        ({}, {"MASTER_ADDR": "address of n1", "MASTER_PORT": "21234"}),
+        # srun sets MPI's variables, too.
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, {"MASTER_ADDR": "address of n1", "MASTER_PORT": "21234"}),
+        ({"SLURM_STEP_NODELIST": "n2"}, {"MASTER_ADDR": "address of n2", "MASTER_PORT": "21234"}),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, {}),
+    ],
+)
+def test_task_of_plain_srun_gets_torch_variables(more: dict[str, str], master: dict[str, str]) -> None:
+    assert variables({**TASK, **more}) == {**TORCH, **master}
 
 
 @pytest.mark.parametrize(
@@ -209,18 +201,14 @@ def test_rank_of() -> None:
     ("env", "expected"),
     [
         ({"RANK": "", "WORLD_SIZE": "", "MASTER_PORT": ""}, {}),
-        ({**TASK, "RANK": "", "MASTER_ADDR": "n1"}, {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"}),
+        (
+            {**TASK, "RANK": "", "MASTER_ADDR": "n1"},
+            {**TASK, **TORCH, "MASTER_ADDR": "n1", "MASTER_PORT": "21234"},
+        ),
     ],
     ids=["single process", "task of srun"],
 )
-def test_empty_variables_count_as_unset(env: dict[str, str], expected: dict[str, str]) -> None:
+def test_empty_variables_count_as_unset_and_are_set(env: dict[str, str], expected: dict[str, str]) -> None:
     env = dict(env)
     init_from_slurm_env(env)
-    found = {name: env[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name in env}
-    assert found == expected and (expected or env == {})
-
-
-def test_init_from_slurm_env_sets_the_variables() -> None:
-    env = {**TASK, "MASTER_ADDR": "n1"}
-    init_from_slurm_env(env)
-    assert env["RANK"] == "3" and env["WORLD_SIZE"] == "4" and env["MASTER_PORT"] == "21234"
+    assert env == expected

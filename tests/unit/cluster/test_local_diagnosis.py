@@ -68,7 +68,7 @@ def environment(folder: Path, world_size: int = 2, **more: str) -> dict[str, str
     return {**env, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "WORLD_SIZE": str(world_size), **more}
 
 
-Start = Callable[[int], subprocess.Popen[str]]
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -76,10 +76,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a rank without a launcher."""
     processes = []
 
-    def start_rank(rank: int) -> subprocess.Popen[str]:
+    def start_rank(rank: int, *wrapper: str) -> subprocess.Popen[str]:
         pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
         env = environment(tmp_path, RANK=str(rank))
-        process = subprocess.Popen([sys.executable, "-c", RANK], env=env, text=True, **pipes)
+        process = subprocess.Popen([*wrapper, sys.executable, "-c", RANK], env=env, text=True, **pipes)
         processes.append(process)
         assert process.stdout is not None and process.stdout.readline().startswith("ready")
         return process
@@ -102,16 +102,9 @@ def test_without_a_launcher_one_rank_prints_the_first_cause_and_removes_the_repo
     assert not list(tmp_path.glob("megatron-*/*"))
 
 
-def test_ranks_with_a_wrapper_each_have_a_common_diagnosis(tmp_path: Path) -> None:
+def test_ranks_with_a_wrapper_each_have_a_common_diagnosis(start: Start) -> None:
     """`RANK=0 timeout 100 python ...`: the parents differ."""
-    processes = []
-    for rank in (0, 1):
-        pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-        command = ["timeout", "100", sys.executable, "-c", RANK]
-        process = subprocess.Popen(command, env=environment(tmp_path, RANK=str(rank)), text=True, **pipes)
-        assert process.stdout.readline().startswith("ready")
-        processes.append(process)
-    killed, other = processes
+    killed, other = start(0, "timeout", "100"), start(1, "timeout", "100")
     killed.communicate("kill\n", timeout=HANG_TIMEOUT_S)
     _, stderr = other.communicate("lost\n", timeout=HANG_TIMEOUT_S)
     (line,) = stderr.splitlines()
@@ -225,21 +218,15 @@ def test_error_of_all_ranks_is_printed_without_a_report_of_rank_0(processes, tmp
     assert capsys.readouterr().err == "error: --lr is 0\n"
 
 
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
+
+
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        (
-            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"},
-            True,
-        ),
-        (
-            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0"},
-            True,
-        ),
-        (
-            {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
-            False,
-        ),
+        ({**LAUNCHED, "WORLD_SIZE": "4", "GROUP_RANK": "0"}, True),
+        ({**LAUNCHED, "WORLD_SIZE": "8", "GROUP_RANK": "0"}, True),
+        ({**LAUNCHED, "WORLD_SIZE": "8", "GROUP_RANK": "1"}, False),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "1"}, False),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "0"}, True),
         ({"RANK": "1", "WORLD_SIZE": "8"}, True),

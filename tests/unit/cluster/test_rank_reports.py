@@ -1,14 +1,21 @@
-"""Rank reports."""
+"""Rank reports. A later start deletes those of starts whose processes were all killed, and no others."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from megatron.cluster import rank_reports
 from megatron.cluster.exit_status import ExitStatus
+from megatron.cluster.node_processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
 
 
@@ -55,3 +62,82 @@ def test_unwritable_report_does_not_fail_the_run(tmp_path: Path, monkeypatch: py
 def test_without_a_folder_nothing_is_written() -> None:
     report = RankReport(None, "0")
     assert not report.end(ExitStatus.FAILED) and not report.is_enabled and not report.stop_requested()
+
+
+# A launcher whose child, a rank, writes its report and waits. The parent's id is in the folder's name.
+RANK = """
+import sys
+from megatron.cluster.rank_reports import RankReport
+print(RankReport.from_environment().folder, flush=True)
+sys.stdin.read()
+"""
+LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+VARIABLES = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ("RANK_REPORTS", "SLURM", "TORCHELASTIC")
+    return (
+        {k: v for k, v in os.environ.items() if not k.startswith(names)}
+        | VARIABLES
+        | {"TMPDIR": str(tmp_path)}
+    )
+
+
+def start(env: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
+    """A launcher in its own session, and the folder of its rank."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK],
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def kill(process: subprocess.Popen[str], folder: Path) -> None:
+    """SIGKILL for the launcher and its rank, as a kernel or a scheduler sends it."""
+    (report,) = read_reports(folder)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    while is_running(report["pid"]):
+        time.sleep(0.01)
+
+
+def age(folder: Path) -> None:
+    before = time.time() - 2 * rank_reports._DEAD_AFTER_S
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (before, before))
+
+
+def test_only_folders_of_dead_starts_are_deleted(env: dict[str, str], tmp_path: Path) -> None:
+    (dead, dead_folder), (recent, recent_folder), (living, living_folder) = (start(env) for _ in range(3))
+    assert len({dead_folder, recent_folder, living_folder}) == 3
+    kill(dead, dead_folder)
+    kill(recent, recent_folder)
+    elsewhere = dead_folder.with_name(dead_folder.name.rpartition("@")[0] + "@another-node")
+    elsewhere.mkdir()
+    for folder in (dead_folder, living_folder, elsewhere):
+        age(folder)
+    own = RankReport.from_environment(env).folder
+    assert own is not None
+    assert {path for path in own.parent.iterdir()} == {recent_folder, living_folder, elsewhere, own}
+    kill(living, living_folder)
+    age(living_folder)
+    RankReport.from_environment(env | {"MASTER_PORT": "29501"})
+    assert not living_folder.exists() and recent_folder.exists() and own.exists()
+
+
+def test_a_rank_that_has_survived_its_launcher_keeps_its_folder(env: dict[str, str]) -> None:
+    launcher, folder = start(env)
+    launcher.kill()
+    launcher.wait()
+    age(folder)
+    RankReport.from_environment(env)
+    assert folder.exists()
+    kill(launcher, folder)

@@ -26,11 +26,7 @@ from tests.support import HANG_TIMEOUT_S
 def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:
     return Config(
         model=ModelConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            seq_length=32,
-            max_position_embeddings=32,
+            num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, max_position_embeddings=32
         ),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=4),
         schedule=ScheduleConfig(lr=lr),
@@ -44,6 +40,10 @@ def port() -> Iterator[int]:
     """The port of a store that a launcher has started."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
+
+
+def address_of(rank: int, world_size: int, port: int, hosts_store: bool = False) -> Address:
+    return Address(rank, world_size, "127.0.0.1", port, hosts_store, True)
 
 
 def outcomes(
@@ -60,11 +60,8 @@ def outcomes(
     def rank(index: int) -> Exception | str:
         number = given[index]
         try:
-            store = connect_processes(
-                Address(number, world_size, "127.0.0.1", port, False, True),
-                configs[index],
-                devices[index] if devices else "",
-            )
+            device = devices[index] if devices else ""
+            store = connect_processes(address_of(number, world_size, port), configs[index], device)
             if number == 0:
                 store.set("greeting", "hello")
             return store.get("greeting").decode()
@@ -87,14 +84,10 @@ def test_two_ranks_with_one_device_are_an_error_on_every_rank(port: int) -> None
     )
 
 
-def test_ranks_with_own_devices_connect(port: int) -> None:
-    assert outcomes(port, [config()] * 2, 2, devices=["n1 a", "n1 b"]) == ["hello"] * 2
-
-
-def test_local_rank_may_differ(port: int) -> None:
+def test_devices_and_local_ranks_may_differ(port: int) -> None:
     first = config()
     other = dataclasses.replace(first, parallel=dataclasses.replace(first.parallel, local_rank=1))
-    assert outcomes(port, [first, other], 2) == ["hello"] * 2
+    assert outcomes(port, [first, other], 2, devices=["n1 a", "n1 b"]) == ["hello"] * 2
 
 
 def test_different_flags_are_named_on_every_rank(port: int) -> None:
@@ -190,7 +183,7 @@ def unused_port() -> socket.socket:
 
 def test_rank_that_cannot_connect_names_the_address() -> None:
     with unused_port() as taken:
-        address = Address(1, 2, "127.0.0.1", taken.getsockname()[1], False, True)
+        address = address_of(1, 2, taken.getsockname()[1])
         with pytest.raises(RunStopped, match=f"rank 1 could not connect to {address}.*has not failed"):
             connect_processes(address, config(timeout=0.2))
 
@@ -201,7 +194,7 @@ def test_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"MASTER_PORT {port} cannot be used"):
-            connect_processes(Address(0, 2, "127.0.0.1", port, True, True), config())
+            connect_processes(address_of(0, 2, port, hosts_store=True), config())
 
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
@@ -218,7 +211,7 @@ def test_another_program_at_the_port_is_named_by_each_rank(answer: bytes, monkey
                     connections[-1].sendall(answer)
 
         thread.submit(serve)
-        address = Address(3, 4, "127.0.0.1", program.getsockname()[1], False, True)
+        address = address_of(3, 4, program.getsockname()[1])
         with pytest.raises(UserError, match=f"rank 3: {address} is open, but it is not the store"):
             connect_processes(address, config())
         program.shutdown(socket.SHUT_RDWR)
@@ -286,7 +279,7 @@ class CountingStore(dist.Store):
 def test_the_missing_ranks_of_a_large_run_take_few_questions(port: int) -> None:
     store = CountingStore(dist.TCPStore("127.0.0.1", port, is_master=False))
     rendezvous.mark_preparing(store, 7)
-    address = Address(0, 10_000, "127.0.0.1", port, False, True)
+    address = address_of(0, 10_000, port)
     with pytest.raises(RunStopped, match=r"9999 of 10000 .*rank 1, 2, .*, \.\.\.; preparing: rank 7"):
         store.append("connected ranks", "0 ")
         store.add("connected", 1)
@@ -299,12 +292,8 @@ def test_the_missing_ranks_of_a_large_run_take_few_questions(port: int) -> None:
 )
 def test_hostile_values_of_the_store_are_one_printable_line(port: int, settings: bytes) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    for name, value in {
-        "digest 0": b"a",
-        "digest 1": b"b",
-        "settings 0": b"{}",
-        "settings 1": settings,
-    }.items():
+    values = {"digest 0": b"a", "digest 1": b"b", "settings 0": b"{}", "settings 1": settings}
+    for name, value in values.items():
         store.set(name, value)
     store.set("node 1", b"n1\x1b]0;title\x07\nerror: all is lost\xff")
     sentence = rendezvous._difference(store, 2)
@@ -312,7 +301,7 @@ def test_hostile_values_of_the_store_are_one_printable_line(port: int, settings:
 
 
 def test_processes_of_two_launches_at_one_port_do_not_meet(port: int, monkeypatch) -> None:
-    address = Address(0, 2, "127.0.0.1", port, False, True)
+    address = address_of(0, 2, port)
     stores = []
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for launch in ("17", "18"):

@@ -17,7 +17,7 @@ from megatron.config.sections.training import EXIT_SIGNALS
 def conditions(started_at=None, folder=None, **training):
     report = RankReport(folder, "0")
     report.started_at = started_at or report.started_at
-    return ExitConditions.from_config(TrainingConfig(train_iters=100, **training), report)
+    return ExitConditions(TrainingConfig(train_iters=100, **training), report)
 
 
 @pytest.fixture
@@ -28,16 +28,17 @@ def world_of_one():
 
 
 def test_no_condition_gives_no_reason():
+    assert all_reduce_max(2) == 2  # without a process group
     assert conditions().reason(10) is None
     assert conditions().request(0) is None
-    reason = conditions(exit_interval=5).reason(10)
-    assert "iteration 10" in reason.sentence and reason.status is ExitStatus.FINISHED
 
 
 def test_interval_counts_from_iteration_0():
     ends = conditions(exit_interval=5)
     assert [n for n in range(1, 12) if ends.reason(n)] == [5, 10]
     assert ends.request(5) is None
+    reason = ends.reason(10)
+    assert "iteration 10" in reason.sentence and reason.status is ExitStatus.FINISHED
 
 
 def test_duration_includes_the_start():
@@ -51,15 +52,10 @@ def test_duration_includes_the_start():
 def test_kill_switch_stops_a_run_before_and_during_training(tmp_path):
     switch = tmp_path / "stop"
     ends = conditions(kill_switch_path=str(switch), exit_interval=3)
-    assert ends.reason(1) is None and ends.request(0) is None
+    assert ends.reason(1) is None and ends.request(0) is None and "iteration 3" in ends.reason(3).sentence
     switch.touch()
     expected = ExitReason(f"exiting program: kill switch {switch} exists", ExitStatus.FINISHED)
     assert ends.reason(2) == ends.request(0) == ends.reason(3) == expected
-
-
-def test_interval_works_beside_a_kill_switch(tmp_path):
-    ends = conditions(kill_switch_path=str(tmp_path / "none"), exit_interval=3)
-    assert "iteration 3" in ends.reason(3).sentence
 
 
 def test_reason_is_reduced_through_the_process_group(world_of_one, tmp_path):
@@ -82,10 +78,6 @@ def test_other_ranks_read_neither_files_nor_clock(monkeypatch, tmp_path):
     assert "minutes" in ends.reason(1).sentence
 
 
-def test_all_reduce_without_process_group_returns_its_argument():
-    assert all_reduce_max(2) == 2
-
-
 @pytest.fixture
 def restored_handlers():
     before = {number: signal.getsignal(number) for number in map(signal.Signals.__getitem__, EXIT_SIGNALS)}
@@ -94,12 +86,13 @@ def restored_handlers():
         signal.signal(number, handler)
 
 
-def test_signal_is_a_reason_after_install_handlers(restored_handlers):
-    ends = conditions(exit_interval=3)
+@pytest.mark.parametrize("name", ["SIGUSR2", "SIGINT"])
+def test_exit_signal_is_a_reason_after_install_handlers(name, restored_handlers):
+    ends = conditions(exit_interval=3, exit_signal=(name,))
     ends.install_handlers()
     assert ends.reason(1) is None
-    os.kill(os.getpid(), signal.SIGUSR2)
-    expected = ExitReason("exiting program at iteration 3: SIGUSR2 (--exit-signal)", ExitStatus.REQUEUE)
+    os.kill(os.getpid(), signal.Signals[name])
+    expected = ExitReason(f"exiting program at iteration 3: {name} (--exit-signal)", ExitStatus.REQUEUE)
     assert ends.reason(3) == expected
 
 
@@ -125,13 +118,6 @@ def test_a_code_that_the_step_has_exchanged_is_not_exchanged_again(monkeypatch):
     assert ends.reason(2, largest_code=0) is None
     assert "--exit-interval 3" in ends.reason(3, largest_code=0).sentence
     assert "SIGTERM" in ends.reason(3, largest_code=100 + signal.SIGTERM).sentence
-
-
-def test_ctrl_c_requeues_if_it_is_an_exit_signal(restored_handlers):
-    ends = conditions(exit_signal=("int",))
-    ends.install_handlers()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert ends.reason(3).status is ExitStatus.REQUEUE
 
 
 def test_signal_of_another_rank_is_a_reason(monkeypatch):

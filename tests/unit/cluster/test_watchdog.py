@@ -1,4 +1,4 @@
-"""The watchdog thread, in separate processes."""
+"""The watchdog thread in separate processes, and its time limits on a simulated clock."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport, read_reports
+from megatron.cluster.watchdog import HangDetector, Phase
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
@@ -105,16 +106,24 @@ def test_heartbeats_keep_a_process_alive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("watch", "code", "end"), [("", 143, "signalled"), (WATCH, 124, "hang")], ids=["start", "step"]
+    ("name", "watch", "code", "end"),
+    [
+        ("SIGTERM", WATCH, 124, "hang"),
+        *[
+            (name, "", 128 + signal.Signals[name], "signalled")
+            for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+        ],
+    ],
 )
-def test_sigterm_is_recorded_while_the_main_thread_is_in_native_code(
-    watch: str, code: int, end: str, tmp_path: Path
+def test_signal_is_recorded_while_the_main_thread_is_in_native_code(
+    name: str, watch: str, code: int, end: str, tmp_path: Path
 ) -> None:
+    """In a step, and before the first one."""
     process = start(PROGRAM.format(watch), reports=tmp_path)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.Signals[name])
     assert process.wait(HANG_TIMEOUT_S) == code
     (report,) = read_reports(tmp_path)
-    assert (report["signal"], report["end"]) == ("SIGTERM", end)
+    assert (report["signal"], report["end"]) == (name, end)
 
 
 def test_sigterm_ends_a_process_that_waits_for_a_failed_rank(tmp_path: Path) -> None:
@@ -144,18 +153,137 @@ def test_sigterm_without_reports_is_printed() -> None:
     assert (process.returncode, stderr) == (143, "error: ended by SIGTERM\n")
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"])
-def test_other_signals_before_the_first_step_are_recorded(name: str, tmp_path: Path) -> None:
-    process = start(PROGRAM.format(""), reports=tmp_path)
-    process.send_signal(signal.Signals[name])
-    assert process.wait(HANG_TIMEOUT_S) == 128 + signal.Signals[name]
-    (report,) = read_reports(tmp_path)
-    assert (report["signal"], report["end"]) == (name, "signalled")
-
-
 def test_signal_that_nohup_ignores_does_not_end_the_process(tmp_path: Path) -> None:
     program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + PROGRAM.format("")
     process = start(program, "heartbeats", reports=tmp_path)
     process.send_signal(signal.SIGHUP)
     assert process.wait(HANG_TIMEOUT_S) == 0
     assert "signal" not in read_reports(tmp_path)[0]
+
+
+TIMEOUT_S = 540.0
+
+
+class Process:
+    """A main thread and a watchdog that ticks every second of a simulated clock."""
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self.detector, self.now, self.io_bytes = HangDetector(timeout_s), 0.0, 0
+
+    def hangs_within(self, seconds: float, *, heartbeat_every: float = 0.0, bytes_per_s: int = 0) -> bool:
+        """Whether the watchdog finds a hang in the next seconds."""
+        end, next_heartbeat = self.now + seconds, self.now + heartbeat_every
+        while self.now < end:
+            self.now += 1.0
+            self.io_bytes += bytes_per_s
+            if heartbeat_every and self.now >= next_heartbeat:
+                self.detector.heartbeat()
+                next_heartbeat += heartbeat_every
+            if self.detector.tick(self.now, self.io_bytes):
+                return True
+        return False
+
+    def hangs_in(self, phase: Phase, seconds: float, **progress: float) -> bool:
+        self.detector.enter(phase, self.now)
+        hangs = self.hangs_within(seconds, **progress)
+        self.detector.leave(self.now)
+        return hangs
+
+
+def test_step_without_progress_hangs_after_the_timeout() -> None:
+    assert not Process().hangs_in(Phase.STEP, TIMEOUT_S - 5)
+    assert Process().hangs_in(Phase.STEP, TIMEOUT_S + 5)
+
+
+@pytest.mark.parametrize("phase", [Phase.STEP, Phase.EVALUATION])
+def test_a_cold_compilation_is_not_a_hang(phase: Phase) -> None:
+    process = Process()
+    process.detector = HangDetector(TIMEOUT_S, compiles=True)
+    assert not process.hangs_in(phase, 10 * TIMEOUT_S - 5)
+    process.detector = HangDetector(TIMEOUT_S, compiles=True)
+    assert process.hangs_in(phase, 10 * TIMEOUT_S + 5)
+    process.detector = HangDetector(TIMEOUT_S, compiles=True)
+    assert not process.hangs_in(phase, 1) and process.hangs_in(phase, TIMEOUT_S + 5)
+
+
+def test_long_steps_with_micro_batches_do_not_hang() -> None:
+    """BigScience measured 586 to 706 s per step for 104B parameters on 32 nodes."""
+    process = Process()
+    for seconds in (706, 586, 650) * 3:
+        assert not process.hangs_in(Phase.STEP, seconds, heartbeat_every=8)
+
+
+def test_limit_of_a_step_grows_with_the_median_step() -> None:
+    process = Process()
+    for _ in range(3):
+        process.hangs_in(Phase.STEP, 700, heartbeat_every=8)
+    assert not process.hangs_in(Phase.STEP, 2000)
+    assert process.hangs_in(Phase.STEP, 2200)
+
+
+def test_one_long_step_does_not_change_the_limit() -> None:
+    process = Process()
+    for seconds in (20, 20, 500, 20, 20):
+        process.hangs_in(Phase.STEP, seconds)
+    assert process.hangs_in(Phase.STEP, TIMEOUT_S + 5)
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_s"),
+    [
+        (Phase.START, 5400.0),
+        (Phase.PREFLIGHT, 540.0),
+        (Phase.LOAD, 2160.0),
+        (Phase.STEP, 540.0),
+        (Phase.EVALUATION, 540.0),
+        (Phase.SAVE, 2160.0),
+    ],
+)
+def test_each_phase_has_its_limit(phase: Phase, limit_s: float) -> None:
+    process = Process()
+    process.detector.enter(phase, 0.0)
+    assert process.detector.limit_s() == limit_s and process.detector.phase is phase
+    process.detector.leave(0.0)
+    assert process.detector.phase is Phase.START
+
+
+def test_slow_saves_raise_the_limit_of_saves_only() -> None:
+    process = Process()
+    for _ in range(3):
+        process.hangs_in(Phase.SAVE, 1800)
+    assert not process.hangs_in(Phase.SAVE, 5000)
+    assert process.hangs_in(Phase.STEP, TIMEOUT_S + 5)
+
+
+def test_bytes_are_progress_while_saving_but_not_in_a_step() -> None:
+    assert not Process().hangs_in(Phase.SAVE, 20_000, bytes_per_s=10_000)
+    assert Process().hangs_in(Phase.SAVE, 20_000, bytes_per_s=100)  # the watchdog's own reads
+    assert Process().hangs_in(Phase.STEP, 20_000, bytes_per_s=10_000_000)
+
+
+def test_first_evaluation_is_compared_with_steps() -> None:
+    process = Process()
+    for _ in range(3):
+        process.hangs_in(Phase.STEP, 700, heartbeat_every=8)
+    assert not process.hangs_in(Phase.EVALUATION, 2000)
+
+
+def test_save_inside_a_step_has_its_own_limit_and_the_step_continues_afterwards() -> None:
+    process = Process()
+    process.detector.enter(Phase.STEP, process.now)
+    assert not process.hangs_in(Phase.SAVE, 2000)
+    assert not process.hangs_within(TIMEOUT_S - 5)
+    assert process.hangs_within(10)
+
+
+def test_time_in_which_the_process_is_stopped_does_not_count() -> None:
+    process = Process()
+    process.detector.enter(Phase.STEP, process.now)
+    assert not process.hangs_within(500)
+    process.now += 100_000.0
+    assert not process.hangs_within(30)
+    assert process.hangs_within(20)
+
+
+def test_without_a_timeout_nothing_hangs() -> None:
+    assert not Process(0.0).hangs_in(Phase.STEP, 100_000)

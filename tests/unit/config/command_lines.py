@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 # A run that passes all checks with --dry-run, on one process.
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-samples 800 --dry-run"
 ).split()
+
+RUN = [word for word in SMALL if word != "--dry-run"]
+WITHOUT_LENGTH = [word for word in SMALL if word not in ("--train-samples", "800")]
 
 # 176 B parameters on 384 GPUs, from Slurm: the quotes of the partition method arrive as part of its value.
 BLOOM = [
@@ -52,24 +57,9 @@ GPT_104B = [
     "--deepspeed-activation-checkpointing",
 ]
 
-# Every flag that the 65 published scripts of BigScience (tr1 to tr14) pass to pretrain_gpt.py.
-PUBLISHED_FLAGS = (
-    "--tensor-model-parallel-size --pipeline-model-parallel-size --num-layers --hidden-size "
-    "--num-attention-heads --seq-length --micro-batch-size --global-batch-size --train-samples "
-    "--optimizer --adam-beta1 --adam-beta2 --adam-eps --lr --min-lr --lr-decay-style --lr-warmup-samples "
-    "--clip-grad --weight-decay --exit-duration-in-mins --log-interval --save-interval --eval-interval "
-    "--eval-iters --tensorboard-dir --tensorboard-queue-size --log-timers-to-tensorboard "
-    "--log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --save --split --data-impl "
-    "--distributed-backend --deepspeed --deepspeed_config --zero-stage --load --fp16 "
-    "--deepspeed-activation-checkpointing --max-position-embeddings --lr-decay-samples "
-    "--checkpoint-activations --rampup-batch-size --loss-scale --data-path --ffn-hidden-size --vocab-file "
-    "--merge-file --tokenizer-type --tokenizer-name-or-path --seed --position-embedding-type "
-    "--init-method-std --embed-layernorm --pp-partition-method --pad-vocab-size-to "
-    "--abort-on-unmet-fused-kernel-constraints --train-weighted-split-paths-path "
-    "--valid-weighted-split-paths-path --train-weighted-split-paths --valid-weighted-split-paths "
-    "--test-weighted-split-paths --mup --mup-input-mult --mup-output-mult --mup-attn-mult "
-    "--no-bias-gelu-fusion --glu-activation --log-level --log-level-replica --codecarbon-dir "
-    "--use-bnb-optimizer --train-tokens --lr-decay-tokens --kill-switch-path --bf16 "
-    "--skip-train-iteration-range --sync-tp-duplicated-parameters --num-workers --valid-num-workers "
-    "--no-train --no-query-key-layer-scaling --hidden-dropout --attention-dropout"
-).split()
+
+def rows(text: str) -> list[tuple[str, list[str]]]:
+    """(flags, parts of the answer) of each row 'FLAGS => PART; PART', continued in indented lines."""
+    joined = re.sub(r"\n +", " ", text.strip()).splitlines()
+    pairs = [(words.strip(), parts.strip()) for words, _, parts in (row.partition("=>") for row in joined)]
+    return [(words, re.split(" *; *", parts) if parts else []) for words, parts in pairs]

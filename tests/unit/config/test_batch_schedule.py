@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import BatchConfig, BatchSchedule, ConfigError, TrainingConfig
+from megatron.config import BatchSchedule, ConfigError, TrainingConfig
 
 BLOOM = BatchSchedule(2048, (192, 16, 9_765_625))
 
@@ -100,12 +100,3 @@ def test_tokens_end_a_run_where_that_comes_earlier() -> None:
 def test_a_run_without_a_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="--train-samples or --train-iters"):
         BatchSchedule(8).total_iterations(TrainingConfig(), seq_length=10)
-
-
-@pytest.mark.parametrize(("start", "increment"), [(10, 1), (8, 1), (2, 4)])
-def test_a_ramp_up_that_misses_the_global_batch_is_refused(start: int, increment: int) -> None:
-    batch = BatchConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(start, increment, 100))
-    with pytest.raises(ConfigError) as caught:
-        BatchSchedule.from_config(batch)
-    assert f"--rampup-batch-size {start} {increment} 100" in str(caught.value)
-    assert "--global-batch-size 8" in str(caught.value)

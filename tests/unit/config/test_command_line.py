@@ -15,7 +15,7 @@ from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
 from megatron.config.fields import flag_of, option_name
-from tests.unit.config.command_lines import BLOOM, GPT_104B, PUBLISHED_FLAGS, SMALL
+from tests.unit.config.command_lines import BLOOM, GPT_104B, RUN, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
 SETTINGS = [
@@ -111,6 +111,10 @@ SETTINGS = [
     ("--num-workers 2", "data.valid_num_workers", 2),
     ("--num-workers 2 --valid-num-workers 0", "data.valid_num_workers", 0),
     ("--no-train", "training.no_train", True),
+    ("--no-train 1", "training.no_train", True),
+    ("--eval-only 1", "training.no_train", True),
+    ("--fp16 --loss-scale 0", "precision.loss_scale", None),
+    ("--load x --allow-drift", "checkpoint.allow_replica_mismatch", True),
     ("--hidden-dropout 0", "model.hidden_dropout", 0.0),
     ("--attention-dropout 0.0", "model.attention_dropout", 0.0),
     ("--local_rank 3", "parallel.local_rank", 3),
@@ -139,11 +143,6 @@ def test_every_flag_of_published_scripts_sets_its_field(words: str, path: str, v
     found = value_at(parse_args([*SMALL, *words.split()], {}), path)
     assert found == value
     assert type(found) is type(value)
-
-
-def test_a_signal_that_cannot_be_handled_is_refused() -> None:
-    expected = "--exit-signal SIGKILL: expected one of SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2"
-    assert refusal("--exit-signal", "SIGKILL") == expected
 
 
 def test_a_value_with_spaces_is_not_split() -> None:
@@ -209,10 +208,6 @@ def test_derived_position_table_is_the_sequence_for_relative_positions() -> None
     assert parse_args([*words, "--position-embedding-type", "rotary"], {}).model.max_position_embeddings == 32
 
 
-def test_zero_as_loss_scale_means_a_dynamic_one() -> None:
-    assert parse_args([*SMALL, "--fp16", "--loss-scale", "0"], {}).precision.loss_scale is None
-
-
 def test_a_config_is_frozen() -> None:
     config = parse_args(SMALL, {})
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -250,10 +245,6 @@ def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> No
     assert refusal(typed, "4") == f"unknown flag {typed.split('=')[0]}: did you mean {meant}?"
 
 
-def test_an_unknown_flag_is_named() -> None:
-    assert refusal("--xyzzy-plugh") == "unknown flag --xyzzy-plugh: see --help"
-
-
 @pytest.mark.parametrize("typed", REPLACED_FLAGS)
 def test_a_flag_of_another_program_gets_what_replaces_it(typed: str) -> None:
     for spelling in (typed, "--" + typed[2:].replace("-", "_"), f"{typed}=4"):
@@ -261,14 +252,6 @@ def test_a_flag_of_another_program_gets_what_replaces_it(typed: str) -> None:
         assert sentence == f"unknown flag {spelling.split('=')[0]}: {REPLACED_FLAGS[typed]}"
     flag = re.search(r"set (--[a-z-]+)", sentence)[1]
     assert flag in make_parser()._option_string_actions and typed not in make_parser()._option_string_actions
-
-
-def test_abbreviated_flags_are_refused() -> None:
-    assert "--num-workers" in refusal("--num-work", "2")
-
-
-def test_a_stray_value_is_named() -> None:
-    assert "value '30,'" in refusal("--split", "969,", "30,", "1")
 
 
 @pytest.mark.parametrize(
@@ -298,6 +281,16 @@ def test_a_stray_value_is_named() -> None:
         ("--lr 0", ("--lr", "0.0", "more than 0")),
         ("--seed 4294967296", ("--seed", "4294967296", "at most 4294967295")),
         ("--zero-stage 4", ("--zero-stage", "4", "at most 3")),
+        ("--partition-method balanced", ("--partition-method is 'balanced'", "expected uniform")),
+        ("--partition-method ''", ("--partition-method is empty",)),
+        (
+            "--exit-signal SIGKILL",
+            ("--exit-signal SIGKILL: expected one of SIGHUP, SIGINT, SIGQUIT, SIGTERM",),
+        ),
+        ("--xyzzy-plugh", ("unknown flag --xyzzy-plugh: see --help",)),
+        ("--num-work 2", ("--num-workers",)),  # abbreviated
+        ("--split 969, 30, 1", ("value '30,'",)),
+        ("--no-train 0", ("--no-train is '0': expected no value, or 1",)),
     ],
 )
 def test_an_invalid_value_is_refused_with_what_was_expected(words: str, parts: tuple[str, ...]) -> None:
@@ -345,11 +338,6 @@ def test_partition_methods_are_accepted_with_and_without_quotes(name: str, metho
     assert parse_args([*SMALL, name, method], {}).parallel.partition_method == method.strip("'\"")
 
 
-@pytest.mark.parametrize("method", ["balanced", "type:", "type:(", ""])
-def test_an_invalid_partition_method_is_refused(method: str) -> None:
-    assert "--partition-method" in refusal("--partition-method", method)
-
-
 def test_the_launchers_environment_gives_world_size_and_local_rank() -> None:
     config = parse_args(SMALL, {"WORLD_SIZE": "4", "LOCAL_RANK": "2"})
     assert (config.parallel.world_size, config.parallel.local_rank) == (4, 2)
@@ -359,9 +347,8 @@ def test_the_launchers_environment_gives_world_size_and_local_rank() -> None:
 def test_a_planned_world_size_needs_dry_run() -> None:
     config = parse_args([*SMALL, "--world-size", "8"], {"WORLD_SIZE": "2"})
     assert config.parallel.world_size == 8
-    without = [word for word in SMALL if word != "--dry-run"]
     with pytest.raises(ConfigError, match=r"--world-size 8 .* 2 started .*--dry-run"):
-        parse_args([*without, "--world-size", "8"], {"WORLD_SIZE": "2"})
+        parse_args([*RUN, "--world-size", "8"], {"WORLD_SIZE": "2"})
 
 
 def test_a_launcher_variable_that_is_not_a_number_is_named() -> None:
@@ -381,21 +368,9 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
     assert len(flags) == len(set(flags))
     for kind in SECTIONS.values():
         for field in dataclasses.fields(kind):
-            assert flags.count(option_name(field.name)) == 1
+            assert flags.count(option_name(field.name)) == 1 and flag_of(field).help
     for old in DEPRECATED_FLAGS:
         assert flags.count(old.name) == 1
-
-
-def test_every_field_has_help_and_a_known_group() -> None:
-    for kind in SECTIONS.values():
-        for field in dataclasses.fields(kind):
-            assert flag_of(field).help
-            assert (flag_of(field).group or kind.group) in HELP_GROUPS
-
-
-def test_every_flag_of_published_scripts_is_known() -> None:
-    known = make_parser()._option_string_actions
-    assert [flag for flag in PUBLISHED_FLAGS if flag not in known] == []
 
 
 def test_importing_the_config_imports_neither_torch_nor_deepspeed() -> None:
@@ -407,10 +382,11 @@ def test_importing_the_config_imports_neither_torch_nor_deepspeed() -> None:
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("words", ["--no-train", "--no-train 1", "--eval-only 1"])
-def test_evaluation_alone_is_asked_for_with_or_without_a_value(words: str) -> None:
-    assert parse_args([*SMALL, *words.split()], {}).training.no_train is True
-
-
-def test_a_switch_that_is_turned_off_by_a_value_is_refused() -> None:
-    assert "--no-train is '0': expected no value, or 1" in refusal("--no-train", "0")
+def test_the_config_of_an_older_checkpoint_has_its_values_under_the_new_names() -> None:
+    settings = json.loads(json.dumps(parse_args([*SMALL, "--spike-window", "9"], {}).to_dict()))
+    settings["trouble"] = settings.pop("stability")
+    del settings["checkpoint"]["allow_replica_mismatch"]
+    settings["checkpoint"]["allow_drift"] = True
+    config = Config.from_dict(settings)
+    assert config.stability.spike_window == 9
+    assert config.checkpoint.allow_replica_mismatch is True

@@ -13,7 +13,7 @@ import pytest
 from megatron.config import ConfigError, parse_args
 from megatron.engine.deepspeed_config import DeepSpeedSettings, deepspeed_dict, read_deepspeed_config
 from megatron.errors import UserError
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import SMALL, rows
 from tests.unit.hostile import HOSTILE_VALUES, refusal
 
 # As published scripts write it, for SMALL.
@@ -102,43 +102,28 @@ def test_auto_and_null_leave_the_decision_to_the_flags(read) -> None:
     assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 0}
 
 
-@pytest.mark.parametrize(
-    ("file", "words", "parts"),
-    [
-        (
-            {"train_micro_batch_size_per_gpu": 2},
-            "",
-            ("train_micro_batch_size_per_gpu is 2", "--micro-batch-size is 1"),
-        ),
-        ({"train_batch_size": 16}, "", ("train_batch_size is 16", "--global-batch-size is 8")),
-        (
-            {"gradient_accumulation_steps": 4},
-            "",
-            ("gradient_accumulation_steps is 4", "--global-batch-size", "is 8"),
-        ),
-        ({"gradient_clipping": 0.5}, "", ("gradient_clipping is 0.5", "--clip-grad is 1.0")),
-        ({"zero_optimization": {"stage": 1}}, "", ("zero_optimization.stage is 1", "--zero-stage is 0")),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-            "",
-            ("zero_optimization.offload_optimizer to cpu is true", "--cpu-offload is false"),
-        ),
-        (
-            {"zero_optimization": {"cpu_offload": False}},
-            "--cpu-offload",
-            ("zero_optimization.offload_optimizer to cpu is false", "--cpu-offload is true"),
-        ),
-        ({"fp16": {"enabled": True}}, "", ("fp16.enabled is true", "--fp16 is false")),
-        ({"fp16": {"enabled": False}}, "--fp16", ("fp16.enabled is false", "--fp16 is true")),
-        ({"bf16": {"enabled": True}}, "", ("bf16.enabled is true", "--bf16 is false")),
-        ({"bfloat16": {"enabled": True}}, "", ("bfloat16.enabled is true", "--bf16 is false")),
-    ],
-)
-def test_a_contradiction_names_the_key_and_the_flag(
-    read, file: dict[str, Any], words: str, parts: tuple[str, ...]
-) -> None:
+CONTRADICTIONS = """
+{"train_micro_batch_size_per_gpu": 2} => train_micro_batch_size_per_gpu is 2; --micro-batch-size is 1
+{"train_batch_size": 16} => train_batch_size is 16; --global-batch-size is 8
+{"gradient_accumulation_steps": 4} => gradient_accumulation_steps is 4; --global-batch-size; is 8
+{"gradient_clipping": 0.5} => gradient_clipping is 0.5; --clip-grad is 1.0
+{"zero_optimization": {"stage": 1}} => zero_optimization.stage is 1; --zero-stage is 0
+{"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": true}}}
+    => zero_optimization.offload_optimizer to cpu is true; --cpu-offload is false
+{"zero_optimization": {"cpu_offload": false}} --cpu-offload
+    => zero_optimization.offload_optimizer to cpu is false; --cpu-offload is true
+{"fp16": {"enabled": true}} => fp16.enabled is true; --fp16 is false
+{"fp16": {"enabled": false}} --fp16 => fp16.enabled is false; --fp16 is true
+{"bf16": {"enabled": true}} => bf16.enabled is true; --bf16 is false
+{"bfloat16": {"enabled": true}} => bfloat16.enabled is true; --bf16 is false
+"""
+
+
+@pytest.mark.parametrize(("words", "parts"), rows(CONTRADICTIONS))
+def test_a_contradiction_names_the_key_and_the_flag(read, words: str, parts: list[str]) -> None:
+    file, end = json.JSONDecoder().raw_decode(words)
     with pytest.raises(ConfigError) as caught:
-        read(file, *words.split())
+        read(file, *words[end:].split())
     for part in parts:
         assert part in str(caught.value)
 

@@ -1,14 +1,17 @@
-"""A wrong setting ends every rank with exit code 2, and is printed by rank 0 only."""
+"""A wrong setting or a signal ends a program with its exit code, and one line."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 
 import pytest
 
-from megatron.config import ConfigError, limits
-from megatron.errors import exit_on_user_error
+from megatron.cluster import node_processes
+from megatron.config import ConfigError
+from megatron.config.tool_parser import exit_on_interrupt
+from megatron.errors import UserError, exit_on_user_error
 
 
 @pytest.mark.parametrize(("env", "printed"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])
@@ -49,18 +52,18 @@ def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_
 
 def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) -> list[tuple[int, int]]:
     """Sets what a start finds. Returns the limits of open files that it sets."""
-    given = {limits.resource.RLIMIT_NOFILE: files, limits.resource.RLIMIT_AS: (space, space)}
+    given = {node_processes.resource.RLIMIT_NOFILE: files, node_processes.resource.RLIMIT_AS: (space, space)}
     changes: list[tuple[int, int]] = []
-    patch.setattr(limits.resource, "getrlimit", given.__getitem__)
-    patch.setattr(limits.resource, "setrlimit", lambda kind, new: changes.append(new))
+    patch.setattr(node_processes.resource, "getrlimit", given.__getitem__)
+    patch.setattr(node_processes.resource, "setrlimit", lambda kind, new: changes.append(new))
     return changes
 
 
 @pytest.mark.parametrize("limit", [12, 60])
 def test_too_few_open_files_are_a_hostile_start(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, (limit, limit), -1)
-    with pytest.raises(ConfigError, match=f"ulimit -Hn {limit}: .* expected 256 at least: start in a shell"):
-        limits.check_limits()
+    with pytest.raises(UserError, match=f"ulimit -Hn {limit}: .* expected 256 at least: start in a shell"):
+        node_processes.check_limits()
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,14 @@ def test_a_low_soft_limit_of_open_files_becomes_the_hard_one(
     given: tuple[int, int], changes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = set_limits(monkeypatch, given, 2 << 30)
-    limits.check_limits()
+    node_processes.check_limits()
     assert found == changes
 
 
 def test_too_little_virtual_memory_is_a_hostile_start(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, (1024, 1024), 1 << 30)
-    with pytest.raises(ConfigError, match="ulimit -v 1048576: .* 1.0 GiB .*, expected 2 GiB at least: raise"):
-        limits.check_limits()
+    with pytest.raises(UserError, match="ulimit -v 1048576: .* 1.0 GiB .*, expected 2 GiB at least: raise"):
+        node_processes.check_limits()
 
 
 def test_other_errors_pass() -> None:
@@ -90,3 +93,19 @@ def test_a_hostile_text_in_an_error_is_printed_with_escapes(capsys: pytest.Captu
     with pytest.raises(SystemExit), exit_on_user_error({}):
         raise ConfigError("host \x1b[2J\udcff: expected a name")
     assert capsys.readouterr().err == "error: host \\x1b[2J\\udcff: expected a name\n"
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_interrupt_the_cleanup(
+    first: signal.Signals, second: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, cleaned = signal.getsignal(first), []
+    with pytest.raises(SystemExit) as ended, exit_on_interrupt():
+        try:
+            signal.raise_signal(first)
+        finally:
+            signal.raise_signal(second)
+            cleaned.append("temporary file")
+    assert ended.value.code == 128 + first and cleaned
+    assert capsys.readouterr().err == "interrupted\n" and signal.getsignal(first) is before

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, read_command_line
-from megatron.config.checks.batch import check_remaining_batches, first_supported_sample
+from megatron.config.batch import check_remaining_batches, first_supported_sample
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.published_scripts import SCRIPTS, Script
 

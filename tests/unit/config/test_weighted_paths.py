@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError, parse_args, read_command_line
-from megatron.config.parsing.weighted_paths import (
+from megatron.config.data import (
     PathGroup,
     WeightedPath,
     parse_data_path,

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from megatron.config import ConfigError
-from megatron.config.parsing.partition_method import parse_partition_method
+from megatron.config.partition_method import parse_partition_method
 from megatron.pipeline.methods import LayerTable, MemoryCosts, PipelineShape, partition_layers
 
 LAYER = "ParallelTransformerLayerPipe"

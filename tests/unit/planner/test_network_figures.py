@@ -13,8 +13,8 @@ from megatron.cluster.preflight import (
     read_network_figures,
     write_network_figures,
 )
-from megatron.config.checks.rules import unused_setting_notes
 from megatron.config.cli import parse_args
+from megatron.config.rules import unused_setting_notes
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.dry_run import planned_run_report

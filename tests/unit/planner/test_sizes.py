@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, read_command_line
-from megatron.config.checks.data import check_index_memory
 from megatron.config.config import SECTIONS
+from megatron.config.data import check_index_memory
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages

@@ -9,15 +9,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.checkpoint.record import TrainingState
 from megatron.config import LoggingConfig
 from megatron.errors import UserError
-from megatron.training.metrics import (
-    MetricsLogger,
-    StepRecord,
-    Throughput,
-    ValidationRecord,
-    parse_log_line,
-)
+from megatron.training.log_lines import parse_log_line
+from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from megatron.training.writers import TensorBoardWriter, WandbWriter
 
 THROUGHPUT = Throughput(
@@ -33,10 +29,8 @@ class Terminal(io.StringIO):
 def record(iteration, **changes):
     return StepRecord(
         **{
-            "iteration": iteration,
+            "state": TrainingState(iteration, 8 * iteration, 8 * iteration * 512),
             "total_iterations": 20,
-            "consumed_samples": 8 * iteration,
-            "consumed_tokens": 8 * iteration * 512,
             "learning_rate": 1e-3 * iteration,
             "global_batch_size": 8,
             "seq_length": 512,
@@ -54,12 +48,18 @@ def lines_of(stream):
     return [parsed for line in stream.getvalue().splitlines() if (parsed := parse_log_line(line))]
 
 
-def test_line_averages_its_interval():
+def logged(log_interval, *records):
+    """The lines of these steps, parsed."""
     stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=5), THROUGHPUT, stream=stream)
-    for iteration in range(1, 11):
-        logger.log_step(record(iteration, seconds=1.0 if iteration > 5 else 3.0))
-    first, second = lines_of(stream)
+    logger = MetricsLogger(LoggingConfig(log_interval=log_interval), THROUGHPUT, stream=stream)
+    for step in records:
+        logger.log_step(step)
+    return lines_of(stream)
+
+
+def test_line_averages_its_interval():
+    steps = [record(step, seconds=1.0 if step > 5 else 3.0) for step in range(1, 11)]
+    first, second = logged(5, *steps)
     assert (first["iteration"], first["lm_loss"], first["seconds_per_iteration"]) == (5, 3.0, 3.0)
     assert (second["iteration"], second["lm_loss"], second["seconds_per_iteration"]) == (10, 8.0, 1.0)
     assert second["learning_rate"] == pytest.approx(1e-2)
@@ -69,30 +69,22 @@ def test_line_averages_its_interval():
 
 
 def test_skipped_and_nan_steps_are_counted_and_excluded_from_the_mean():
-    stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=4), THROUGHPUT, stream=stream)
-    logger.log_step(record(1, loss=2.0))
-    logger.log_step(record(2, loss=math.inf, skipped=True, grad_norm=math.inf))
-    logger.log_step(record(3, loss=9.0, skipped=True))
-    logger.log_step(record(4, loss=4.0, loss_scale=512.0))
-    (line,) = lines_of(stream)
+    (line,) = logged(
+        4,
+        record(1, loss=2.0),
+        record(2, loss=math.inf, skipped=True, grad_norm=math.inf),
+        record(3, loss=9.0, skipped=True),
+        record(4, loss=4.0, loss_scale=512.0),
+    )
     assert (line["lm_loss"], line["loss_scale"]) == (3.0, 512.0)
     assert (line["number_of_skipped_iterations"], line["number_of_nan_iterations"]) == (2, 1)
-
-
-def test_interval_of_skipped_steps_has_no_loss():
-    stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=stream)
-    logger.log_step(record(1, skipped=True))
-    assert "lm_loss" not in lines_of(stream)[0]
+    (line,) = logged(1, record(1, skipped=True))
+    assert "lm_loss" not in line
 
 
 def test_rates_with_a_growing_batch_size():
-    stream = io.StringIO()
-    logger = MetricsLogger(LoggingConfig(log_interval=2), THROUGHPUT, stream=stream)
-    logger.log_step(record(1, global_batch_size=4, seconds=1.0))
-    logger.log_step(record(2, global_batch_size=12, seconds=3.0))
-    (line,) = lines_of(stream)
+    steps = record(1, global_batch_size=4, seconds=1.0), record(2, global_batch_size=12, seconds=3.0)
+    (line,) = logged(2, *steps)
     assert (line["global_batch_size"], line["samples_per_second"]) == (12, 4.0)
 
 
@@ -143,7 +135,7 @@ def test_other_ranks_print_and_write_nothing(tmp_path):
     logging = LoggingConfig(log_interval=1, log_path=str(tmp_path / "run.log"))
     logger = MetricsLogger(logging, THROUGHPUT, enabled=False, stream=stream)
     logger.log_step(record(1))
-    logger.log_validation(ValidationRecord(1, 8, 4096, 2.0))
+    logger.log_validation(TrainingState(1, 8, 4096), 2.0)
     logger.print("hello")
     logger.close()
     assert stream.getvalue() == ""
@@ -156,7 +148,7 @@ def test_printed_lines_are_appended_to_the_log_file(tmp_path):
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=1, log_path=str(log)), THROUGHPUT, stream=stream)
     logger.log_step(record(1))
-    logger.log_validation(ValidationRecord(1, 8, 4096, 2.0))
+    logger.log_validation(TrainingState(1, 8, 4096), 2.0)
     assert log.read_text() == "of the start before\n" + stream.getvalue()
     logger.close()
 
@@ -177,7 +169,7 @@ def test_progress_bar_shows_loss_and_speed_and_keeps_lines_intact():
     for iteration in range(11, 21):
         logger.log_step(record(iteration))
         logger._bar.refresh()
-    logger.log_validation(ValidationRecord(20, 160, 160 * 512, 2.5))
+    logger.log_validation(TrainingState(20, 160, 160 * 512), 2.5)
     logger.print("saved")
     logger.close()
     text = stream.getvalue()
@@ -192,10 +184,8 @@ def test_progress_bar_shows_loss_and_speed_and_keeps_lines_intact():
 def test_validation_lines_contain_the_moment():
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(), THROUGHPUT, stream=stream)
-    logger.log_validation(ValidationRecord(100, 800, 409600, 2.0))
-    logger.log_validation(
-        ValidationRecord(100, 800, 409600, 3.0, "test", "the end of training for test data")
-    )
+    logger.log_validation(TrainingState(100, 800, 409600), 2.0)
+    logger.log_validation(TrainingState(100, 800, 409600), 3.0, "test", "the end of training for test data")
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith(
         " validation loss at iteration 100 | lm loss value: 2.000000E+00 | lm loss PPL: "
@@ -215,7 +205,7 @@ def test_tensorboard_has_every_step_under_megatron_tags(tmp_path):
     for iteration in (1, 2):
         logger.log_step(record(iteration, loss_scale=256.0))
     logger.log_step(record(3, skipped=True, loss_scale=128.0))
-    logger.log_validation(ValidationRecord(3, 24, 24 * 512, 1.0))
+    logger.log_validation(TrainingState(3, 24, 24 * 512), 1.0)
     logger.close()
     events = EventAccumulator(str(tmp_path)).Reload()
 
@@ -239,7 +229,7 @@ def test_tensorboard_has_optional_tags_only_with_their_flags(tmp_path):
     writer = TensorBoardWriter(str(tmp_path), queue_size=10)
     logger = MetricsLogger(LoggingConfig(log_interval=1), THROUGHPUT, stream=io.StringIO(), writers=[writer])
     logger.log_step(record(1))
-    logger.log_validation(ValidationRecord(1, 8, 4096, 1.0, "test"))
+    logger.log_validation(TrainingState(1, 8, 4096), 1.0, "test")
     logger.close()
     tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     groups = {tag.split("/")[0] for tag in tags}
@@ -340,7 +330,7 @@ def test_tensorboard_takes_the_values_of_a_diverged_run(tmp_path):
     losses = [7.0, math.inf, math.nan, 1e30, 5.0]
     for iteration, loss in enumerate(losses, start=1):
         logger.log_step(record(iteration, loss=loss, grad_norm=loss, total_iterations=len(losses)))
-        logger.log_validation(ValidationRecord(iteration, 8 * iteration, 4096 * iteration, loss))
+        logger.log_validation(TrainingState(iteration, 8 * iteration, 4096 * iteration), loss)
     logger.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     for tag in ("lm-loss-training/lm loss", "grad-norm/grad-norm", "lm-loss-validation/lm loss validation"):

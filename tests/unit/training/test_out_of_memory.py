@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megatron.cluster.devices import allocator_settings
-from megatron.cluster.exit_codes import OutOfMemory
+from megatron.cluster.exit_codes import RankStopped
 from megatron.config import Config, parse_args
 from megatron.training.out_of_memory import (
     _fragmentation_hint,
-    early_out_of_memory,
     explained_out_of_memory,
     is_out_of_memory,
     memory_flags,
@@ -60,7 +59,7 @@ def test_kinds_of_errors(error: Exception, expected: bool) -> None:
 
 def test_sentence_has_stage_measurement_device_and_flags() -> None:
     config = config_of("--world-size 2 --micro-batch-size 4 --pipeline-model-parallel-size 2")
-    with pytest.raises(OutOfMemory) as caught, explained_out_of_memory(config, 1):
+    with pytest.raises(RankStopped) as caught, explained_out_of_memory(config, 1):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
     sentence = str(caught.value)
     assert caught.value.exit_code == 2 and not caught.value.on_all_ranks and "\n" not in sentence
@@ -106,14 +105,14 @@ def test_flags_that_the_others_allow_are_in_the_order_in_which_to_try_them(flags
 
 def test_sentence_without_a_flag_asks_for_devices() -> None:
     config = config_of("--world-size 1 --micro-batch-size 1 --checkpoint-activations --cpu-offload")
-    with pytest.raises(OutOfMemory, match="; try more devices$"), explained_out_of_memory(config, 0):
+    with pytest.raises(RankStopped, match="; try more devices$"), explained_out_of_memory(config, 0):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
 
 def test_sentence_has_the_line_of_nccl_that_names_the_memory() -> None:
     config = config_of("--world-size 1 --micro-batch-size 4")
     with (
-        pytest.raises(OutOfMemory, match="^out of memory: Cuda failure 2 'out of memory'; measured"),
+        pytest.raises(RankStopped, match="^out of memory: Cuda failure 2 'out of memory'; measured"),
         explained_out_of_memory(config, 0),
     ):
         raise torch.distributed.DistBackendError(NCCL_ERROR)
@@ -131,10 +130,12 @@ def test_expandable_segments_are_not_named_if_they_are_set(name, monkeypatch) ->
     assert ("expandable_segments" in hint) is (name is None)
 
 
-def test_other_errors_pass() -> None:
-    config = config_of("--world-size 1 --micro-batch-size 4")
-    with pytest.raises(ZeroDivisionError), explained_out_of_memory(config, 0):
-        raise ZeroDivisionError
+@pytest.mark.parametrize("is_built", [False, True])
+def test_other_errors_pass(is_built: bool) -> None:
+    config = config_of("--world-size 1 --micro-batch-size 4") if is_built else None
+    for error in (ZeroDivisionError("x"), RuntimeError("NCCL error: connection refused")):
+        with pytest.raises(type(error), match=f"^{error}$"), explained_out_of_memory(config):
+            raise error
 
 
 @pytest.mark.parametrize(
@@ -148,11 +149,6 @@ def test_other_errors_pass() -> None:
     ids=repr,
 )
 def test_out_of_memory_before_the_plan_has_exit_code_2(error: BaseException) -> None:
-    with pytest.raises(OutOfMemory, match="before the model was built") as caught, early_out_of_memory():
+    with pytest.raises(RankStopped, match="before the model was built") as caught, explained_out_of_memory():
         raise error
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
-
-
-def test_other_errors_before_the_plan_stay() -> None:
-    with pytest.raises(RuntimeError, match="^NCCL error: connection refused$"), early_out_of_memory():
-        raise RuntimeError("NCCL error: connection refused")

@@ -30,7 +30,7 @@ class FullDisk:
     def __init__(self) -> None:
         self.calls = 0
 
-    def write(self, values: object, position: object) -> None:
+    def write(self, values: object, state: object, when: float) -> None:
         self.calls += 1
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,18 +1,22 @@
-"""The end of a training run whose steps did not update the weights."""
+"""A run whose steps did not update the weights, a failed save, and an evaluation that can be stopped."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
-from megatron.config import CheckpointConfig
-from megatron.training.trainer import Trainer, UpdateCount, after_failed_save
+from megatron.config import CheckpointConfig, parse_args
+from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
+from tests.unit.config.command_lines import SMALL
 
 
 def warnings_at_end(
@@ -86,3 +90,51 @@ def test_failed_save_is_exit_code_2() -> None:
 def test_fp16_is_not_named_without_it() -> None:
     (warning,) = warnings_at_end(5, 0, "sssss", fp16=False)
     assert "fp16" not in warning and "--spike-policy" in warning
+
+
+FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
+
+
+class Engine:
+    """The loss of a micro-batch is its number."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+
+    def evaluate(self, micro_batches, num_micro_batches, heartbeat):
+        group = list(islice(micro_batches, num_micro_batches))
+        for _ in group:
+            heartbeat()
+        self.groups.append(group)
+        return torch.tensor(group, dtype=torch.float32).mean()
+
+
+def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]], int]:
+    config = parse_args([*FLAGS, *flags.split()], {})
+    engine, heartbeats = Engine(), []
+
+    def micro_batches(first: int, samples: int) -> Iterator[int]:
+        return iter(range(first, first + samples))
+
+    loss = evaluate(
+        engine,
+        SimpleNamespace(micro_batches=micro_batches),
+        config,
+        100,
+        stop_requested=lambda: len(engine.groups) >= stop_after,
+        heartbeat=lambda: heartbeats.append(1),
+    )
+    return loss, engine.groups, len(heartbeats)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_loss_is_the_mean_over_all_micro_batches(stages: int) -> None:
+    loss, groups, heartbeats = run(f"--world-size {stages} --pipeline-model-parallel-size {stages}")
+    assert loss == pytest.approx(sum(range(100, 118)) / 18)
+    assert [number for group in groups for number in group] == list(range(100, 118))
+    assert {len(group) for group in groups[:-1]} == {4 * stages} and heartbeats == 18
+
+
+def test_request_stops_between_groups_without_a_result() -> None:
+    loss, groups, _ = run("", stop_after=2)
+    assert loss is None and len(groups) == 2

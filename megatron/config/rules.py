@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron.config.checks.data import what_is_evaluated
 from megatron.config.config import SECTIONS, Config
+from megatron.config.data import what_is_evaluated
 from megatron.config.fields import Flag, flag_of, setting_option
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.errors import ConfigError

@@ -1,4 +1,7 @@
-"""All checks of settings against each other, before any process group is created."""
+"""All checks of settings against each other, before any process group is created.
+
+A contradiction is a ConfigError. Rules between two flags stand beside them, see `rules`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from megatron.config.checks.batch import check_batches, check_curriculum, check_length
-from megatron.config.checks.data import check_data, check_files, check_index_memory, host_memory_bytes
-from megatron.config.checks.harness import check_harness, check_harness_installed
-from megatron.config.checks.model import check_model
-from megatron.config.checks.parallel import check_layout, check_pipeline
-from megatron.config.checks.rules import check_rules
+from megatron.config.batch import check_batches, check_curriculum, check_length
 from megatron.config.config import Config
+from megatron.config.data import check_data, check_files, check_index_memory, host_memory_bytes
+from megatron.config.model import check_model
+from megatron.config.partition_method import parse_partition_method
+from megatron.config.rules import check_rules
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.stability import StabilityConfig
 from megatron.errors import ConfigError
+
+_MOST_STAGES = 200_000
 
 
 def validate(config: Config) -> None:
@@ -43,6 +48,78 @@ def validate(config: Config) -> None:
         check_harness_installed(config)
 
 
+def check_layout(config: Config) -> None:
+    """Raise ConfigError for sizes that the degrees do not divide, and for ZeRO stages that do not combine."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.world_size % (tensor * pipeline):
+        raise ConfigError(
+            f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
+            f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple of that "
+            "(--world-size with --dry-run), or change one of the two"
+        )
+    if parallel.sequence_parallel and config.model.seq_length % tensor:
+        raise ConfigError(
+            f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}: change one of them"
+        )
+    if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
+        raise ConfigError(
+            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: the gradients "
+            "of weights have passes of their own, which do not divide the sequence; remove one of the two"
+        )
+    elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+    if config.training.partition_activations and elements % tensor:
+        raise ConfigError(
+            f"--partition-activations: the {elements} elements of a layer's input (--micro-batch-size x "
+            f"--seq-length x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
+            "change one of them"
+        )
+    if parallel.zero_stage >= 2 and pipeline > 1:
+        raise ConfigError(
+            f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "
+            "parallelism accumulates gradients over micro-batches and cannot shard them, use --zero-stage 1"
+        )
+
+
+def check_pipeline(config: Config) -> None:
+    """Raise ConfigError for partition methods and pipeline schedules that cannot be run."""
+    parallel = config.parallel
+    method = parse_partition_method(parallel.partition_method)
+    if parallel.partition_profile is not None and method.kind != "profile":
+        raise ConfigError(
+            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
+            "the method profile uses it, change the method or remove the file"
+        )
+    _check_stages_per_rank(parallel)
+
+
+def _check_stages_per_rank(parallel: ParallelConfig) -> None:
+    virtual, name = parallel.virtual_pipeline_stages, parallel.pipeline_schedule
+    if parallel.num_stages > _MOST_STAGES:
+        raise ConfigError(
+            f"--virtual-pipeline-stages {virtual} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} are {parallel.num_stages:,} stages: expected at most "
+            f"{_MOST_STAGES:,}, reduce one of the two"
+        )
+    if virtual > 1 and parallel.schedule.stages_per_rank > 0:
+        raise ConfigError(
+            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which has "
+            f"{parallel.stages_per_rank} per rank: remove it, or use the schedule interleaved"
+        )
+    if virtual == 1 and parallel.schedule.stages_per_rank == 0:
+        raise ConfigError(
+            f"--pipeline-schedule {name} with --virtual-pipeline-stages 1: expected 2 or more stages per "
+            "pipeline rank, or the schedule 1f1b"
+        )
+    if name != "1f1b" and parallel.pipeline_model_parallel_size == 1:
+        given = f"--virtual-pipeline-stages {virtual}" if virtual > 1 else f"--pipeline-schedule {name}"
+        raise ConfigError(
+            f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
+            "with one stage per rank"
+        )
+
+
 def check_precision(precision: PrecisionConfig) -> None:
     """Raise ConfigError for a residual stream in fp32 without a reason, and for contradicting loss scales."""
     if precision.fp32_residual_connection and precision.name == "fp32":
@@ -62,20 +139,12 @@ def check_finetuning(config: Config) -> None:
     checkpoint = config.checkpoint
     option = "--finetune" if checkpoint.finetune else "--no-load-optim"
     applies = (checkpoint.finetune or checkpoint.no_load_optim) and not config.training.no_train
-    if applies and _saves_beside_loaded(checkpoint):
+    if applies and checkpoint.saves_beside_load and not checkpoint.universal_checkpoint:
         raise ConfigError(
             f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: give another --save, or "
             f"remove {option} to resume; in the same folder each restart of the job would apply {option} "
             "again"
         )
-
-
-def _saves_beside_loaded(checkpoint: CheckpointConfig) -> bool:
-    """Whether the run would save into the folder of native checkpoints that it loads from."""
-    if checkpoint.load is None or checkpoint.save is None or checkpoint.universal_checkpoint:
-        return False
-    load = os.path.realpath(checkpoint.load)
-    return os.path.realpath(checkpoint.save) in (load, os.path.dirname(load))
 
 
 def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) -> None:
@@ -191,3 +260,41 @@ def _check_compiler() -> None:
             f"--compile needs a C++ compiler: none of {', '.join(compilers)} is installed: install g++, "
             "or remove the flag"
         )
+
+
+def check_harness(config: Config) -> None:
+    """Raise ConfigError for tasks in a run that does not train, or that has no tokenizer."""
+    training, data = config.training, config.data
+    if not training.eval_harness_tasks:
+        return
+    tasks = " ".join(training.eval_harness_tasks)
+    if training.no_train:
+        raise ConfigError(
+            f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove it; "
+            "tools/evaluate.py --tasks runs tasks on a checkpoint"
+        )
+    files = (data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path)
+    if not any(files):
+        raise ConfigError(
+            f"--eval-harness-tasks {tasks} without a tokenizer, and tasks are texts: set the flags of the "
+            "tokenizer"
+        )
+
+
+def no_harness(option: str, reason: str) -> ConfigError:
+    """The error of a flag that needs the package lm_eval, which cannot be imported."""
+    return ConfigError(
+        f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
+    )
+
+
+def check_harness_installed(config: Config) -> None:
+    """Raise ConfigError without the package lm_eval, and for a folder of tasks that does not exist."""
+    training = config.training
+    if not training.eval_harness_tasks:
+        return
+    if find_spec("lm_eval") is None:
+        raise no_harness("--eval-harness-tasks", "there is no module lm_eval")
+    folder = training.eval_harness_tasks_path
+    if folder is not None and not os.path.isdir(folder):
+        raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")
