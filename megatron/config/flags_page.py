@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.config.cli import HELP_GROUPS, value_text, value_type
 from megatron.config.config import SECTIONS
-from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.fields import Flag, flag_of, option_name
+from megatron.config.peer_flags import IGNORED_FLAGS, REWRITTEN_FLAGS, IgnoredFlag
 
 _HEAD = """# Flags
 
@@ -31,10 +31,17 @@ def flags_page() -> str:
     for title, rows in groups.items():
         table = "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
         parts.append(f"## {title[0].upper()}{title[1:]}\n\n{table}")
-    rows = [f"| {_code(', '.join(flag.names))} | {flag.reason} |" for flag in DEPRECATED_FLAGS]
+    rows = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
+    table = "\n".join(["| flag | is read as |", "|---|---|", *rows])
+    parts.append(f"## Flags of other frameworks\n\nAccepted, and reported once.\n\n{table}")
+    rows = [f"| {_code(', '.join(flag.names))}{_accepted(flag)} | {flag.reason} |" for flag in IGNORED_FLAGS]
     table = "\n".join(["| flag | reason |", "|---|---|", *rows])
-    parts.append(f"## Deprecated flags\n\nAccepted, reported once, and ignored.\n\n{table}")
+    parts.append(f"Accepted, reported once, and ignored:\n\n{table}")
     return "\n\n".join(parts) + "\n"
+
+
+def _accepted(flag: IgnoredFlag) -> str:
+    return f" {', '.join(map(_code, flag.values))}" if flag.values else ""
 
 
 def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
