@@ -74,7 +74,6 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _switch("--attention-softmax-in-fp32", reason="attention always computes the softmax in fp32"),
     _switch("--fp16-lm-cross-entropy", reason="the loss is always computed in fp32"),
     _switch("--exit-signal-handler", reason="SIGTERM always saves and exits, see --exit-signal"),
-    _switch("--check-for-nan-in-loss-and-grad", reason="every step is checked, see --max-consecutive-skips"),
     _switch("--no-create-attention-mask-in-dataloader", reason="the data loader makes no attention masks"),
     _switch("--no-mmap-bin-files", reason="token files are always mapped into memory"),
     _switch("--mmap-warmup", reason="token files are read when they are used"),
@@ -115,6 +114,14 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "--moe-expert-parallel-size",
         )
     ),
+    *_switches(
+        "every step is checked, see --max-consecutive-skips",
+        *(
+            "--check-for-nan-in-loss-and-grad",
+            "--no-check-for-nan-in-loss-and-grad",
+            "--check-for-large-grads",
+        ),
+    ),
     # Kernels and communication of other programs: no effect on the numbers.
     *_switches(
         "attention uses Triton kernels or scaled_dot_product_attention of PyTorch",
@@ -126,7 +133,14 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         *("--abort-on-unmet-fused-kernel-constraints", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
         *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm", "--onnx-safe"),
         *("--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion", "--disable-mem-efficient-ln"),
-        *("--cpu-torch-adam", "--ds-fused-adam", "--use-flashinfer-fused-rope"),
+        *(
+            "--cpu_torch_adam",
+            "--ds_fused_adam",
+            "--use-pin-memory",
+            "--no-pin-cpu-grads",
+            "--no-pin-cpu-params",
+            "--use-flashinfer-fused-rope",
+        ),
     ),
     _value("--cross-entropy-fusion-impl", "it chooses among kernels of another program"),
     *_switches(
@@ -141,6 +155,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     _value("--zero-reduce-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--zero-allgather-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
+    _value("--ddp-num-buckets", "--ddp-bucket-size sets the size of a bucket"),
     _value("--high-priority-stream-groups", "streams have PyTorch's priorities", None),
     *_switches(
         "DeepSpeed's settings of activation checkpointing stand in --deepspeed-config",
@@ -166,6 +181,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "--dist-ckpt-optim-fully-reshardable",
     ),
     _value("--dist-ckpt-strictness", "checkpoints are always read strictly"),
+    # Data.
+    *_switches(
+        "the index files of the sample order are always mapped into memory",
+        *("--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"),
+    ),
+    _value("--num-dataset-builder-threads", "each rank opens its data in one thread"),
     # Logs.
     *_switches(
         "the log does not have this quantity",
@@ -269,6 +290,9 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--no-initialization": "weights are always initialized; remove the flag",
     "--window-attn-skip-freq": "--window-size applies to all layers; remove the flag",
     "--no-rope-freq": "rotary embeddings are in all layers; remove the flag",
+    "--attention-output-gate": "attention has no output gate; remove the flag",
+    "--experimental-attention-variant": "the attention is softmax attention; remove the flag",
+    "--rope-type": "set --rope-scaling-type",
     "--spec": "the model is chosen by flags, see docs/models.md",
     "--vocab-extra-ids": "tokens for span corruption are not implemented; remove the flag",
     # Recomputation and memory.
@@ -283,6 +307,17 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--memory-centric-tiled-linear": "set a larger --tensor-model-parallel-size",
     "--tile-factor": "set a larger --tensor-model-parallel-size",
     "--fine-grained-activation-offloading": "set --checkpoint-activations and --checkpoint-in-cpu",
+    "--freeze-all-layers": "all layers are trained; remove the flag",
+    "--offload-modules": "set --checkpoint-activations and --checkpoint-in-cpu",
+    "--exp-avg-dtype": "set --use-bnb-optimizer for moments in 8 bits",
+    "--exp-avg-sq-dtype": "set --use-bnb-optimizer for moments in 8 bits",
+    "--main-grads-dtype": "gradients are accumulated in fp32; remove the flag",
+    "--main-params-dtype": "the optimizer's weights are fp32; remove the flag",
+    "--output-logit-dtype": "logits have the precision of the run, the loss fp32; remove the flag",
+    "--defer-embedding-wgrad-compute": "set --pipeline-schedule zero-bubble, which defers weight gradients",
+    "--wgrad-deferral-limit": "set --pipeline-schedule zero-bubble, which defers weight gradients",
+    "--apply-wd-to-qk-layernorm": "biases and norm parameters have no weight decay; remove the flag",
+    "--no-weight-decay-cond-type": "biases and norm parameters have no weight decay; remove the flag",
     "--grad-reduce-in-bf16": "gradients are accumulated and reduced in fp32; remove the flag",
     "--use-precision-aware-optimizer": "set --use-bnb-optimizer for moments in 8 bits",
     "--deterministic-mode": "the choice of PyTorch's kernels cannot be restricted; remove the flag",
@@ -305,12 +340,22 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--test-data-path": "set --test-weighted-split-paths",
     "--per-split-data-args-path": "set --train-weighted-split-paths-path and its twins for valid and test",
     "--tiktoken-pattern": "set --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path",
+    "--per-dataset-sequences-path": "token files name their numbers of sequences; remove the flag",
+    "--use-dataset-only": "data are read in the order of this program; remove the flag",
+    "--return-data-index": "data are read in the order of this program; remove the flag",
+    "--aml-data-download-path": "set --data-path",
+    "--object-storage-cache-path": "token files are read from a mounted file system; set --data-path",
+    "--dataloader-inter-document-masking": "set --reset-attention-mask and --reset-position-ids",
+    "--reweight-loss-based-on-position-frequency": "the loss is the mean over all tokens; remove the flag",
+    "--no-use-tokenizer-model-from-checkpoint-args": "set the flags of the tokenizer; remove the flag",
     "--trust-remote-code": "code of a tokenizer's folder is never run; remove the flag",
     "--loss-on-targets-only": "the loss is over all tokens; see --eod-mask-loss",
     "--random-ltd": "random layer token dropping is not implemented; remove the flag",
     "--data-efficiency-curriculum-learning": "set curriculum_learning in the file of --deepspeed-config",
     "--repeated-dataloader": "set --train-samples; data are read again in a new order when they end",
     # The rest of a run.
+    "--fake-process-group": "set --dry-run, with --simulate for the whole step",
+    "--check-weight-hash-across-dp-replicas-interval": "set --check-invariants-interval",
     "--adlr-autoresume": "examples/slurm resubmits a job that was stopped, see docs/cluster.md",
     "--adlr-autoresume-interval": "examples/slurm resubmits a job that was stopped, see docs/cluster.md",
     "--yaml-cfg": "write the settings as flags",
@@ -321,7 +366,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
 }
 
 # What to do instead of a flag -> the begins of the names of such flags. The longest begin that fits counts.
-_FAMILIES: Mapping[str, tuple[str, ...]] = {
+UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     _NO_MOE: (
         *("--moe-", "--expert-", "--create-moe", "--disable-moe", "--enable-expert", "--num-experts-"),
         *("--topk", "--mlp-type", "--use-tutel", "--overlap-moe"),
@@ -346,9 +391,24 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "only pretraining and finetuning on token files are implemented; remove the flag": (
         *("--rl-", "--grpo-", "--langrl", "--perform-rl", "--sft"),
     ),
-    "use tools/generate.py": ("--inference", "--ds-inference", "--decode-only", "--num-tokens-to-generate"),
+    "use tools/generate.py": (
+        "--inference",
+        "--ds-inference",
+        "--decode-only",
+        "--num-tokens-to-generate",
+        *("--use-legacy-static", "--enable-chunked-prefill", "--num-speculative", "--use-same-sampling"),
+        *("--refit-method", "--flash-decode", "--prompt", "--return-log-probs"),
+    ),
     "Muon is not implemented; set --optimizer adam": ("--muon-",),
     "Lion is not implemented; set --optimizer adam": ("--lion-",),
+    "all layers have softmax attention and one configuration; remove the flag": (
+        *("--linear-", "--heterogeneous-layers", "--relative-attention", "--kitchen-"),
+    ),
+    "the messages of ZeRO are chosen by DeepSpeed and --ddp-bucket-size; remove the flag": (
+        *("--ddp-reduce-scatter", "--ddp-param-name", "--gtp-", "--no-use-layer-wise", "--create-all-gather"),
+        *("--suggested-communication", "--disable-symmetric", "--enable-full-sharding", "--reuse-grad-buf"),
+        *("--overlap-cpu-optimizer", "--use-torch-optimizer-for", "--keep-fp8"),
+    ),
     "multi-token prediction is not implemented; remove the flag": ("--mtp-",),
     "fill-in-the-middle is not implemented; remove the flag": ("--fim-",),
     "multi-latent attention is not implemented; set --group-query-attention": (
@@ -358,11 +418,11 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "set --zero-stage 3": ("--megatron-fsdp", "--fsdp-", "--torch-fsdp2", "--outer-dp"),
     "see docs/cluster.md for failures, restarts and slow ranks; remove the flag": (
         *("--inprocess-", "--enable-ft-package", "--ft-", "--calc-ft", "--straggler-", "--rerun-"),
-        "--error-injection",
+        *("--error-injection", "--run-workload-inspector", "--result-rejected-tracker"),
     ),
-    "set --tensorboard-dir or --wandb-project": ("--one-logger", "--otel-"),
+    "set --tensorboard-dir or --wandb-project": ("--one-logger", "--otel-", "--app-tag-run"),
     f"{_DEEPSPEED_FORMAT}; remove the flag": ("--ckpt-", "--dist-ckpt-", "--use-dist-ckpt", "--async-"),
-    "set --rope-scaling-type yarn and the other --rope- flags": ("--yarn-",),
+    "set --rope-scaling-type yarn and the other --rope- flags": ("--yarn-", "--no-yarn-"),
     _NO_CONTEXT_PARALLELISM: (
         *("--ds-sequence-parallel-", "--force-ds-sequence-parallel", "--cp-comm-type"),
         *("--hierarchical-context-parallel", "--dynamic-context-parallel"),
@@ -370,10 +430,17 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "index files are found by their content, see --data-cache-path; remove the flag": (
         *("--train-doc-idx", "--train-idx", "--train-sample-idx", "--train-shuffle-idx", "--train-desc"),
     ),
+    "the setting exists only in Megatron-LM; remove the flag": (
+        *("--enable-experimental", "--enable-msc", "--disable-msc", "--phase-transition", "--dump-param-to"),
+        *(
+            "--mid-level-dataset",
+            "--allow-ambiguous-pad",
+            "--use-fused-weighted",
+            "--export-te",
+            "--model-prov",
+        ),
+    ),
     "use an external profiler, such as nsys; remove the flag": ("--profile",),
-}
-UNSUPPORTED_FAMILIES: Mapping[str, str] = {
-    begin: answer for answer, begins in _FAMILIES.items() for begin in begins
 }
 
 
@@ -397,5 +464,10 @@ def unsupported(name: str) -> str | None:
     spelled = "--" + name.lstrip("-").replace("_", "-")
     if (answer := UNSUPPORTED_FLAGS.get(spelled)) is not None:
         return answer
-    families = [family for family in UNSUPPORTED_FAMILIES if spelled.startswith(family)]
-    return UNSUPPORTED_FAMILIES[max(families, key=len)] if families else None
+    begins = [
+        (begin, instead)
+        for instead, all_begins in UNSUPPORTED_FAMILIES.items()
+        for begin in all_begins
+        if spelled.startswith(begin)
+    ]
+    return max(begins, key=lambda found: len(found[0]))[1] if begins else None

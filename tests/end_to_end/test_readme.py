@@ -257,6 +257,8 @@ def expected(command: str) -> str:
         return "Kendall's tau"
     if "kernels.py" in command:
         return "sm_90"
+    if "--other-frameworks" in command:
+        return "| `--num-layers-per-virtual-pipeline-stage` | set --virtual-pipeline-stages"
     if "step_cost" in command:
         return "host synchronizations per micro-batch"
     if "tools/plan.py" in command:
