@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -21,8 +22,8 @@ from megatron.config.checkpoint_args import (
 )
 from megatron.config.config import SECTIONS, Config
 from megatron.config.data import SPLIT_NAMES, read_groups_file
-from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
 from megatron.config.fields import Flag, flag_of, option_name
+from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.validate import validate
@@ -85,7 +86,7 @@ def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.en
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser. Its result has the flags that were given, as 'section.field' or '--deprecated-flag'."""
+    """The parser. Its result has the flags that were given, as 'section.field' or '--ignored-flag'."""
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="%(prog)s FLAGS",
@@ -100,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
         for field in dataclasses.fields(kind):
             group = groups[flag_of(field).group or kind.group]
             _add_field(group, f"{section}.{field.name}", field, types[field.name])
-    _add_deprecated_flags(parser)
+    _add_ignored_flags(parser)
     return parser
 
 
@@ -121,7 +122,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class _Given:
-    """The given flags: settings by 'section.field', and notes on deprecated and repeated flags."""
+    """The given flags: settings by 'section.field', and notes on repeated flags and on those of other
+    frameworks."""
 
     settings: dict[str, Any]
     notes: tuple[str, ...]
@@ -129,30 +131,50 @@ class _Given:
 
 def _parse(argv: list[str]) -> _Given:
     parser = make_parser()
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise ConfigError(_unknown_argument(parser, unknown))
+    words, notes = rewrite(argv)
+    namespace, unknown = parser.parse_known_args(words)
     values = vars(namespace)
-    deprecated = {flag.name: flag.note for flag in DEPRECATED_FLAGS if flag.name in values}
+    ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
+    rejected = _rejected_values(ignored.values(), values) + _unknown_arguments(parser, unknown)
+    if rejected:
+        raise ConfigError("\n       ".join(rejected))
+    notes += [flag.note for flag in ignored.values()]
     settings = {
-        name: value for name, value in values.items() if name not in deprecated and name != _REPEATED_NOTES
+        name: value for name, value in values.items() if name not in ignored and name != _REPEATED_NOTES
     }
-    return _Given(settings, (*deprecated.values(), *values.get(_REPEATED_NOTES, ())))
+    return _Given(settings, (*notes, *values.get(_REPEATED_NOTES, ())))
 
 
-def _unknown_argument(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
-    word = unknown[0]
-    if not word.startswith("-"):
-        return f"unexpected value '{word}': quote a value that contains spaces, or see --help"
-    name = word.split("=")[0]
-    if instead := REPLACED_FLAGS.get("--" + name.lstrip("-").replace("_", "-")):
-        return f"unknown flag {name}: {instead}"
+def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> list[str]:
+    """The errors for values that ignored flags do not accept."""
+    rejected = []
+    for flag in flags:
+        if flag.values is not None and values[flag.name] not in flag.values:
+            instead = f"; {flag.otherwise}" if flag.otherwise else ""
+            rejected.append(
+                f"{flag.name} is '{values[flag.name]}': expected {' or '.join(flag.values)}{instead}"
+            )
+    return rejected
+
+
+def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> list[str]:
+    """The errors for unknown flags. A word after the first that is no flag may be the value of one."""
+    if unknown and not _FLAG.match(unknown[0]):
+        return [f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"]
+    names = dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word))
+    return [_unknown_flag(parser, name) for name in names]
+
+
+def _unknown_flag(parser: argparse.ArgumentParser, name: str) -> str:
+    if instead := unsupported(name):
+        return f"{name} is not supported: {instead}"
     nearest = difflib.get_close_matches(
         "--" + name.lstrip("-").replace("_", "-"), parser._option_string_actions, n=1
     )
     return f"unknown flag {name}: " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
 
 
+_FLAG = re.compile("--?[A-Za-z]")
 _REPEATED_NOTES = "(repeated)"
 
 
@@ -279,19 +301,15 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return "" if is_off else value_text(field.default)
 
 
-def _add_deprecated_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("deprecated flags (accepted and ignored)")
-    for flag in DEPRECATED_FLAGS:
+def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("flags of other frameworks (accepted and ignored)")
+    for flag in IGNORED_FLAGS:
         if flag.nargs == 0:
             group.add_argument(*flag.names, dest=flag.name, action="store_true", help=flag.reason)
         else:
+            metavar = "{" + ",".join(flag.values) + "}" if flag.values else "VALUE"
             group.add_argument(
-                *flag.names,
-                dest=flag.name,
-                nargs=flag.nargs,
-                metavar=flag.metavar,
-                choices=flag.choices,
-                help=flag.reason,
+                *flag.names, dest=flag.name, nargs=flag.nargs, metavar=metavar, help=flag.reason
             )
 
 

@@ -1,15 +1,25 @@
-"""Prints docs/flags.md, the reference of all flags: python -m megatron.config.flags_page > docs/flags.md"""
+"""Prints docs/flags.md, the reference of all flags: python -m megatron.config.flags_page > docs/flags.md
+
+With --other-frameworks it prints the tables of docs/migration.md.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from typing import Any
 
 from megatron.config.cli import HELP_GROUPS, default_text, value_type
 from megatron.config.config import SECTIONS
-from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.fields import Flag, bounds_of, flag_of, option_name
+from megatron.config.peer_flags import (
+    IGNORED_FLAGS,
+    REWRITTEN_FLAGS,
+    UNSUPPORTED_FAMILIES,
+    UNSUPPORTED_FLAGS,
+    IgnoredFlag,
+)
 
 _HEAD = """# Flags
 
@@ -31,10 +41,35 @@ def flags_page() -> str:
     for title, rows in groups.items():
         table = "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
         parts.append(f"## {title[0].upper()}{title[1:]}\n\n{table}")
-    rows = [f"| {_code(', '.join(flag.names))} | {flag.reason} |" for flag in DEPRECATED_FLAGS]
-    table = "\n".join(["| flag | reason |", "|---|---|", *rows])
-    parts.append(f"## Deprecated flags\n\nAccepted, reported once, and ignored.\n\n{table}")
+    parts.append("Flags of other frameworks: [migration.md](migration.md).")
     return "\n\n".join(parts) + "\n"
+
+
+def other_frameworks_tables() -> str:
+    """The tables of docs/migration.md: what happens to the flags that this program does not have."""
+    ignored = [
+        f"| {_code(', '.join(flag.names))}{_accepted(flag)} | {_escaped(flag.reason)} |"
+        for flag in IGNORED_FLAGS
+    ]
+    rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
+    rejected = [f"| {_code(name)} | {_escaped(answer)} |" for name, answer in UNSUPPORTED_FLAGS.items()]
+    families = [
+        f"| {', '.join(_code(f'{begin}*') for begin in begins)} | {_escaped(answer)} |"
+        for answer, begins in UNSUPPORTED_FAMILIES.items()
+    ]
+    tables = (
+        ("### Renamed: read as flags of this program", "is read as", rewritten),
+        ("### Automatic: accepted and ignored", "why it has no effect", ignored),
+        ("### Not supported, and what to do instead", "instead", rejected),
+        ("Whole families of flags are not supported:", "instead", families),
+    )
+    return "\n\n".join(
+        "\n".join([title, "", f"| flag | {column} |", "|---|---|", *rows]) for title, column, rows in tables
+    )
+
+
+def _accepted(flag: IgnoredFlag) -> str:
+    return f" {', '.join(map(_code, flag.values))}" if flag.values else ""
 
 
 def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
@@ -78,4 +113,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(flags_page(), end="")
+    print(other_frameworks_tables() + "\n" if "--other-frameworks" in sys.argv else flags_page(), end="")

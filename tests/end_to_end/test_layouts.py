@@ -162,7 +162,7 @@ def test_data_parallel_with_zero_and_recomputation_prints_the_run_of_one_process
     run = pretrain([*options, *FLAGS, *data], processes=2).ok()
     assert_same_run(run, single)
     assert run.stderr == ""
-    assert run.stdout.count("--deepspeed is deprecated and ignored") == 1
+    assert run.stdout.count("--deepspeed is ignored") == 1
     assert_tensorboard_has_the_run(tmp_path, run)
 
 

@@ -213,6 +213,7 @@ PRINTED = {
     "inspect_checkpoint": "tied_modules.embed.word_embeddings.weight",
     "planner_accuracy": "Kendall's tau",
     "kernels.py": "sm_90",
+    "--other-frameworks": "| `--num-layers-per-virtual-pipeline-stage` | set --virtual-pipeline-stages",
     "step_cost": "host synchronizations per micro-batch",
     "tools/plan.py": "tokens/s",
     "--help": "--tensor-model-parallel-size",

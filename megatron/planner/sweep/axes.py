@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 from megatron.config.cli import make_parser
-from megatron.config.deprecated import DEPRECATED_FLAGS
 from megatron.config.fields import setting_option
+from megatron.config.peer_flags import IGNORED_FLAGS
 from megatron.errors import UserError
 
 MAX_ROWS = 1000
@@ -174,8 +174,8 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     if name in _REFUSED or name in SET_BY_SWEEP:
         reason = _REFUSED.get(name, "the sweep sets it")
         raise UserError(f"--vary {axis.flag} is not possible: {reason}")
-    if any(axis.flag in flag.names for flag in DEPRECATED_FLAGS):
-        raise UserError(f"--vary {axis.flag}: the flag is deprecated and ignored, it changes nothing")
+    if any(axis.flag in flag.names for flag in IGNORED_FLAGS):
+        raise UserError(f"--vary {axis.flag}: the flag is ignored, it changes nothing")
     if not axis.values:
         raise UserError(f"--vary {axis.flag} has no value: expected --vary FLAG VALUE VALUE ...")
     if len(set(axis.values)) < len(axis.values):

@@ -131,6 +131,6 @@ def test_flags_without_effect_are_noted() -> None:
     words = "--finetune --load a --no-load-optim --no-load-rng".split()
     notes = read_command_line([*SMALL, *words], {}).notes
     assert notes == (
-        "--no-load-rng is deprecated and ignored: checkpoints hold no random state",
+        "--no-load-rng is ignored: checkpoints hold no random state",
         "--no-load-optim has no effect with --finetune",
     )

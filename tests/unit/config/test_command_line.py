@@ -7,14 +7,22 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron.config import Config, ConfigError, parse_args, read_command_line
 from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
-from megatron.config.deprecated import DEPRECATED_FLAGS, REPLACED_FLAGS
 from megatron.config.fields import flag_of, option_name
+from megatron.config.peer_flags import (
+    IGNORED_FLAGS,
+    REWRITTEN_FLAGS,
+    UNSUPPORTED_FAMILIES,
+    UNSUPPORTED_FLAGS,
+    rewrite,
+    unsupported,
+)
 from tests.unit.config.command_lines import BLOOM, GPT_104B, RUN, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
@@ -245,13 +253,61 @@ def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> No
     assert refusal(typed, "4") == f"unknown flag {typed.split('=')[0]}: did you mean {meant}?"
 
 
-@pytest.mark.parametrize("typed", REPLACED_FLAGS)
-def test_a_flag_of_another_program_gets_what_replaces_it(typed: str) -> None:
+UNSUPPORTED = [
+    *UNSUPPORTED_FLAGS.items(),
+    *((begin, answer) for answer, begins in UNSUPPORTED_FAMILIES.items() for begin in begins),
+]
+
+
+@pytest.mark.parametrize(("typed", "answer"), UNSUPPORTED)
+def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(typed: str, answer: str) -> None:
+    known = make_parser()._option_string_actions
+    assert typed not in known
     for spelling in (typed, "--" + typed[2:].replace("-", "_"), f"{typed}=4"):
-        sentence = refusal(spelling)
-        assert sentence == f"unknown flag {spelling.split('=')[0]}: {REPLACED_FLAGS[typed]}"
-    flag = re.search(r"set (--[a-z-]+)", sentence)[1]
-    assert flag in make_parser()._option_string_actions and typed not in make_parser()._option_string_actions
+        assert refusal(spelling) == f"{spelling.split('=')[0]} is not supported: {answer}"
+    named = re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", answer)
+    assert [flag for flag in named if flag not in known and flag != "--rope"] == []
+
+
+@pytest.mark.parametrize("framework", ["bigscience", "microsoft", "megatron_lm"])
+def test_every_flag_of_another_framework_has_an_answer(framework: str) -> None:
+    """The files list the flags of the frameworks' argument files (BigScience 8387ae17, Microsoft 4efb479d,
+    Megatron-LM d98e8a64) and, for Megatron-LM, those of at least three of its launch scripts."""
+    flags = (Path(__file__).parent / "peer_flags" / f"{framework}.txt").read_text().split()
+    known = make_parser()._option_string_actions.keys() | REWRITTEN_FLAGS.keys()
+    assert [flag for flag in flags if flag not in known and unsupported(flag) is None] == []
+
+
+def test_all_unsupported_flags_are_listed_at_once() -> None:
+    words = "--DDP-impl local --context-parallel-size 2 --moe-router-topk 3 --xyzzy -4".split()
+    with pytest.raises(ConfigError) as caught:
+        parse_args([*SMALL, *words], {})
+    assert [line.strip().split(":")[0] for line in str(caught.value).splitlines()] == [
+        "--context-parallel-size is '2'",
+        "--moe-router-topk is not supported",
+        "unknown flag --xyzzy",
+    ]
+
+
+@pytest.mark.parametrize("name", REWRITTEN_FLAGS)
+def test_a_flag_of_another_framework_is_read_as_flags_of_this_program(name: str) -> None:
+    parser = make_parser()
+    words = REWRITTEN_FLAGS[name]
+    value = []
+    if words[-1].startswith("--") and parser._option_string_actions[words[-1]].nargs is None:
+        value = ["2"]
+    typed, notes = rewrite([name, *value])
+    assert notes == [f"{name} is read as {' '.join(words)}"]
+    assert parser.parse_args(typed) == parser.parse_args([*words, *value])
+    if value:
+        assert parser.parse_args(rewrite([f"{name}=2"])[0]) == parser.parse_args([*words, *value])
+
+
+def test_a_rewritten_flag_is_reported_once_and_a_second_value_too() -> None:
+    command = read_command_line([*SMALL, "--swiglu", "--swiglu", "--glu-activation", "geglu"], {})
+    assert command.config.model.glu_activation == "geglu"
+    assert command.notes[0] == "--swiglu is read as --glu-activation swiglu"
+    assert "--glu-activation is given more than once: the last value, geglu, is used" in command.notes
 
 
 @pytest.mark.parametrize(
@@ -321,11 +377,11 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
     assert command.notes == ("--seed is given more than once: the last value, 2, is used",)
 
 
-@pytest.mark.parametrize("old", DEPRECATED_FLAGS, ids=lambda old: old.name)
-def test_a_deprecated_flag_is_reported_once_with_the_reason(old) -> None:
-    value = old.choices[0] if old.choices else "value"
+@pytest.mark.parametrize("old", IGNORED_FLAGS, ids=lambda old: old.name)
+def test_an_ignored_flag_is_reported_once_with_the_reason(old) -> None:
+    value = old.values[0] if old.values else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
-    expected = (f"{old.name} is deprecated and ignored: {old.reason}",)
+    expected = (f"{old.name} is ignored: {old.reason}",)
     assert read_command_line([*SMALL, *words, *words], {}).notes == expected
 
 
@@ -369,7 +425,7 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
     for kind in SECTIONS.values():
         for field in dataclasses.fields(kind):
             assert flags.count(option_name(field.name)) == 1 and flag_of(field).help
-    for old in DEPRECATED_FLAGS:
+    for old in IGNORED_FLAGS:
         assert flags.count(old.name) == 1
 
 

@@ -71,7 +71,7 @@ def test_a_label_can_be_typed() -> None:
         ([Axis("--micro-batch-size", ("", "2"))], BASE, "--micro-batch-size is in the base command"),
         ([Axis("--save", ("x",))], BASE, "save nothing"),
         ([Axis("--exit-interval", ("2",))], BASE, "the sweep sets it"),
-        ([Axis("--deepspeed", ("on",))], BASE, "deprecated"),
+        ([Axis("--deepspeed", ("on",))], BASE, "is ignored"),
         (
             [Axis("--partition-method", ("time",)), Axis("--pp-partition-method", ("memory",))],
             BASE,

@@ -1,0 +1,473 @@
+"""Flags of BigScience's and Microsoft's Megatron-DeepSpeed, Megatron-LM and DeepSpeed that are not flags of
+this program.
+
+A flag stands in one of three tables: it is accepted and ignored (`IGNORED_FLAGS`), it is written as other
+flags (`REWRITTEN_FLAGS`), or it is rejected with what to do instead (`UNSUPPORTED_FLAGS`, and families of
+flags by the begin of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class IgnoredFlag:
+    """An accepted flag without effect. nargs as in argparse, 0: no value."""
+
+    names: tuple[str, ...]
+    reason: str
+    """Why the flag has no effect."""
+    nargs: int | str | None = 0
+    values: tuple[str, ...] | None = None
+    """The values that are accepted; None: all."""
+    otherwise: str = ""
+    """What a user of another value does instead."""
+
+    @property
+    def name(self) -> str:
+        """The spelling used in messages."""
+        return self.names[0]
+
+    @property
+    def note(self) -> str:
+        """The message of a run that was given this flag."""
+        return f"{self.name} is ignored: {self.reason}"
+
+
+def _switch(*names: str, reason: str) -> IgnoredFlag:
+    return IgnoredFlag(names, reason)
+
+
+def _value(name: str, reason: str, values: Iterable[str] | None = None, otherwise: str = "") -> IgnoredFlag:
+    accepted = None if values is None else tuple(values)
+    return IgnoredFlag((name,), reason, nargs=None, values=accepted, otherwise=otherwise)
+
+
+def _switches(reason: str, *names: str) -> tuple[IgnoredFlag, ...]:
+    return tuple(IgnoredFlag((name,), reason) for name in names)
+
+
+_NO_MOE = "mixture-of-experts layers are not implemented; remove the flag to train a dense model"
+_NO_CONTEXT_PARALLELISM = "context parallelism is not implemented; set a larger TP and --sequence-parallel"
+_NO_TRANSFORMER_ENGINE = "Transformer Engine is not used; remove the flag"
+_LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
+_DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format"
+
+IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
+    # What this program always does.
+    _switch("--deepspeed", reason="DeepSpeed is always used"),
+    _switch(
+        "--deepspeed-activation-checkpointing",
+        reason="--checkpoint-activations enables activation checkpointing",
+    ),
+    _switch(
+        "--overlap-grad-reduce",
+        reason="with --zero-stage 1 it is the default, see --no-overlap-grad-reduce",
+    ),
+    _switch(
+        "--overlap-param-gather",
+        reason="with --zero-stage 1 it is the default, see --no-overlap-param-gather",
+    ),
+    _switch("--accumulate-allreduce-grads-in-fp32", reason="gradients are always accumulated in fp32"),
+    _switch("--attention-softmax-in-fp32", reason="attention always computes the softmax in fp32"),
+    _switch("--fp16-lm-cross-entropy", reason="the loss is always computed in fp32"),
+    _switch("--exit-signal-handler", reason="SIGTERM always saves and exits, see --exit-signal"),
+    _switch("--no-create-attention-mask-in-dataloader", reason="the data loader makes no attention masks"),
+    _switch("--no-mmap-bin-files", reason="token files are always mapped into memory"),
+    _switch("--mmap-warmup", reason="token files are read when they are used"),
+    _switch("--use-mcore-models", reason="there is one implementation of the model"),
+    _switch("--no-pipeline-parallel", reason="with --pipeline-model-parallel-size 1 there is one stage"),
+    _switch("--enable-zbh1-exact-semantics", reason="the schedule zero-bubble changes no number"),
+    _switch("--log-throughput", reason="every log line has the throughput"),
+    _switch("--auto-detect-ckpt-format", reason="the format of a checkpoint is always detected"),
+    _value("--data-impl", "the format of token files is always mmap", ("mmap", "infer")),
+    _value("--DDP-impl", "DeepSpeed reduces the gradients, see --zero-stage", ("local", "torch")),
+    _value(
+        "--dataloader-type", "samples are always read once, in a fixed order", ("single",), "remove the flag"
+    ),
+    _value(
+        "--transformer-impl",
+        "Triton kernels are used where they can run, see --require-kernels",
+        ("local",),
+        _NO_TRANSFORMER_ENGINE,
+    ),
+    _value(
+        "--attention-backend",
+        "the fastest attention that can run is chosen",
+        ("auto", "flash", "fused"),
+        "remove the flag",
+    ),
+    _value(
+        "--weight-decay-incr-style",
+        "the weight decay is constant",
+        ("constant",),
+        "a weight decay that changes is not implemented; set --weight-decay",
+    ),
+    _value("--context-parallel-size", "1 is no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
+    _value("--ds-sequence-parallel-size", "1 is no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
+    *(
+        _value(name, "1 is a dense model", ("1",), _NO_MOE)
+        for name in (
+            *("--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+            "--moe-expert-parallel-size",
+        )
+    ),
+    *_switches(
+        "every step is checked, see --max-consecutive-skips",
+        *(
+            "--check-for-nan-in-loss-and-grad",
+            "--no-check-for-nan-in-loss-and-grad",
+            "--check-for-large-grads",
+        ),
+    ),
+    # Kernels and communication of other programs: no effect on the numbers.
+    *_switches(
+        "attention uses Triton kernels or scaled_dot_product_attention of PyTorch",
+        *("--use-flash-attn", "--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton"),
+        *("--use-flash-attn-builder", "--no-masked-softmax-fusion"),
+    ),
+    *_switches(
+        "it chooses among kernels of another program",
+        *("--abort-on-unmet-fused-kernel-constraints", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+        *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm", "--onnx-safe"),
+        *("--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion", "--disable-mem-efficient-ln"),
+        *(
+            "--cpu_torch_adam",
+            "--ds_fused_adam",
+            "--use-pin-memory",
+            "--no-pin-cpu-grads",
+            "--no-pin-cpu-params",
+            "--use-flashinfer-fused-rope",
+        ),
+    ),
+    _value("--cross-entropy-fusion-impl", "it chooses among kernels of another program"),
+    *_switches(
+        "DeepSpeed's pipeline and this program's buckets decide how messages are sent",
+        *("--no-async-tensor-model-parallel-allreduce", "--no-scatter-gather-tensors-in-pipeline"),
+        *("--use-contiguous-buffers-in-ddp", "--no-contiguous-buffers-in-local-ddp"),
+        *("--no-gradient-reduce-div-fusion", "--align-param-gather", "--no-align-param-gather"),
+        *("--overlap-p2p-communication", "--no-overlap-p2p-communication", "--use-ring-exchange-p2p"),
+        *("--overlap-param-gather-with-optimizer-step", "--overlap-p2p-communication-warmup-flush"),
+        *("--zero-reduce-scatter", "--zero-contigious-gradients", "--ddp-average-in-collective"),
+        *("--ddp-pad-buckets-for-high-nccl-busbw", "--use-nccl-ub", "--disable-gloo-process-groups"),
+    ),
+    _value("--zero-reduce-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
+    _value("--zero-allgather-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
+    _value("--ddp-num-buckets", "--ddp-bucket-size sets the size of a bucket"),
+    _value("--high-priority-stream-groups", "streams have PyTorch's priorities", None),
+    *_switches(
+        "DeepSpeed's settings of activation checkpointing stand in --deepspeed-config",
+        *("--contigious-checkpointing", "--synchronize-each-layer", "--profile-backward"),
+    ),
+    *_switches(
+        "weights are initialized by their names, the same on every device",
+        *("--use-cpu-initialization", "--lazy-mpu-init", "--init-model-with-meta-device"),
+    ),
+    *_switches(
+        "Python's garbage collector and the caching allocator run as usual",
+        "--manual-gc",
+    ),
+    _value("--manual-gc-interval", "Python's garbage collector runs as usual"),
+    _value("--empty-unused-memory-level", "the caching allocator runs as usual"),
+    _switch("--no-query-key-layer-scaling", reason="attention scores are never scaled by the layer number"),
+    # Checkpoints.
+    *_switches("checkpoints hold no random state", "--no-load-rng", "--no-save-rng"),
+    *_switches(
+        _DEEPSPEED_FORMAT,
+        *("--use-persistent-ckpt-worker", "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save"),
+        *("--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure"),
+        "--dist-ckpt-optim-fully-reshardable",
+    ),
+    _value("--dist-ckpt-strictness", "checkpoints are always read strictly"),
+    # Data.
+    *_switches(
+        "the index files of the sample order are always mapped into memory",
+        *("--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"),
+    ),
+    _value("--num-dataset-builder-threads", "each rank opens its data in one thread"),
+    # Logs.
+    *_switches(
+        "the log does not have this quantity",
+        *("--log-num-zeros-in-grad", "--log-params-norm", "--log-memory-to-tensorboard", "--log-energy"),
+        *("--log-optimizer-states-to-tensorboard", "--log-world-size-to-tensorboard", "--log-progress"),
+    ),
+    *_switches(
+        "learning rate and loss scale are always logged",
+        *("--no-log-learnig-rate-to-tensorboard", "--no-log-loss-scale-to-tensorboard"),
+    ),
+    *_switches(
+        "timers are logged with --log-timers-to-tensorboard",
+        *("--no-barrier-with-level-1-timing", "--no-record-throughput"),
+    ),
+    _value("--timing-log-level", "timers are logged with --log-timers-to-tensorboard"),
+    _value("--timing-log-option", "timers are logged with --log-timers-to-tensorboard"),
+    _value("--tensorboard-log-interval", "TensorBoard gets every line of --log-interval"),
+    _value("--logging-level", "--log-level sets the level of the log"),
+    _switch("--no-one-logger", reason="one_logger is not used"),
+    _value("--codecarbon-dir", "emissions are not tracked"),
+)
+
+# A flag -> the words that it stands for. A value that follows the flag follows the last word.
+REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "--use-distributed-optimizer": ("--zero-stage", "1"),
+    "--swiglu": ("--glu-activation", "swiglu"),
+    "--openai-gelu": ("--activation", "gelu"),
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rotary"),
+    "--rotary-position-embeddings-theta": ("--rotary-base",),
+    "--use-rope-scaling": ("--rope-scaling-type", "llama3"),
+    "--num-key-value-heads": ("--group-query-attention", "--num-query-groups"),
+    "--norm-epsilon": ("--layernorm-epsilon",),
+    "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--distribute-saved-activations": ("--partition-activations",),
+    "--distribute-checkpointed-activations": ("--partition-activations",),
+    "--cpu-optimizer": ("--cpu-offload",),
+    "--optimizer-cpu-offload": ("--cpu-offload",),
+    "--kill-switch-file": ("--kill-switch-path",),
+    "--skip-train": ("--no-train",),
+    "--wandb-exp-name": ("--wandb-name",),
+}
+
+# A flag -> what to do instead.
+UNSUPPORTED_FLAGS: Mapping[str, str] = {
+    # Batch, length and schedule.
+    "--gradient-accumulation-steps": "set --global-batch-size, which is --micro-batch-size x accumulation "
+    "steps x data-parallel size",
+    "--batch-size": "set --micro-batch-size",
+    "--model-parallel-size": "set --tensor-model-parallel-size",
+    "--warmup": "set --lr-warmup-fraction, which is a fraction and no percentage",
+    "--lr-warmup-tokens": "set --lr-warmup-samples to the tokens divided by --seq-length",
+    "--encoder-seq-length": "set --seq-length",
+    "--decoder-seq-length": "set --seq-length",
+    "--encoder-num-layers": "set --num-layers",
+    "--decoder-num-layers": "set --num-layers",
+    "--train-data-exact-num-epochs": "set --train-samples",
+    "--start-weight-decay": "a weight decay that changes is not implemented; set --weight-decay",
+    "--end-weight-decay": "a weight decay that changes is not implemented; set --weight-decay",
+    "--lr-warmup-init": "the warmup starts at 0; remove the flag",
+    "--decoupled-lr": "all parameters have one learning rate, except with --mup; remove the flag",
+    "--decoupled-min-lr": "all parameters have one learning rate, except with --mup; remove the flag",
+    "--head-lr-mult": "all parameters have one learning rate, except with --mup; remove the flag",
+    "--step-batch-size-schedule": "set --rampup-batch-size",
+    "--calculate-per-token-loss": "the loss of a micro-batch is the mean over its tokens; remove the flag",
+    # Layout.
+    "--num-layers-per-virtual-pipeline-stage": "set --virtual-pipeline-stages to the number of layers "
+    "divided by --pipeline-model-parallel-size and by the value of this flag",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "micro-batches run in groups of the pipeline's "
+    "size; remove the flag",
+    "--pipeline-model-parallel-layout": "set --partition-method layout:LAYOUT with LAYOUT in Megatron-LM's "
+    "syntax",
+    "--pipeline-model-parallel-split-rank": "encoder-decoder models are not implemented; remove the flag",
+    "--standalone-embedding-stage": _LAYERS_ON_STAGES,
+    "--decoder-first-pipeline-num-layers": _LAYERS_ON_STAGES,
+    "--decoder-last-pipeline-num-layers": _LAYERS_ON_STAGES,
+    "--account-for-embedding-in-pipeline-split": _LAYERS_ON_STAGES,
+    "--account-for-loss-in-pipeline-split": _LAYERS_ON_STAGES,
+    "--use-tp-pp-dp-mapping": "tensor-parallel ranks are neighbours, then data-parallel, then pipeline "
+    "ranks; remove the flag",
+    "--use-torch-fsdp2": "set --zero-stage 3",
+    "--use-megatron-fsdp": "set --zero-stage 3",
+    "--data-parallel-sharding-strategy": "set --zero-stage 1, 2 or 3",
+    "--num-distributed-optimizer-instances": "optimizer state is sharded over all data-parallel ranks; "
+    "remove the flag",
+    "--distributed-timeout-minutes": "set --hang-timeout and --start-timeout, both in seconds",
+    "--remote-device": "set --cpu-offload, which keeps the optimizer states in host memory",
+    "--optimizer-offload-fraction": "set --cpu-offload, which keeps all optimizer states in host memory",
+    "--data-parallel-random-init": "replicas have equal weights; remove the flag",
+    # The model.
+    "--num-attention-heads-per-partition": "set --num-attention-heads",
+    "--squared-relu": "CONTRIBUTING.md adds it as --activation squared_relu",
+    "--quick-geglu": "set --glu-activation geglu",
+    "--rotary-seq-len-interpolation-factor": "set --rope-scaling-type linear and --rope-scaling-factor",
+    "--rotary-scaling-factor": "set --rope-scaling-type and --rope-scaling-factor",
+    "--no-position-embedding": "set --position-embedding-type rotary or alibi",
+    "--apply-query-key-layer-scaling": "attention scores are not scaled by the layer number; remove the flag",
+    "--apply-layernorm-1p": "norms are initialized to 1 and have no offset; remove the flag",
+    "--embedding-weights-in-fp32": "weights have the precision of the run; remove the flag",
+    "--init-method-xavier-uniform": "weights have a normal distribution; set --init-method-std",
+    "--no-initialization": "weights are always initialized; remove the flag",
+    "--window-attn-skip-freq": "--window-size applies to all layers; remove the flag",
+    "--no-rope-freq": "rotary embeddings are in all layers; remove the flag",
+    "--attention-output-gate": "attention has no output gate; remove the flag",
+    "--experimental-attention-variant": "the attention is softmax attention; remove the flag",
+    "--rope-type": "set --rope-scaling-type",
+    "--spec": "the model is chosen by flags, see docs/models.md",
+    "--vocab-extra-ids": "tokens for span corruption are not implemented; remove the flag",
+    # Recomputation and memory.
+    "--recompute-method": "layers are recomputed in groups of --checkpoint-num-layers, as with uniform; "
+    "remove the flag",
+    "--activations-checkpoint-method": "layers are recomputed in groups of --checkpoint-num-layers, as with "
+    "uniform; remove the flag",
+    "--recompute-num-layers": "set --checkpoint-num-layers",
+    "--recompute-modules": "set --recompute-granularity selective, which recomputes the attention's core",
+    "--scattered-embeddings": "set --sequence-parallel",
+    "--split-transformers": "set --checkpoint-activations",
+    "--memory-centric-tiled-linear": "set a larger --tensor-model-parallel-size",
+    "--tile-factor": "set a larger --tensor-model-parallel-size",
+    "--fine-grained-activation-offloading": "set --checkpoint-activations and --checkpoint-in-cpu",
+    "--freeze-all-layers": "all layers are trained; remove the flag",
+    "--offload-modules": "set --checkpoint-activations and --checkpoint-in-cpu",
+    "--exp-avg-dtype": "set --use-bnb-optimizer for moments in 8 bits",
+    "--exp-avg-sq-dtype": "set --use-bnb-optimizer for moments in 8 bits",
+    "--main-grads-dtype": "gradients are accumulated in fp32; remove the flag",
+    "--main-params-dtype": "the optimizer's weights are fp32; remove the flag",
+    "--output-logit-dtype": "logits have the precision of the run, the loss fp32; remove the flag",
+    "--defer-embedding-wgrad-compute": "set --pipeline-schedule zero-bubble, which defers weight gradients",
+    "--wgrad-deferral-limit": "set --pipeline-schedule zero-bubble, which defers weight gradients",
+    "--apply-wd-to-qk-layernorm": "biases and norm parameters have no weight decay; remove the flag",
+    "--no-weight-decay-cond-type": "biases and norm parameters have no weight decay; remove the flag",
+    "--grad-reduce-in-bf16": "gradients are accumulated and reduced in fp32; remove the flag",
+    "--use-precision-aware-optimizer": "set --use-bnb-optimizer for moments in 8 bits",
+    "--deterministic-mode": "the choice of PyTorch's kernels cannot be restricted; remove the flag",
+    # Checkpoints.
+    "--async-save": "a save stops the training until it is complete; remove the flag",
+    "--no-save-optim": "checkpoints always hold the optimizer state; remove the flag, see --no-load-optim",
+    "--load-tag": "set --load to the folder of one checkpoint",
+    "--ckpt-step": "set --load to the folder of one checkpoint",
+    "--override-ckpt-iteration": "--finetune starts at iteration 0; remove the flag",
+    "--reset-iteration": "set --finetune, which starts at iteration 0",
+    "--no-load-lr-state": "set --finetune, or --override-lr-scheduler",
+    "--exit-on-missing-checkpoint": "a --load without a checkpoint is an error, unless it is the folder of "
+    "--save; remove the flag",
+    "--pretrained-checkpoint": "set --load and --finetune",
+    # Data.
+    "--mock-data": "make token files with tools/preprocess_data.py and set --data-path",
+    "--data-args-path": "set --data-path",
+    "--train-data-path": "set --train-weighted-split-paths",
+    "--valid-data-path": "set --valid-weighted-split-paths",
+    "--test-data-path": "set --test-weighted-split-paths",
+    "--per-split-data-args-path": "set --train-weighted-split-paths-path and its twins for valid and test",
+    "--tiktoken-pattern": "set --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path",
+    "--per-dataset-sequences-path": "token files name their numbers of sequences; remove the flag",
+    "--use-dataset-only": "data are read in the order of this program; remove the flag",
+    "--return-data-index": "data are read in the order of this program; remove the flag",
+    "--aml-data-download-path": "set --data-path",
+    "--object-storage-cache-path": "token files are read from a mounted file system; set --data-path",
+    "--dataloader-inter-document-masking": "set --reset-attention-mask and --reset-position-ids",
+    "--reweight-loss-based-on-position-frequency": "the loss is the mean over all tokens; remove the flag",
+    "--no-use-tokenizer-model-from-checkpoint-args": "set the flags of the tokenizer; remove the flag",
+    "--trust-remote-code": "code of a tokenizer's folder is never run; remove the flag",
+    "--loss-on-targets-only": "the loss is over all tokens; see --eod-mask-loss",
+    "--random-ltd": "random layer token dropping is not implemented; remove the flag",
+    "--data-efficiency-curriculum-learning": "set curriculum_learning in the file of --deepspeed-config",
+    "--repeated-dataloader": "set --train-samples; data are read again in a new order when they end",
+    # The rest of a run.
+    "--fake-process-group": "set --dry-run, with --simulate for the whole step",
+    "--check-weight-hash-across-dp-replicas-interval": "set --check-invariants-interval",
+    "--adlr-autoresume": "examples/slurm resubmits a job that was stopped, see docs/cluster.md",
+    "--adlr-autoresume-interval": "examples/slurm resubmits a job that was stopped, see docs/cluster.md",
+    "--yaml-cfg": "write the settings as flags",
+    "--tp-comm-overlap-cfg": "set --tp-comm-overlap and --tp-comm-overlap-chunks",
+    "--wandb-save-dir": "set the environment variable WANDB_DIR",
+    "--wandb-entity": "set the environment variable WANDB_ENTITY",
+    "--use-mup": "set --mup and --mup-base-hidden-size",
+}
+
+# What to do instead of a flag -> the begins of the names of such flags. The longest begin that fits counts.
+UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    _NO_MOE: (
+        *("--moe-", "--expert-", "--create-moe", "--disable-moe", "--enable-expert", "--num-experts-"),
+        *("--topk", "--mlp-type", "--use-tutel", "--overlap-moe"),
+    ),
+    "fp8 and fp4 are not implemented; set --bf16": ("--fp8", "--fp4", "--no-fp8", "--first-last-layers-bf16"),
+    _NO_TRANSFORMER_ENGINE: ("--te-", "--inference-rng"),
+    "CUDA graphs are not used; remove the flag": (
+        *("--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"),
+    ),
+    "only GPT models are trained; remove the flag": (
+        *("--retro-", "--bert-", "--ict-", "--biencoder-", "--retriever-", "--indexer-", "--dino-"),
+        *("--vision-", "--img-", "--num-classes", "--num-channels", "--patch-dim", "--mask-", "--swin-"),
+        *("--titles-data", "--evidence-data", "--block-data", "--embedding-path", "--query-in-block"),
+        *("--use-one-sent-docs", "--short-seq-prob", "--mean-noise-span", "--noise-density"),
+        *("--iter-per-epoch", "--classes-fraction", "--data-per-class", "--sample-rate", "--mamba-"),
+        *("--hybrid-", "--is-hybrid", "--output-bert", "--no-data-sharding", "--max-tokens-to-oom"),
+    ),
+    "knowledge distillation is not implemented; remove the flag": (
+        *("--kd", "--mos", "--load-teacher", "--hidden-size-teacher", "--num-layers-teacher"),
+        *("--num-attention-heads-teacher", "--logits-", "--export-kd"),
+    ),
+    "only pretraining and finetuning on token files are implemented; remove the flag": (
+        *("--rl-", "--grpo-", "--langrl", "--perform-rl", "--sft"),
+    ),
+    "use tools/generate.py": (
+        "--inference",
+        "--ds-inference",
+        "--decode-only",
+        "--num-tokens-to-generate",
+        *("--use-legacy-static", "--enable-chunked-prefill", "--num-speculative", "--use-same-sampling"),
+        *("--refit-method", "--flash-decode", "--prompt", "--return-log-probs"),
+    ),
+    "Muon is not implemented; set --optimizer adam": ("--muon-",),
+    "Lion is not implemented; set --optimizer adam": ("--lion-",),
+    "all layers have softmax attention and one configuration; remove the flag": (
+        *("--linear-", "--heterogeneous-layers", "--relative-attention", "--kitchen-"),
+    ),
+    "the messages of ZeRO are chosen by DeepSpeed and --ddp-bucket-size; remove the flag": (
+        *("--ddp-reduce-scatter", "--ddp-param-name", "--gtp-", "--no-use-layer-wise", "--create-all-gather"),
+        *("--suggested-communication", "--disable-symmetric", "--enable-full-sharding", "--reuse-grad-buf"),
+        *("--overlap-cpu-optimizer", "--use-torch-optimizer-for", "--keep-fp8"),
+    ),
+    "multi-token prediction is not implemented; remove the flag": ("--mtp-",),
+    "fill-in-the-middle is not implemented; remove the flag": ("--fim-",),
+    "multi-latent attention is not implemented; set --group-query-attention": (
+        *("--multi-latent", "--qk-head", "--qk-pos-emb", "--v-head", "--q-lora", "--kv-lora", "--mscale"),
+        *("--mla-", "--cache-mla"),
+    ),
+    "set --zero-stage 3": ("--megatron-fsdp", "--fsdp-", "--torch-fsdp2", "--outer-dp"),
+    "see docs/cluster.md for failures, restarts and slow ranks; remove the flag": (
+        *("--inprocess-", "--enable-ft-package", "--ft-", "--calc-ft", "--straggler-", "--rerun-"),
+        *("--error-injection", "--run-workload-inspector", "--result-rejected-tracker"),
+    ),
+    "set --tensorboard-dir or --wandb-project": ("--one-logger", "--otel-", "--app-tag-run"),
+    f"{_DEEPSPEED_FORMAT}; remove the flag": ("--ckpt-", "--dist-ckpt-", "--use-dist-ckpt", "--async-"),
+    "set --rope-scaling-type yarn and the other --rope- flags": ("--yarn-", "--no-yarn-"),
+    _NO_CONTEXT_PARALLELISM: (
+        *("--ds-sequence-parallel-", "--force-ds-sequence-parallel", "--cp-comm-type"),
+        *("--hierarchical-context-parallel", "--dynamic-context-parallel"),
+    ),
+    "index files are found by their content, see --data-cache-path; remove the flag": (
+        *("--train-doc-idx", "--train-idx", "--train-sample-idx", "--train-shuffle-idx", "--train-desc"),
+    ),
+    "the setting exists only in Megatron-LM; remove the flag": (
+        *("--enable-experimental", "--enable-msc", "--disable-msc", "--phase-transition", "--dump-param-to"),
+        *(
+            "--mid-level-dataset",
+            "--allow-ambiguous-pad",
+            "--use-fused-weighted",
+            "--export-te",
+            "--model-prov",
+        ),
+    ),
+    "use an external profiler, such as nsys; remove the flag": ("--profile",),
+}
+
+
+def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each."""
+    result: list[str] = []
+    notes: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        stands_for = REWRITTEN_FLAGS.get(name)
+        if stands_for is None:
+            result.append(word)
+            continue
+        result += [*stands_for[:-1], stands_for[-1] + equals + value]
+        notes.append(f"{name} is read as {' '.join(stands_for)}")
+    return result, list(dict.fromkeys(notes))
+
+
+def unsupported(name: str) -> str | None:
+    """What a user of a flag of another program does instead; None for flags that are in no table."""
+    spelled = "--" + name.lstrip("-").replace("_", "-")
+    if (answer := UNSUPPORTED_FLAGS.get(spelled)) is not None:
+        return answer
+    begins = [
+        (begin, instead)
+        for instead, all_begins in UNSUPPORTED_FAMILIES.items()
+        for begin in all_begins
+        if spelled.startswith(begin)
+    ]
+    return max(begins, key=lambda found: len(found[0]))[1] if begins else None
