@@ -277,7 +277,8 @@ def operations_table(simulated: Simulated) -> str:
         rest = [operations[name] for name in longest if times[kind, name] < least]
         rows = [(name, operations[name], times[kind, name]) for name in shown]
         others = sum((times[kind, name] for name in longest if times[kind, name] < least), 0.0)
-        rows.append(("others", sum(rest, OperationCount(0, 0, 0, 0)), others))
+        columns = zip(*((0, 0, 0, 0), *map(dataclasses.astuple, rest)), strict=True)
+        rows.append(("others", OperationCount(*map(sum, columns)), others))
         cells += [(kind, *_cells_of(simulated.config, *row)) for row in rows]
     return format_table(cells, left_align=(0, 1, 6))
 

@@ -50,7 +50,9 @@ def _switches(reason: str, *names: str) -> tuple[IgnoredFlag, ...]:
 
 
 _NO_MOE = "mixture-of-experts layers are not implemented; remove the flag to train a dense model"
-_NO_CONTEXT_PARALLELISM = "context parallelism is not implemented; set a larger TP and --sequence-parallel"
+_NO_CONTEXT_PARALLELISM = (
+    "context parallelism is not implemented; set --sequence-parallel and raise --tensor-model-parallel-size"
+)
 _NO_TRANSFORMER_ENGINE = "Transformer Engine is not used; remove the flag"
 _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
 _DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format"
