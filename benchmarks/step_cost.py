@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from benchmarks.machine import benchmark_parser
 from megatron.cluster.devices import find_gpu
@@ -277,7 +277,7 @@ def operations_table(simulated: Simulated) -> str:
         rest = [operations[name] for name in longest if times[kind, name] < least]
         rows = [(name, operations[name], times[kind, name]) for name in shown]
         others = sum((times[kind, name] for name in longest if times[kind, name] < least), 0.0)
-        columns = zip(*((0, 0, 0, 0), *map(dataclasses.astuple, rest)), strict=True)
+        columns = zip(*((0, 0, 0, 0), *map(astuple, rest)), strict=True)
         rows.append(("others", OperationCount(*map(sum, columns)), others))
         cells += [(kind, *_cells_of(simulated.config, *row)) for row in rows]
     return format_table(cells, left_align=(0, 1, 6))
