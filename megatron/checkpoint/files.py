@@ -101,7 +101,7 @@ def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> It
 
 
 def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a SHA-256 of its content, which replaces that of an earlier content."""
+    """The record with a SHA-256 of its content, which replaces an existing one."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return {**content, "sha256": digest}
