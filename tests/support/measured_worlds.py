@@ -53,12 +53,6 @@ class World:
                 )
             )
 
-    def start(self, work: str) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(work + "\n")
-            process.stdin.flush()
-
     def answers(self) -> list[str]:
         """Waits for a line of each process."""
         lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
@@ -66,13 +60,13 @@ class World:
             raise SystemExit("a measured process died; its error is above")
         return lines
 
-    def seconds(self) -> float:
-        """Waits for the work. Returns the seconds of the slowest process, or the largest number returned."""
-        return max(map(float, self.answers()))
-
     def run(self, work: str) -> float:
-        self.start(work)
-        return self.seconds()
+        """Does the named work. Returns the seconds of the slowest process, or the largest number returned."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(work + "\n")
+            process.stdin.flush()
+        return max(map(float, self.answers()))
 
     def end(self) -> None:
         for process in self.processes:
