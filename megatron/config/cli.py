@@ -106,7 +106,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse prints its usage and exits."""
+    """Reads flags of other frameworks, and raises ConfigError where argparse prints its usage and exits."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words, notes = rewrite(sys.argv[1:] if args is None else args)
+        namespace = argparse.Namespace() if namespace is None else namespace
+        if notes:
+            setattr(namespace, _NOTES, tuple(notes))
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         names, colon, complaint = message.removeprefix("argument ").partition(": ")
@@ -131,18 +138,15 @@ class _Given:
 
 def _parse(argv: list[str]) -> _Given:
     parser = make_parser()
-    words, notes = rewrite(argv)
-    namespace, unknown = parser.parse_known_args(words)
+    namespace, unknown = parser.parse_known_args(argv)
     values = vars(namespace)
+    notes = values.pop(_NOTES, ())
     ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
     rejected = _rejected_values(ignored.values(), values) + _unknown_arguments(parser, unknown)
     if rejected:
         raise ConfigError("\n       ".join(rejected))
-    notes += [flag.note for flag in ignored.values()]
-    settings = {
-        name: value for name, value in values.items() if name not in ignored and name != _REPEATED_NOTES
-    }
-    return _Given(settings, (*notes, *values.get(_REPEATED_NOTES, ())))
+    settings = {name: value for name, value in values.items() if name not in ignored}
+    return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
 
 
 def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> list[str]:
@@ -175,7 +179,7 @@ def _unknown_flag(parser: argparse.ArgumentParser, name: str) -> str:
 
 
 _FLAG = re.compile("--?[A-Za-z]")
-_REPEATED_NOTES = "(repeated)"
+_NOTES = "(notes)"
 
 
 class _Store(argparse.Action):
@@ -195,9 +199,9 @@ class _Store(argparse.Action):
         value = self.convert(values)
         before = getattr(namespace, self.dest, value)
         if before != value:
-            notes = getattr(namespace, _REPEATED_NOTES, ())
+            notes = getattr(namespace, _NOTES, ())
             note = f"{option} is given more than once: the last value, {value_text(value)}, is used"
-            setattr(namespace, _REPEATED_NOTES, (*notes, note))
+            setattr(namespace, _NOTES, (*notes, note))
         setattr(namespace, self.dest, value)
 
 

@@ -5,8 +5,8 @@ With --other-frameworks it prints the tables of docs/migration.md.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
 import typing
 from typing import Any
 
@@ -112,5 +112,13 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prints docs/flags.md.")
+    parser.add_argument(
+        "--other-frameworks", action="store_true", help="the tables of docs/migration.md instead"
+    )
+    print(f"{other_frameworks_tables()}\n" if parser.parse_args().other_frameworks else flags_page(), end="")
+
+
 if __name__ == "__main__":
-    print(other_frameworks_tables() + "\n" if "--other-frameworks" in sys.argv else flags_page(), end="")
+    main()
