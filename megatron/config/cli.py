@@ -22,7 +22,7 @@ from megatron.config.checkpoint_args import (
 )
 from megatron.config.config import SECTIONS, Config
 from megatron.config.data import SPLIT_NAMES, read_groups_file
-from megatron.config.fields import Flag, flag_of, option_name
+from megatron.config.fields import Flag, flag_of, option_name, value_text
 from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
@@ -203,11 +203,6 @@ class _Store(argparse.Action):
             note = f"{option} is given more than once: the last value, {value_text(value)}, is used"
             setattr(namespace, _NOTES, (*notes, note))
         setattr(namespace, self.dest, value)
-
-
-def value_text(value: Any) -> str:
-    """A value as it is written on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,11 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def value_text(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def setting_option(setting: str) -> str:
     """The flag of a 'section.field'."""
     return option_name(setting.partition(".")[2])

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.config import SECTIONS, Config
 from megatron.config.data import what_is_evaluated
-from megatron.config.fields import Flag, flag_of, setting_option
+from megatron.config.fields import Flag, flag_of, setting_option, value_text
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.errors import ConfigError
 
@@ -81,13 +81,8 @@ def _shown(config: Config, condition: str) -> str:
     value = _value(config, setting)
     if isinstance(value, bool):
         return setting_option(setting)
-    if isinstance(value, tuple):
-        value = " ".join(map(str, value))
-    return (
-        f"{setting_option(setting)} {value:g}"
-        if isinstance(value, float)
-        else f"{setting_option(setting)} {value}"
-    )
+    text = f"{value:g}" if isinstance(value, float) else value_text(value)
+    return f"{setting_option(setting)} {text}"
 
 
 def _required(condition: str) -> str:

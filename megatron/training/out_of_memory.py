@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import RankStopped
 from megatron.config import Config
+from megatron.config.fields import setting_option
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.validate import validate
 from megatron.errors import UserError
@@ -99,42 +100,35 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
 
     In the order in which to try them: activations, optimizer state, fewer data-parallel replicas.
     """
-    for flag, settings in _candidates(config):
-        changed = config.with_settings(settings)
+    for setting, value in _candidates(config):
+        changed = config.with_settings({setting: value})
         try:
             validate(changed)
         except UserError:
             continue
-        yield flag, changed
+        yield setting_option(setting) + ("" if value is True else f" {value}"), changed
 
 
-def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(flag and value, 'section.field' -> value)."""
+def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
+    """('section.field', value)."""
     parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if tensor > 1 and not parallel.sequence_parallel:
-        yield "--sequence-parallel", {"parallel.sequence_parallel": True}
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield "parallel.sequence_parallel", True
     if micro_batch > 1:
-        yield f"--micro-batch-size {micro_batch // 2}", {"batch.micro_batch_size": micro_batch // 2}
+        yield "batch.micro_batch_size", micro_batch // 2
     if not training.recomputes_layers:
         stores_scores = attention_of(config) == Implementation.UNFUSED
         if stores_scores and not training.recomputes_attention:
-            yield "--recompute-granularity selective", {"training.recompute_granularity": "selective"}
-        yield "--checkpoint-activations", {"training.checkpoint_activations": True}
+            yield "training.recompute_granularity", "selective"
+        yield "training.checkpoint_activations", True
     if parallel.data_parallel_size > 1:
-        for stage in range(parallel.zero_stage + 1, 4 if pipeline == 1 else 2):
-            yield f"--zero-stage {stage}", {"parallel.zero_stage": stage}
+        for stage in range(parallel.zero_stage + 1, 4 if parallel.pipeline_model_parallel_size == 1 else 2):
+            yield "parallel.zero_stage", stage
     if not parallel.cpu_offload:
         # Without the norm after the embedding, a published run with 8-bit moments stagnated.
         if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
-            yield "--use-bnb-optimizer", {"optimizer.use_bnb_optimizer": True}
-        yield "--cpu-offload", {"parallel.cpu_offload": True}
-    yield (
-        f"--tensor-model-parallel-size {2 * tensor}",
-        {"parallel.tensor_model_parallel_size": 2 * tensor},
-    )
+            yield "optimizer.use_bnb_optimizer", True
+        yield "parallel.cpu_offload", True
+    yield "parallel.tensor_model_parallel_size", 2 * parallel.tensor_model_parallel_size
     if not parse_partition_method(parallel.partition_method).stages:
-        yield (
-            f"--pipeline-model-parallel-size {2 * pipeline}",
-            {"parallel.pipeline_model_parallel_size": 2 * pipeline},
-        )
+        yield "parallel.pipeline_model_parallel_size", 2 * parallel.pipeline_model_parallel_size

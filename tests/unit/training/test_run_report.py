@@ -99,11 +99,8 @@ def test_weights_are_shown_with_four_digits(weight, shown):
     assert columns(plan([0, 7, 12], [weight, 1.0]))[1][2] == shown
 
 
-def test_a_single_layer_is_not_shown_as_a_range():
+def test_a_single_layer_is_not_shown_as_a_range_and_a_stage_may_be_empty():
     assert [row[1] for row in columns(plan([0, 3, 4, 12], [1.0, 1.0, 1.0]))[1:]] == ["0-2", "3", "4-11"]
-
-
-def test_a_stage_may_be_empty():
     assert columns(plan([0, 7, 7, 12], [4.0, 0.0, 2.0]))[2] == ["1", "-", "0", "0.00", "0", "nothing"]
 
 
@@ -131,39 +128,41 @@ def test_the_last_line_names_the_heaviest_stage():
     assert stage_map(TWO_STAGES).splitlines()[-1] == heaviest_line(TWO_STAGES)
 
 
-def test_others_wait_for_the_stage_that_takes_longest():
-    """Mean 40 ms, longest 50 ms: a fifth of its time the average stage has nothing to do."""
-    assert heaviest_line(TWO_STAGES) == (
-        "heaviest   stage 1 by --partition-method profile, max/mean = 1.250: "
-        "waiting for it costs up to 20.0 % of the efficiency"
-    )
+WAITS = "waiting for it costs up to"
 
 
-def test_a_stage_with_more_memory_is_not_waited_for():
-    assert heaviest_line(plan([0, 7, 12], [30.0, 50.0], "GiB", method="memory")) == (
-        "heaviest   stage 1 by --partition-method memory, max/mean = 1.250: "
-        "it needs 25.0 % more than the mean"
-    )
-
-
-def test_of_equally_heavy_stages_the_first_is_named():
-    line = heaviest_line(plan([0, 4, 8, 12], [2.0, 2.0, 2.0], unit="", method="uniform"))
-    assert "stage 0 by" in line
-    assert "max/mean = 1.000: waiting for it costs up to 0.0 %" in line
-
-
-def test_an_empty_stage_lowers_the_mean():
-    """Two of three stages work: a third of the efficiency is lost."""
-    assert "max/mean = 1.500: waiting for it costs up to 33.3 %" in heaviest_line(
-        plan([0, 7, 7, 12], [3.0, 0, 3.0])
-    )
-
-
-def test_with_dualpipev_ranks_are_weighed_not_stages():
-    """Stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6."""
-    assert heaviest_line(plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], rank_of_stage=(0, 1, 1, 0))).startswith(
-        "heaviest   rank 1 by --partition-method profile, max/mean = 1.125: waiting for it costs up to 11.1 %"
-    )
+@pytest.mark.parametrize(
+    ("stages", "line"),
+    [
+        # Mean 40 ms, longest 50 ms: a fifth of its time the average stage has nothing to do.
+        (
+            TWO_STAGES,
+            f"stage 1 by --partition-method profile, max/mean = 1.250: {WAITS} 20.0 % of the efficiency",
+        ),
+        # A stage with more memory is not waited for.
+        (
+            plan([0, 7, 12], [30.0, 50.0], "GiB", method="memory"),
+            "stage 1 by --partition-method memory, max/mean = 1.250: it needs 25.0 % more than the mean",
+        ),
+        # Of equally heavy stages the first is named.
+        (
+            plan([0, 4, 8, 12], [2.0, 2.0, 2.0], unit="", method="uniform"),
+            f"stage 0 by --partition-method uniform, max/mean = 1.000: {WAITS} 0.0 % of the efficiency",
+        ),
+        # Two of three stages work: a third of the efficiency is lost.
+        (
+            plan([0, 7, 7, 12], [3.0, 0, 3.0]),
+            f"stage 0 by --partition-method profile, max/mean = 1.500: {WAITS} 33.3 % of the efficiency",
+        ),
+        # With DualPipeV stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6.
+        (
+            plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], rank_of_stage=(0, 1, 1, 0)),
+            f"rank 1 by --partition-method profile, max/mean = 1.125: {WAITS} 11.1 % of the efficiency",
+        ),
+    ],
+)
+def test_the_heaviest_stage_is_named_with_what_it_costs(stages, line):
+    assert heaviest_line(stages) == f"heaviest   {line}"
 
 
 def test_layers_that_weigh_nothing_have_no_heaviest_stage():
