@@ -128,11 +128,13 @@ def _is_shallow(value: Any) -> bool:
     return False
 
 
+MOST_COUNT = 2**53
+"""The largest integer of a file that is believed: beyond it JSON readers round."""
 Check = Callable[[Any], bool]
 """Whether a value from a file, which others may have written, is of the expected type."""
 
 
-def is_count(value: Any, least: int = 0, most: int = 2**53) -> bool:
+def is_count(value: Any, least: int = 0, most: int = MOST_COUNT) -> bool:
     """Whether it is an integer from `least` to `most`."""
     return type(value) is int and least <= value <= most
 

@@ -5,27 +5,16 @@ Each function raises ValueError with what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from megatron.files import MOST_COUNT, Check, is_count, is_text, list_of
+
 MAX_REPEAT = 10_000
-_MOST = 2**53
-
-Check = Callable[[Any], bool]
-
-
-def is_count(value: Any, least: int = 0, most: int = _MOST) -> bool:
-    """Whether it is an integer from `least` to `most`."""
-    return type(value) is int and least <= value <= most
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _is_number(value: Any) -> bool:
     """Also NaN and infinity, as a loss may be."""
-    return type(value) is float or is_count(value, -_MOST)
+    return type(value) is float or is_count(value, -MOST_COUNT)
 
 
 def _is_size(value: Any) -> bool:
@@ -40,10 +29,6 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-def _list_of(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
 def _fields(checks: dict[str, Check]) -> Check:
     """A dictionary in which these fields are valid. It may have others."""
     return lambda value: (
@@ -54,33 +39,33 @@ def _fields(checks: dict[str, Check]) -> Check:
 
 _PREDICTION = _fields(
     {
-        "layers": _or_none(_list_of(_is_text)),
-        "memory_bytes": _or_none(_list_of(_is_size)),
+        "layers": _or_none(list_of(is_text)),
+        "memory_bytes": _or_none(list_of(_is_size)),
         "bubble": _or_none(_is_size),
         "max_over_mean": _or_none(_is_size),
         "step_s": _or_none(_is_size),
-        "note": _or_none(_is_text),
+        "note": _or_none(is_text),
     }
 )
 _ROW: dict[str, Check] = {
     "index": is_count,
-    "settings": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
-    "words": _list_of(_is_text),
+    "settings": lambda value: isinstance(value, dict) and all(map(is_text, value.values())),
+    "words": list_of(is_text),
     "processes": is_count,
-    "numbers": _is_text,
+    "numbers": is_text,
     "tolerance": _is_size,
     "tokens_per_step": is_count,
     "predicted": _or_none(_PREDICTION),
-    "refused": _or_none(_is_text),
+    "refused": _or_none(is_text),
 }
 _RECORD: dict[str, Check] = {
-    "base": _list_of(_is_text),
+    "base": list_of(is_text),
     "steps": lambda value: is_count(value, 1),
     "repeat": lambda value: is_count(value, 1, MAX_REPEAT),
-    "script": _or_none(_is_text),
+    "script": _or_none(is_text),
     "rows": lambda value: isinstance(value, list),
     "format": is_count,
-    **dict.fromkeys(("command", "commit", "host", "python", "created"), _is_text),
+    **dict.fromkeys(("command", "commit", "host", "python", "created"), is_text),
 }
 _STEP = _fields(
     {
@@ -88,16 +73,16 @@ _STEP = _fields(
         "loss": _or_none(_is_number),
     }
 )
-_MEMORY = _fields({"stage": is_count, "name": _is_text, "most_bytes": _is_size})
+_MEMORY = _fields({"stage": is_count, "name": is_text, "most_bytes": _is_size})
 _RESULT: dict[str, Check] = {
     "row": is_count,
     "repeat": lambda value: is_count(value, 1, MAX_REPEAT),
-    "status": _is_text,
-    "reason": _or_none(_is_text),
-    "steps": _list_of(_STEP),
-    "memory": _list_of(_MEMORY),
+    "status": is_text,
+    "reason": _or_none(is_text),
+    "steps": list_of(_STEP),
+    "memory": list_of(_MEMORY),
 }
-_OPTIONAL: dict[str, Check] = {"bubble": _or_none(_is_size), "commit": _is_text, "host": _is_text}
+_OPTIONAL: dict[str, Check] = {"bubble": _or_none(_is_size), "commit": is_text, "host": is_text}
 
 
 def check_record(content: Any) -> None:

@@ -19,10 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.errors import UserError, exit_on_user_error, one_line
-from megatron.files import expect_layout, read_json, write_json
+from megatron.files import expect_layout, is_count, read_json, write_json
 from megatron.planner.command import ScriptCommand, read_script, script_environment
 from megatron.planner.sweep.axes import checked_row, run_words
-from megatron.planner.sweep.file_checks import is_count
 from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
