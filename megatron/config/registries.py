@@ -217,7 +217,7 @@ POSITION_EMBEDDINGS = Registry(
     },
 )
 
-# Functions (groups, OptimizerConfig, kernels) -> torch.optim.Optimizer.
+# Functions (groups, OptimizerConfig, fused) -> torch.optim.Optimizer.
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 OPTIMIZERS = Registry(
     "--optimizer",

@@ -243,7 +243,8 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     def forward(self, layer_io: LayerIO) -> LayerIO:
         hidden, document_ids = split_layer_io(layer_io)
-        return join_layer_io(self.arrange(self, hidden, document_ids), document_ids)
+        hidden = self.arrange(self, hidden, document_ids)
+        return join_layer_io(hidden, document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         """residual + dropout(output of `block`, self_attention or mlp, plus its skipped bias, if any)."""
@@ -378,9 +379,8 @@ class ParallelMLP(nn.Module):
         self.activation = ACTIVATIONS.load(model.activation) if gate is None else GLU_ACTIVATIONS.load(gate)
         parts = 2 if self.gated else 1
         first, second = _matrix_settings(context)
-        wide = parts * model.ffn_hidden_size
         self.dense_h_to_4h = ColumnParallelLinear(
-            model.hidden_size, wide, context.tp_group, num_fused_parts=parts, **first
+            model.hidden_size, parts * model.ffn_hidden_size, context.tp_group, num_fused_parts=parts, **first
         )
         self.dense_4h_to_h = RowParallelLinear(
             model.ffn_hidden_size, model.hidden_size, context.tp_group, **second

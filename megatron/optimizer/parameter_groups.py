@@ -109,9 +109,8 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
 
 def make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
     """SGD with momentum. fused: whether PyTorch's fused kernel computes it."""
-    return torch.optim.SGD(
-        groups, lr=0.0, momentum=config.sgd_momentum, weight_decay=0.0, fused=fused, foreach=not fused
-    )
+    settings: dict[str, Any] = {"momentum": config.sgd_momentum}
+    return torch.optim.SGD(groups, lr=0.0, weight_decay=0.0, fused=fused, foreach=not fused, **settings)
 
 
 def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
