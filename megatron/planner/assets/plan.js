@@ -69,7 +69,7 @@ function stepParts(step) {
 
 function stepSection(plan) {
   if (plan.step === null) return null;
-  return section("Time of a step", "Of the busiest rank. Predicted from formulas, not measured: compare layouts with it.",
+  return section("Time of a step", "Step time of the most loaded rank: predicted, not measured on a GPU. Compare layouts with it.",
     ...shareBar(stepParts(plan.step), plan.step.total));
 }
 
@@ -138,7 +138,7 @@ function memorySection(plan) {
     { title: "rank", number: true, value: (part) => part.rank },
     ...names.map((name) => ({ title: name, unit: "GiB", number: true, value: (part) => part[name], text: (part) => gib(part[name], 3) })),
   ], plan.memory, { id: "memory", label: "memory of each pipeline rank" });
-  return section("Memory", "Of one device of each pipeline rank, at the fullest time of a step.",
+  return section("Memory", "Peak memory of one device of each pipeline rank during a step.",
     legend(entries), stackedColumns(columns, limits, "GiB", "pipeline rank"), table.node);
 }
 
