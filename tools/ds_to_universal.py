@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.checkpoint.files import file_problems
-from megatron.checkpoint.to_universal import Source, convert, open_source
+from megatron.checkpoint.files import Files, file_problems
+from megatron.checkpoint.to_universal import convert, open_source
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if source.run is None:
             print(f"note: {source.folder} has no run.json with digests: its files are not verified")
         elif not arguments.no_verify_digests:
-            verify_digests(source, workers)
+            verify_digests(source.folder, source.run["files"], workers)
         target = Path(arguments.output_folder)
         mismatches = {}
         with tqdm(total=len(source.reader.specs), unit="parameter", disable=None) as bar:
@@ -122,15 +122,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{target}: {len(source.reader.specs)} parameters{before}")
 
 
-def verify_digests(source: Source, workers: int) -> None:
-    """Compare all files of the source with their digests. Raises UserError that names damaged files."""
-    damages = []
-    with tqdm(total=len(source.run["files"]), unit="file", disable=None) as bar:
-        for damage in file_problems(source.folder, source.run["files"], workers):
+def verify_digests(folder: Path, files: Files, workers: int) -> None:
+    """Compares the files of a checkpoint with their digests. Raises UserError that names damaged files."""
+    damages: list[str] = []
+    with tqdm(total=len(files), unit="file", disable=None) as bar:
+        for damage in file_problems(folder, files, workers):
             bar.update()
             damages += [damage] if damage else []
     if damages:
-        raise UserError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
+        raise UserError(f"checkpoint {folder}: {'; '.join(damages)}: convert an older checkpoint")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@ this program.
 
 A flag stands in one of three tables: it is accepted and ignored (`IGNORED_FLAGS`), it is written as other
 flags (`REWRITTEN_FLAGS`), or it is rejected with what to do instead (`UNSUPPORTED_FLAGS`, and families of
-flags by the begin of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all of them.
+flags by the beginning of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _switch("--accumulate-allreduce-grads-in-fp32", reason="gradients are always accumulated in fp32"),
     _switch("--attention-softmax-in-fp32", reason="attention always computes the softmax in fp32"),
     _switch("--fp16-lm-cross-entropy", reason="the loss is always computed in fp32"),
-    _switch("--exit-signal-handler", reason="SIGTERM always saves and exits, see --exit-signal"),
+    _switch("--exit-signal-handler", reason="the signals of --exit-signal save and exit"),
     _switch("--no-create-attention-mask-in-dataloader", reason="the data loader makes no attention masks"),
     _switch("--no-mmap-bin-files", reason="token files are always mapped into memory"),
     _switch("--mmap-warmup", reason="token files are read when they are used"),
@@ -85,10 +87,8 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _switch("--log-throughput", reason="every log line has the throughput"),
     _switch("--auto-detect-ckpt-format", reason="the format of a checkpoint is always detected"),
     _value("--data-impl", "the format of token files is always mmap", ("mmap", "infer")),
-    _value("--DDP-impl", "DeepSpeed reduces the gradients, see --zero-stage", ("local", "torch")),
-    _value(
-        "--dataloader-type", "samples are always read once, in a fixed order", ("single",), "remove the flag"
-    ),
+    _value("--DDP-impl", "gradients are reduced in buckets, see --zero-stage", ("local", "torch")),
+    _value("--dataloader-type", "every epoch reads each sample once", ("single",), "remove the flag"),
     _value(
         "--transformer-impl",
         "Triton kernels are used where they can run, see --require-kernels",
@@ -131,9 +131,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         *("--use-flash-attn-builder", "--no-masked-softmax-fusion"),
     ),
     *_switches(
-        "it chooses among kernels of another program",
-        *("--abort-on-unmet-fused-kernel-constraints", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
-        *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm", "--onnx-safe"),
+        "--activation sets the activation; without this fusion Megatron's GELU is exact: gelu_exact",
+        *("--no-bias-gelu-fusion", "--onnx-safe"),
+    ),
+    *_switches(
+        "it chooses among kernels that do not exist in this program",
+        *("--abort-on-unmet-fused-kernel-constraints", "--no-bias-dropout-fusion"),
+        *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
         *("--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion", "--disable-mem-efficient-ln"),
         *(
             "--cpu_torch_adam",
@@ -144,9 +148,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "--use-flashinfer-fused-rope",
         ),
     ),
-    _value("--cross-entropy-fusion-impl", "it chooses among kernels of another program"),
+    _value("--cross-entropy-fusion-impl", "it chooses among kernels that do not exist in this program"),
     *_switches(
-        "DeepSpeed's pipeline and this program's buckets decide how messages are sent",
+        "how messages are sent is chosen by the layout and --ddp-bucket-size",
         *("--no-async-tensor-model-parallel-allreduce", "--no-scatter-gather-tensors-in-pipeline"),
         *("--use-contiguous-buffers-in-ddp", "--no-contiguous-buffers-in-local-ddp"),
         *("--no-gradient-reduce-div-fusion", "--align-param-gather", "--no-align-param-gather"),
@@ -158,9 +162,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--zero-reduce-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--zero-allgather-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--ddp-num-buckets", "--ddp-bucket-size sets the size of a bucket"),
-    _value("--high-priority-stream-groups", "streams have PyTorch's priorities", None),
+    IgnoredFlag(("--high-priority-stream-groups",), "streams have PyTorch's priorities", nargs="*"),
     *_switches(
-        "DeepSpeed's settings of activation checkpointing stand in --deepspeed-config",
+        "see --checkpoint-activations, --partition-activations and --checkpoint-in-cpu",
         *("--contigious-checkpointing", "--synchronize-each-layer", "--profile-backward"),
     ),
     *_switches(
@@ -205,7 +209,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     _value("--timing-log-level", "timers are logged with --log-timers-to-tensorboard"),
     _value("--timing-log-option", "timers are logged with --log-timers-to-tensorboard"),
-    _value("--tensorboard-log-interval", "TensorBoard gets every line of --log-interval"),
+    _value("--tensorboard-log-interval", "TensorBoard gets every step"),
     _value("--logging-level", "--log-level sets the level of the log"),
     _switch("--no-one-logger", reason="one_logger is not used"),
     _value("--codecarbon-dir", "emissions are not tracked"),
@@ -214,7 +218,6 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
 # A flag -> the words that it stands for. A value that follows the flag follows the last word.
 REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--use-distributed-optimizer": ("--zero-stage", "1"),
-    "--swiglu": ("--glu-activation", "swiglu"),
     "--openai-gelu": ("--activation", "gelu"),
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rotary"),
     "--rotary-position-embeddings-theta": ("--rotary-base",),
@@ -240,7 +243,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--batch-size": "set --micro-batch-size",
     "--model-parallel-size": "set --tensor-model-parallel-size",
     "--warmup": "set --lr-warmup-fraction, which is a fraction and no percentage",
-    "--lr-warmup-tokens": "set --lr-warmup-samples to the tokens divided by --seq-length",
+    "--lr-warmup-tokens": "set --lr-warmup-samples to the tokens divided by --seq-length, or with "
+    "--train-iters --lr-warmup-iters",
     "--encoder-seq-length": "set --seq-length",
     "--decoder-seq-length": "set --seq-length",
     "--encoder-num-layers": "set --num-layers",
@@ -279,12 +283,13 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--optimizer-offload-fraction": "set --cpu-offload, which keeps all optimizer states in host memory",
     "--data-parallel-random-init": "replicas have equal weights; remove the flag",
     # The model.
-    "--num-attention-heads-per-partition": "set --num-attention-heads",
-    "--squared-relu": "CONTRIBUTING.md adds it as --activation squared_relu",
-    "--quick-geglu": "set --glu-activation geglu",
+    "--swiglu": "set --glu-activation swiglu and --ffn-hidden-size; Megatron-LM's default of the latter is "
+    "8/3 of --hidden-size, rounded down to a multiple of 64",
+    "--squared-relu": "the activation does not exist; CONTRIBUTING.md shows how to add it",
+    "--quick-geglu": "set --glu-activation geglu, which computes other numbers",
     "--rotary-seq-len-interpolation-factor": "set --rope-scaling-type linear and --rope-scaling-factor",
     "--rotary-scaling-factor": "set --rope-scaling-type and --rope-scaling-factor",
-    "--no-position-embedding": "set --position-embedding-type rotary or alibi",
+    "--no-position-embedding": "set --position-embedding-type rotary or alibi, and remove the flag",
     "--apply-query-key-layer-scaling": "attention scores are not scaled by the layer number; remove the flag",
     "--apply-layernorm-1p": "norms are initialized to 1 and have no offset; remove the flag",
     "--embedding-weights-in-fp32": "weights have the precision of the run; remove the flag",
@@ -367,7 +372,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--use-mup": "set --mup and --mup-base-hidden-size",
 }
 
-# What to do instead of a flag -> the begins of the names of such flags. The longest begin that fits counts.
+# What to do instead -> the beginnings of the names of such flags. The longest beginning that fits counts.
 UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     _NO_MOE: (
         *("--moe-", "--expert-", "--create-moe", "--disable-moe", "--enable-expert", "--num-experts-"),
@@ -393,7 +398,7 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "only pretraining and finetuning on token files are implemented; remove the flag": (
         *("--rl-", "--grpo-", "--langrl", "--perform-rl", "--sft"),
     ),
-    "use tools/generate.py": (
+    "use tools/generate.py; remove the flag": (
         "--inference",
         "--ds-inference",
         "--decode-only",
@@ -406,7 +411,7 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "all layers have softmax attention and one configuration; remove the flag": (
         *("--linear-", "--heterogeneous-layers", "--relative-attention", "--kitchen-"),
     ),
-    "the messages of ZeRO are chosen by DeepSpeed and --ddp-bucket-size; remove the flag": (
+    "how messages are sent is chosen by the layout and --ddp-bucket-size; remove the flag": (
         *("--ddp-reduce-scatter", "--ddp-param-name", "--gtp-", "--no-use-layer-wise", "--create-all-gather"),
         *("--suggested-communication", "--disable-symmetric", "--enable-full-sharding", "--reuse-grad-buf"),
         *("--overlap-cpu-optimizer", "--use-torch-optimizer-for", "--keep-fp8"),
@@ -447,7 +452,11 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each."""
+    """The words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each.
+
+    Raises ConfigError for a value that such a flag does not take.
+    """
+    typed = {word.partition("=")[0] for word in words}
     result: list[str] = []
     notes: list[str] = []
     for word in words:
@@ -455,9 +464,16 @@ def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
         stands_for = REWRITTEN_FLAGS.get(name)
         if stands_for is None:
             result.append(word)
-            continue
-        result += [*stands_for[:-1], stands_for[-1] + equals + value]
-        notes.append(f"{name} is read as {' '.join(stands_for)}")
+        elif stands_for[-1].startswith("--"):
+            result += [*stands_for[:-1], stands_for[-1] + equals + value]
+            notes.append(f"{name} is read as {' '.join(stands_for)}")
+        elif equals:
+            raise ConfigError(f"{word}: {name} takes no value; it is read as {' '.join(stands_for)}")
+        elif stands_for[0] in typed:
+            notes.append(f"{name} is ignored: {stands_for[0]} is given")
+        else:
+            result += stands_for
+            notes.append(f"{name} is read as {' '.join(stands_for)}")
     return result, list(dict.fromkeys(notes))
 
 

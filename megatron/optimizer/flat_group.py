@@ -68,6 +68,8 @@ class FlatGroup:
         only while in use. `initial_values`: the same for the weights; the parameters have no memory yet, and
         this gives the values of each (fp32, on the host). `master_on_host`: master weights and optimizer
         state are kept in host memory (--cpu-offload)."""
+        if partitions > 1 and dp_group is None:
+            raise ValueError(f"{partitions} partitions without the process group of the ranks that hold them")
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")

@@ -23,6 +23,7 @@ from megatron.config import ConfigError
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import setting_option
+from megatron.config.peer_flags import rewrite
 
 PROGRAM = "pretrain_gpt.py"
 _TIMEOUT_S = 60
@@ -41,8 +42,9 @@ def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> lis
         if command.processes is not None:
             words += ["--world-size", str(command.processes), "--node-size", str(command.processes_per_node)]
         words += command.flags
-    changed = _given(flags)
-    words = [*_without(words, changed), *flags]
+    # Flags of other frameworks are rewritten, so that a change of the flags that they stand for finds them.
+    words, flags = rewrite(words)[0], rewrite(flags)[0]
+    words = [*_without(words, _given(flags)), *flags]
     if gpus is not None:
         words = [*_without(words, {"parallel.world_size"}), "--world-size", str(gpus)]
     return words if "training.dry_run" in _given(words) else ["--dry-run", *words]

@@ -25,11 +25,12 @@ from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, is_started_from
 from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
-from megatron.checkpoint.ranks import broadcast, first_problem_of_ranks
+from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
+from megatron.mpu.world import of_rank_0
 from megatron.text_table import first_few
 
 
@@ -344,7 +345,7 @@ def share_checkpoint(
     does not load the metadata server with a request per file and rank. Raises UserError on every rank if
     one node cannot open the checkpoint after some retries.
     """
-    checkpoint, problem = broadcast(checkpoint), None
+    checkpoint, problem = of_rank_0(checkpoint), None
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -27,6 +28,8 @@ from megatron.planner.simulation.record import SimulationError
 
 _PRELOADED = ["torch._dynamo", "setuptools", "megatron.planner.simulation.world"]
 _SHOWN_LINES = 30
+# Workers are started in threads, and the start of the server changes the environment for a moment.
+_STARTING = threading.Lock()
 
 
 def run_in_processes(
@@ -48,10 +51,11 @@ def run_in_processes(
         try:
             for task in as_completed(tasks):
                 task.result()
-        finally:  # after an error nothing else is started, and what runs ends
+        except BaseException:  # nothing else is started, and what runs ends
             threads.shutdown(wait=False, cancel_futures=True)
-            for worker in workers:
+            for worker in list(workers):
                 worker.end()
+            raise
     return [task.result() for task in tasks]
 
 
@@ -127,7 +131,7 @@ def _server() -> ForkServerContext:
     DeepSpeed must not look for a GPU, and the simulation needs one thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with temporary_environment({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}):
+    with _STARTING, temporary_environment({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()
     return context
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.config.cli import make_parser
 from megatron.config.fields import setting_option
-from megatron.config.peer_flags import IGNORED_FLAGS
+from megatron.config.peer_flags import IGNORED_FLAGS, rewrite, unsupported
 from megatron.errors import UserError
 
 MAX_ROWS = 1000
@@ -73,7 +73,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
     """
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
-    words, base = argv[:end], argv[end + 1 :]
+    words, base = argv[:end], rewrite(argv[end + 1 :])[0]
     rest: list[str] = []
     axes: list[Axis] = []
     while words:
@@ -94,6 +94,8 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     """'section.field' -> value of the flags in `words`. Raises UserError for a word that is not a flag."""
     namespace, unknown = _parser().parse_known_args(list(words))
     if unknown:
+        if instead := unsupported(unknown[0].split("=")[0]):
+            raise UserError(f"{unknown[0]} in the command after -- is not supported: {instead}")
         raise UserError(f"unknown word '{unknown[0]}' in the command after --: see pretrain_gpt.py --help")
     return vars(namespace)
 

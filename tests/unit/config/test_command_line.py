@@ -303,11 +303,13 @@ def test_a_flag_of_another_framework_is_read_as_flags_of_this_program(name: str)
         assert parser.parse_args(rewrite([f"{name}=2"])[0]) == parser.parse_args([*words, *value])
 
 
-def test_a_rewritten_flag_is_reported_once_and_a_second_value_too() -> None:
-    command = read_command_line([*SMALL, "--swiglu", "--swiglu", "--glu-activation", "geglu"], {})
-    assert command.config.model.glu_activation == "geglu"
-    assert command.notes[0] == "--swiglu is read as --glu-activation swiglu"
-    assert "--glu-activation is given more than once: the last value, geglu, is used" in command.notes
+def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
+    for words in ("--zero-stage 0 --use-distributed-optimizer", "--use-distributed-optimizer --zero-stage 0"):
+        command = read_command_line([*SMALL, *words.split()], {})
+        assert command.config.parallel.zero_stage == 0
+        assert "--use-distributed-optimizer is ignored: --zero-stage is given" in command.notes
+    with pytest.raises(ConfigError, match="--openai-gelu=1: --openai-gelu takes no value"):
+        parse_args([*SMALL, "--openai-gelu=1"], {})
 
 
 @pytest.mark.parametrize(
