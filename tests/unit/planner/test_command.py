@@ -106,3 +106,11 @@ def test_a_hostile_number_of_processes_is_no_number(count: str, tmp_path: Path) 
     script = tmp_path / "job.slurm"
     script.write_text(f"echo torchrun --nproc_per_node {count} pretrain_gpt.py --seed 1")
     assert read_script("--script", str(script), [], script_environment()).processes is None
+
+
+def test_a_change_replaces_a_flag_of_another_framework() -> None:
+    words = command.run_flags(["--recompute-activations", "--num-layers", "4"], None, None)
+    changed = command.replaced(
+        words, {"training.recompute_granularity": None, "training.checkpoint_activations": True}
+    )
+    assert changed == ["--dry-run", "--num-layers", "4", "--checkpoint-activations"]
