@@ -80,16 +80,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
     """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, from the first to the
     last: with two parameters, a step of N / count would find the same value of one of them again and again.
-    The other rows get the mark `full`."""
+    Rows with an id in `gate(also=[...])` stay too. The other rows get the mark `full`."""
     rows = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gate") is not None:
             rows[item.nodeid.partition("[")[0]].append(item)
     for all_rows in rows.values():
-        count = all_rows[0].get_closest_marker("gate").kwargs["rows"]
+        mark = all_rows[0].get_closest_marker("gate").kwargs
+        count, also = mark["rows"], mark.get("also", ())
         kept = {index * (len(all_rows) - 1) // max(count - 1, 1) for index in range(count)}
         for index, item in enumerate(all_rows):
-            if index not in kept:
+            if index not in kept and item.nodeid.partition("[")[2][:-1] not in also:
                 item.add_marker(pytest.mark.full)
 
 

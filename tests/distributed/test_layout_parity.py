@@ -3,11 +3,13 @@ test_model_variants.py compares with plain PyTorch. A covering subset; `benchmar
 
 import pytest
 
-from tests.distributed.parity import SHORT, assert_near, assert_same_numbers, one_process
+from tests.distributed.parity import SHORT, assert_same_numbers, one_process
 from tests.support.golden import BOUND, GOLDEN_ROWS, committed, golden_history
 from tests.support.layouts import (
     CLIP,
     DROPOUT,
+    FP32_BOUND,
+    LOW_PRECISION_BOUND,
     PROCESS_LAYOUTS,
     STEPS,
     Row,
@@ -66,7 +68,9 @@ def test_the_plain_loss_trains_as_the_fused_one_does(row):
     plain = {"training": {"loss_implementation": "plain"}}
     fused = run_world(row.world_size, train_layout, row, SHORT)[0]
     for history in run_world(row.world_size, train_layout, row, SHORT, **plain):
-        assert_near(history, fused, row.precision)
+        loss_error, norm_error = relative_errors(history, fused)  # equality is no error, in any precision
+        assert loss_error <= (FP32_BOUND if row.precision == "fp32" else LOW_PRECISION_BOUND)
+        assert norm_error <= (FP32_BOUND if row.precision == "fp32" else 0.05)
 
 
 @pytest.mark.full

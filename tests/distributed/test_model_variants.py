@@ -110,7 +110,7 @@ def initial_weights_and_history(row, changes):
     return weights, train(engine, range(STEPS))
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=4, also=["llama"])
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]

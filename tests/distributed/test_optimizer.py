@@ -111,7 +111,13 @@ COUNTED_ONCE = [
 ]
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(
+    rows=4,
+    also=[
+        str(LAYOUTS["PP 2 x DP 2, ZeRO 1"]),
+        *(str(Row(tp=2, dp=2, zero=z, micro_batch=2)) for z in (2, 3)),
+    ],
+)
 @pytest.mark.parametrize("row", COUNTED_ONCE, ids=str)
 def test_the_norm_counts_tied_and_replicated_parameters_once(row):
     ranks = run_world(row.world_size, initial_weights_and_first_norm, row)
@@ -271,7 +277,7 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
     return error_of_step(engine, 1)
 
 
-@pytest.mark.gate(rows=3)
+@pytest.mark.gate(rows=3, also=["ZeRO 3", "TP 2 x PP 2 x DP 2"])
 @pytest.mark.parametrize(
     "row, bad_rank, name, settings, place",
     [
@@ -308,7 +314,7 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
             "rank 1 (stage 1, TP rank 0, DP rank 0)",
         ),
     ],
-    ids=str,
+    ids=["one process", "ZeRO 1", "ZeRO 2", "ZeRO 3", "TP 2 x PP 2 x DP 2", "PP 2"],
 )
 def test_every_rank_names_the_bad_gradient_and_nothing_has_moved(row, bad_rank, name, settings, place):
     answers = run_world(row.world_size, step_with_a_bad_gradient, row, bad_rank, name, settings)

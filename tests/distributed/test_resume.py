@@ -90,12 +90,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
     row = replace(LAYOUTS[layout], precision=precision, zero=zero)
     uninterrupted = run_world(row.world_size, save_and_continue, row, optimizer, tmp_path)
     resumed = run_world(row.world_size, resume_and_continue, row, optimizer, tmp_path)
+    assert_equal_to_the_last_bit(resumed, uninterrupted)
+
+
+def assert_equal_to_the_last_bit(resumed, uninterrupted):
+    """Training state, losses, norms, loss scale, moments, master weights and weights of every rank."""
     for (state, after), expected in zip(resumed, uninterrupted, strict=True):
         assert state == state_after(3)
         assert after[:2] == expected[:2], "losses, norms or the loss scale differ"
         assert len(after[2]) == len(expected[2]) >= 2
         assert all(torch.equal(a, b) for a, b in zip(after[2], expected[2], strict=True)), "moments, masters"
         assert all(torch.equal(after[3][name], expected[3][name]) for name in expected[3]), "weights"
+
+
+@pytest.mark.parametrize("precision, zero", [("fp32", 1), ("bf16", 0)])
+def test_a_run_of_four_replicas_resumes_to_the_last_bit(precision, zero, tmp_path):
+    row = Row(pp=2, dp=4, micro_batch=1, precision=precision, zero=zero)
+    uninterrupted = run_world(row.world_size, save_and_continue, row, "adam", tmp_path)
+    resumed = run_world(row.world_size, resume_and_continue, row, "adam", tmp_path)
+    assert_equal_to_the_last_bit(resumed, uninterrupted)
 
 
 def resume_from_valid_files(row, folder):

@@ -112,7 +112,7 @@ def check(row, parallel, clip=1.0, dropout=0.0):
         assert losses == pytest.approx(expected_losses, rel=FP32_BOUND if exact else 2e-3)
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=4, also=["1f1b: embedding alone, head alone-1"])
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_stages_of_any_content_train_as_one_process_does(case, zero):
@@ -140,6 +140,8 @@ def mixtures():
         ):
             yield row, parallel_settings(schedule, "type:transformer"), 1.0
     yield Row(tp=2, pp=4), parallel_settings("interleaved", "layout:E|t||t|t||t|L"), 1.0
+    _, method = STAGES["embedding alone, head alone"]
+    yield Row(pp=4, dp=2, precision="bf16"), {"partition_method": method}, 1.0
 
 
 @pytest.mark.full

@@ -84,6 +84,11 @@ REPRESENTATIVE = {
     "four replicas, any order": (Row(pp=2, dp=4), {}, True),
     "buckets of one layer, any order": (Row(pp=2, dp=3, zero=1), BUCKETS, True),
     "TP ranks, any order": (Row(tp=2, dp=3, zero=1, positions="rotary"), SEQUENCE_PARALLEL, True),
+    "16 bits": (
+        Row(tp=2, pp=2, dp=2, zero=1, precision="fp16"),
+        {"model": {"embed_layernorm": True}},
+        False,
+    ),
 }
 
 

@@ -7,11 +7,14 @@ import sys
 
 from benchmarks import cpu_model_accuracy, throughput
 from tests.end_to_end.command import ROOT
+from tests.support import HANG_TIMEOUT_S
 
 # Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
 NO_FLAGS = {"__init__", "gpu_table", "machine", "published_rows"}
 COMMANDS = [
-    f"{path.stem}.py --help" for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in NO_FLAGS
+    f"{path.stem}.py --help"
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if path.stem not in NO_FLAGS
 ] + [
     "memory.py conversion --help",
     "memory.py loss --tokens 8 --vocab 64 --hidden 16 --rounds 1",
@@ -30,7 +33,12 @@ for command in sys.argv[1:]:
 
 def test_every_benchmark_starts() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", START, *COMMANDS], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", START, *COMMANDS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == len(COMMANDS) - 1

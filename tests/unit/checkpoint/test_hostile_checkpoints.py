@@ -159,7 +159,9 @@ def many_layers(run: dict[str, Any]) -> None:
 
 
 HARMS: dict[str, Callable[[Path], None]] = {
-    "file name": lambda folder: change_run(folder, lambda run: run.update(files={"/dev/zero": {"bytes": 1}})),
+    "file name": lambda folder: change_run(
+        folder, lambda run: run["files"].update({"/dev/zero": {"bytes": 1}})
+    ),
     "lineage": lambda folder: change_run(folder, lambda run: run.update(lineage=["../../../victim"])),
     "layers": lambda folder: change_run(folder, many_layers),
     "code": lambda folder: replace_layer(folder, {"a": harm(folder.parent / "harm")}),

@@ -278,6 +278,11 @@ def test_every_flag_of_another_framework_has_an_answer(framework: str) -> None:
     assert [flag for flag in flags if flag not in known and unsupported(flag) is None] == []
 
 
+def test_flags_that_few_published_scripts_give_are_accepted() -> None:
+    known = make_parser()._option_string_actions.keys()
+    assert {"--deepspeed_config", "--glu-activation", "--no-bias-gelu-fusion"} <= known
+
+
 def test_all_unsupported_flags_are_listed_at_once() -> None:
     words = "--DDP-impl local --context-parallel-size 2 --moe-router-topk 3 --xyzzy -4".split()
     with pytest.raises(ConfigError) as caught:
@@ -343,7 +348,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         ("--partition-method ''", ("--partition-method is empty",)),
         (
             "--exit-signal SIGKILL",
-            ("--exit-signal SIGKILL: expected one of SIGHUP, SIGINT, SIGQUIT, SIGTERM",),
+            ("--exit-signal SIGKILL: expected one of SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2",),
         ),
         ("--xyzzy-plugh", ("unknown flag --xyzzy-plugh: see --help",)),
         ("--num-work 2", ("--num-workers",)),  # abbreviated
@@ -355,6 +360,10 @@ def test_an_invalid_value_is_refused_with_what_was_expected(words: str, parts: t
     sentence = refusal(*words.split())
     for part in parts:
         assert part in sentence
+
+
+def test_an_empty_value_is_refused() -> None:
+    assert refusal("--partition-method", "").startswith("--partition-method is empty")
 
 
 def test_missing_flags_are_listed_together() -> None:

@@ -76,6 +76,11 @@ def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None
     assert len(usage_table(usages, 10).splitlines()) == 1 + 3
 
 
+def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:
+    with pytest.raises(UserError, match="valid split has 6 tokens"):
+        dataset_usage(data_config(a, split="90,10,0"), 8, 1234, (1, 1, 0))
+
+
 def test_the_full_index_is_read_by_verify_token_files_only(
     a: str, b: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
         ("type:transformer:0", 2, ["0 layers", "none"]),
         ("type:.*:1|embed:5", 2, ["an alternative before 'embed:5'", "has no effect"]),
         ("uniform", 10, ["9 layers", "10 stages"]),
+        ("parameters", 8, ["7 layers", "8 stages"]),
         ("stages:2,2", 3, ["2 stages", "3", "--pipeline-model-parallel-size"]),
         ("stages:2,3", 2, ["5 transformer layers", "--num-layers is 4"]),
         ("layout:Et|tL", 2, ["2 transformer layers", "--num-layers is 4"]),
