@@ -317,8 +317,22 @@ def _encode_in_processes(
         raise UserError(
             f"a worker process died, most likely because memory ran out: lower --workers, now {workers}"
         ) from error
+    except BaseException:
+        _kill_workers(executor)
+        raise
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _kill_workers(executor: ProcessPoolExecutor) -> None:
+    """Ends the workers at once, in such a way that `executor.shutdown` returns.
+
+    A worker that was killed while it sent a result leaves the first part of it in the pipe. The executor's
+    thread waits for the rest as long as the pipe has a writer, and this process is one.
+    """
+    for process in list((executor._processes or {}).values()):
+        process.kill()
+    executor._result_queue._writer.close()  # type: ignore[attr-defined]
 
 
 @cache

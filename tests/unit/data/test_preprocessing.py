@@ -7,12 +7,15 @@ import fcntl
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +279,18 @@ def test_a_signal_ends_the_tool_with_its_workers(
         while time.monotonic() < deadline:  # until the last process of the group has ended
             os.killpg(tool.pid, 0)
             time.sleep(0.05)
+
+
+def test_an_executor_ends_though_a_worker_was_killed_while_it_sent_a_result() -> None:
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    executor.submit(time.sleep, HANG_TIMEOUT_S)
+    # What such a worker leaves in the pipe: the length of a message, and not all of the message.
+    os.write(executor._result_queue._writer.fileno(), struct.pack("!i", 100) + b"begin")
+    preprocessing._kill_workers(executor)
+    ending = threading.Thread(target=executor.shutdown, daemon=True)
+    ending.start()
+    ending.join(60.0)
+    assert not ending.is_alive()
 
 
 def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: Any) -> None:
