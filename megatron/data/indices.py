@@ -266,7 +266,11 @@ def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) 
     if documents.min() < request.documents.start or documents.max() >= request.documents.stop:
         raise IndexFileError(f"{doc_path} names documents outside {request.documents}")
     total, before_last = plan.total_samples, plan.samples_before_last_epoch
-    if shuffle.min() != 0 or shuffle.max() != total - 1 or 2 * int(shuffle.sum()) != total * (total - 1):
+    # Sums are not enough: damaged files have had other numbers with the sum of the right ones.
+    found = np.zeros(total, dtype=bool)
+    if shuffle.min() >= 0 and shuffle.max() < total:
+        found[shuffle] = True
+    if not found.all():
         raise IndexFileError(f"{shuffle_path} is not a permutation of {total} samples")
     if plan.separate_last_epoch and before_last and shuffle[:before_last].max() >= before_last:
         # Other Megatron versions have another threshold for a separate last epoch, and the same file names.
@@ -274,9 +278,9 @@ def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) 
     positions, offsets = samples[:, 0], samples[:, 1]
     if samples.min() < 0 or positions.max() >= len(documents) or np.any(positions[1:] < positions[:-1]):
         raise IndexFileError(f"{sample_path} points outside {doc_path}")
-    ends = np.cumsum(request.dataset.sizes[documents], dtype=np.int64)
-    if ends[-1] != plan.num_epochs * plan.tokens_per_epoch:
+    if np.any(np.bincount(documents - request.documents.start) != plan.num_epochs):
         raise IndexFileError(f"{doc_path} does not hold every document {plan.num_epochs} times")
+    ends = np.cumsum(request.dataset.sizes[documents], dtype=np.int64)
     starts = ends[positions] - request.dataset.sizes[documents[positions]]
     if np.any(starts + offsets != np.arange(total + 1, dtype=np.int64) * request.seq_length):
         raise IndexFileError(f"{sample_path} was built from other data")

@@ -117,7 +117,9 @@ def check(row, parallel, clip=1.0, dropout=0.0):
 @pytest.mark.parametrize("case", CASES)
 def test_stages_of_any_content_train_as_one_process_does(case, zero):
     ranks, parallel = CASES[case]
-    check(Row(pp=ranks, dp=2 if ranks <= 4 else 1, zero=zero), parallel, dropout=0.1)
+    # DualPipeV on 4 ranks needs 8 micro-batches, all of a batch.
+    replicas = 1 if ranks > 4 or case == "dualpipev: four ranks" else 2
+    check(Row(pp=ranks, dp=replicas, zero=zero), parallel, dropout=0.1)
 
 
 def mixtures():

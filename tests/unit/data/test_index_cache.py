@@ -147,6 +147,18 @@ def test_the_builder_replaces_an_order_with_another_last_epoch_threshold(request
     assert arrays(request_) == good
 
 
+def test_the_builder_replaces_an_order_with_other_samples_of_the_same_sum(request_: IndexRequest) -> None:
+    prepare_sample_index(request_)
+    good = arrays(request_)
+    file = index_file(request_, "shuffle")
+    shuffle = np.load(file)
+    first, second = np.flatnonzero((shuffle == 5) | (shuffle == 8))
+    shuffle[first], shuffle[second] = 6, 7
+    np.save(file, shuffle)
+    prepare_sample_index(request_)
+    assert arrays(request_) == good
+
+
 def test_a_folder_that_cannot_be_written_is_named(
     request_: IndexRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
