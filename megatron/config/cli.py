@@ -304,12 +304,10 @@ def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("flags of other frameworks (accepted and ignored)")
     for flag in IGNORED_FLAGS:
         if flag.nargs == 0:
-            group.add_argument(*flag.names, dest=flag.name, action="store_true", help=flag.reason)
+            group.add_argument(flag.name, dest=flag.name, action="store_true", help=flag.reason)
         else:
             metavar = "{" + ",".join(flag.values) + "}" if flag.values else "VALUE"
-            group.add_argument(
-                *flag.names, dest=flag.name, nargs=flag.nargs, metavar=metavar, help=flag.reason
-            )
+            group.add_argument(flag.name, dest=flag.name, nargs=flag.nargs, metavar=metavar, help=flag.reason)
 
 
 def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> None:

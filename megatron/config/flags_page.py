@@ -47,10 +47,7 @@ def flags_page() -> str:
 
 def other_frameworks_tables() -> str:
     """The tables of docs/migration.md: what happens to the flags that this program does not have."""
-    ignored = [
-        f"| {_code(', '.join(flag.names))}{_accepted(flag)} | {_escaped(flag.reason)} |"
-        for flag in IGNORED_FLAGS
-    ]
+    ignored = [f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |" for flag in IGNORED_FLAGS]
     rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
     rejected = [f"| {_code(name)} | {_escaped(answer)} |" for name, answer in UNSUPPORTED_FLAGS.items()]
     families = [

@@ -8,7 +8,7 @@ flags by the beginning of their names in `UNSUPPORTED_FAMILIES`). docs/migration
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 class IgnoredFlag:
     """An accepted flag without effect. nargs as in argparse, 0: no value."""
 
-    names: tuple[str, ...]
+    name: str
     reason: str
     """Why the flag has no effect."""
     nargs: int | str | None = 0
@@ -28,27 +28,17 @@ class IgnoredFlag:
     """What a user of another value does instead."""
 
     @property
-    def name(self) -> str:
-        """The spelling used in messages."""
-        return self.names[0]
-
-    @property
     def note(self) -> str:
         """The message of a run that was given this flag."""
         return f"{self.name} is ignored: {self.reason}"
 
 
-def _switch(*names: str, reason: str) -> IgnoredFlag:
-    return IgnoredFlag(names, reason)
-
-
-def _value(name: str, reason: str, values: Iterable[str] | None = None, otherwise: str = "") -> IgnoredFlag:
-    accepted = None if values is None else tuple(values)
-    return IgnoredFlag((name,), reason, nargs=None, values=accepted, otherwise=otherwise)
+def _value(name: str, reason: str, values: tuple[str, ...] | None = None, otherwise: str = "") -> IgnoredFlag:
+    return IgnoredFlag(name, reason, nargs=None, values=values, otherwise=otherwise)
 
 
 def _switches(reason: str, *names: str) -> tuple[IgnoredFlag, ...]:
-    return tuple(IgnoredFlag((name,), reason) for name in names)
+    return tuple(IgnoredFlag(name, reason) for name in names)
 
 
 _NO_MOE = "mixture-of-experts layers are not implemented; remove the flag to train a dense model"
@@ -61,31 +51,33 @@ _DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format"
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     # What this program always does.
-    _switch("--deepspeed", reason="DeepSpeed is always used"),
-    _switch(
+    IgnoredFlag("--deepspeed", reason="DeepSpeed is always used"),
+    IgnoredFlag(
         "--deepspeed-activation-checkpointing",
         reason="--checkpoint-activations enables activation checkpointing",
     ),
-    _switch(
+    IgnoredFlag(
         "--overlap-grad-reduce",
         reason="with --zero-stage 1 it is the default, see --no-overlap-grad-reduce",
     ),
-    _switch(
+    IgnoredFlag(
         "--overlap-param-gather",
         reason="with --zero-stage 1 it is the default, see --no-overlap-param-gather",
     ),
-    _switch("--accumulate-allreduce-grads-in-fp32", reason="gradients are always accumulated in fp32"),
-    _switch("--attention-softmax-in-fp32", reason="attention always computes the softmax in fp32"),
-    _switch("--fp16-lm-cross-entropy", reason="the loss is always computed in fp32"),
-    _switch("--exit-signal-handler", reason="the signals of --exit-signal save and exit"),
-    _switch("--no-create-attention-mask-in-dataloader", reason="the data loader makes no attention masks"),
-    _switch("--no-mmap-bin-files", reason="token files are always mapped into memory"),
-    _switch("--mmap-warmup", reason="token files are read when they are used"),
-    _switch("--use-mcore-models", reason="there is one implementation of the model"),
-    _switch("--no-pipeline-parallel", reason="with --pipeline-model-parallel-size 1 there is one stage"),
-    _switch("--enable-zbh1-exact-semantics", reason="the schedule zero-bubble changes no number"),
-    _switch("--log-throughput", reason="every log line has the throughput"),
-    _switch("--auto-detect-ckpt-format", reason="the format of a checkpoint is always detected"),
+    IgnoredFlag("--accumulate-allreduce-grads-in-fp32", reason="gradients are always accumulated in fp32"),
+    IgnoredFlag("--attention-softmax-in-fp32", reason="attention always computes the softmax in fp32"),
+    IgnoredFlag("--fp16-lm-cross-entropy", reason="the loss is always computed in fp32"),
+    IgnoredFlag("--exit-signal-handler", reason="the signals of --exit-signal save and exit"),
+    IgnoredFlag(
+        "--no-create-attention-mask-in-dataloader", reason="the data loader makes no attention masks"
+    ),
+    IgnoredFlag("--no-mmap-bin-files", reason="token files are always mapped into memory"),
+    IgnoredFlag("--mmap-warmup", reason="token files are read when they are used"),
+    IgnoredFlag("--use-mcore-models", reason="there is one implementation of the model"),
+    IgnoredFlag("--no-pipeline-parallel", reason="with --pipeline-model-parallel-size 1 there is one stage"),
+    IgnoredFlag("--enable-zbh1-exact-semantics", reason="the schedule zero-bubble changes no number"),
+    IgnoredFlag("--log-throughput", reason="every log line has the throughput"),
+    IgnoredFlag("--auto-detect-ckpt-format", reason="the format of a checkpoint is always detected"),
     _value("--data-impl", "the format of token files is always mmap", ("mmap", "infer")),
     _value("--DDP-impl", "gradients are reduced in buckets, see --zero-stage", ("local", "torch")),
     _value("--dataloader-type", "every epoch reads each sample once", ("single",), "remove the flag"),
@@ -162,7 +154,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--zero-reduce-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--zero-allgather-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--ddp-num-buckets", "--ddp-bucket-size sets the size of a bucket"),
-    IgnoredFlag(("--high-priority-stream-groups",), "streams have PyTorch's priorities", nargs="*"),
+    IgnoredFlag("--high-priority-stream-groups", "streams have PyTorch's priorities", nargs="*"),
     *_switches(
         "see --checkpoint-activations, --partition-activations and --checkpoint-in-cpu",
         *("--contigious-checkpointing", "--synchronize-each-layer", "--profile-backward"),
@@ -177,7 +169,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     _value("--manual-gc-interval", "Python's garbage collector runs as usual"),
     _value("--empty-unused-memory-level", "the caching allocator runs as usual"),
-    _switch("--no-query-key-layer-scaling", reason="attention scores are never scaled by the layer number"),
+    IgnoredFlag(
+        "--no-query-key-layer-scaling", reason="attention scores are never scaled by the layer number"
+    ),
     # Checkpoints.
     *_switches("checkpoints hold no random state", "--no-load-rng", "--no-save-rng"),
     *_switches(
@@ -211,7 +205,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--timing-log-option", "timers are logged with --log-timers-to-tensorboard"),
     _value("--tensorboard-log-interval", "TensorBoard gets every step"),
     _value("--logging-level", "--log-level sets the level of the log"),
-    _switch("--no-one-logger", reason="one_logger is not used"),
+    IgnoredFlag("--no-one-logger", reason="one_logger is not used"),
     _value("--codecarbon-dir", "emissions are not tracked"),
 )
 

@@ -176,7 +176,7 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     if name in _REFUSED or name in SET_BY_SWEEP:
         reason = _REFUSED.get(name, "the sweep sets it")
         raise UserError(f"--vary {axis.flag} is not possible: {reason}")
-    if any(axis.flag in flag.names for flag in IGNORED_FLAGS):
+    if any(axis.flag == flag.name for flag in IGNORED_FLAGS):
         raise UserError(f"--vary {axis.flag}: the flag is ignored, it changes nothing")
     if not axis.values:
         raise UserError(f"--vary {axis.flag} has no value: expected --vary FLAG VALUE VALUE ...")
