@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.reading import load_model, read_checkpoint
+from megatron.commands import generate
 from tests.end_to_end.trained import NEW_TOKENS, SEQ, VARIANTS, Trained
-from tools import generate
 
 PROMPT = "def main(argv):\n    for argument in"
 

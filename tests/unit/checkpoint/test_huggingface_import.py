@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2To
 
 from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
+from megatron.commands.convert_huggingface import check_tokenizer_fits
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import save_as_hugging_face
@@ -33,7 +34,6 @@ from tests.unit.checkpoint.hugging_face_folder import (
 )
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
-from tools.convert_huggingface import check_tokenizer_fits
 
 KINDS = ("bloom", "gpt2")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import train_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.unit.tokenizer.vocabularies import TEXT
-from tools import train_tokenizer
 
 
 def train(folder: Path, *inputs: Path, vocab_size: int = 320) -> GPT2BPETokenizer:
