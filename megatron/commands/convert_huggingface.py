@@ -1,13 +1,13 @@
-"""Convert a checkpoint to Hugging Face transformers, or a Hugging Face model to a checkpoint.
+"""Converts a checkpoint to a Hugging Face model, or a Hugging Face model to a checkpoint.
 
     python tools/convert_huggingface.py --from checkpoints --to my_model
-    python tools/convert_huggingface.py --from Llama-3.2-1B --to start
+    python tools/convert_huggingface.py --from models/Llama-3.2-1B --to runs/llama
 
-A checkpoint becomes a folder with config.json, the weights as safetensors, and the tokenizer; docs/models.md
-has the model types and the flags that each needs. The checkpoint may be native, of any layout, or a universal
-one that this repository wrote. A model of Hugging Face becomes a universal checkpoint, and the flags are
-printed with which pretrain_gpt.py starts from it on any layout. Both directions preserve the logits. --load
-and --from-hugging-face name the direction, --from finds it. See docs/huggingface.md.
+A checkpoint becomes a folder with config.json, the weights as safetensors files, and the tokenizer. The
+checkpoint may be a native one of any layout, or a universal one that this repository wrote. A Hugging Face
+model becomes a universal checkpoint; the tool prints the flags with which pretrain_gpt.py starts from it on
+any layout. Both directions preserve the logits. --from detects the direction; --load and --from-hugging-face
+set it. docs/huggingface.md lists the model types and the flags that each needs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, token
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
 
-# Rows of the word embeddings that belong to no token. Above this share the tokenizer is another model's.
+# The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
+# model.
 MAX_DROPPED_SHARE = 0.05
-# Flags that act on one kind of input only.
-CHECKPOINT, MODEL = "a checkpoint", "a model of Hugging Face"
+# Flags that act only on one kind of input.
+CHECKPOINT, MODEL = "a checkpoint", "a Hugging Face model"
 FLAGS_OF_ONE = {
     CHECKPOINT: ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
     MODEL: ("--vocab-size",),
@@ -39,7 +40,7 @@ FLAGS_OF_ONE = {
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input (one of three) and output")
     source = group.add_mutually_exclusive_group(required=True)
@@ -47,18 +48,18 @@ def build_parser() -> ToolParser:
         "--from",
         dest="source",
         metavar="FOLDER",
-        help="convert this folder: a checkpoint, or a model of Hugging Face if it has a config.json",
+        help="convert this folder: a Hugging Face model if it has a config.json, else a checkpoint",
     )
     source.add_argument(
         "--load",
         metavar="FOLDER",
-        help="convert this checkpoint to Hugging Face: a folder with `latest` or `latest_universal`, or a "
-        "global_stepN folder",
+        help="convert this checkpoint to a Hugging Face model: a folder with `latest` or "
+        "`latest_universal`, or a global_stepN folder",
     )
     source.add_argument(
         "--from-hugging-face",
         metavar="FOLDER",
-        help="convert this folder with a Hugging Face model to a universal checkpoint; nothing is downloaded",
+        help="convert this Hugging Face model to a universal checkpoint; nothing is downloaded",
     )
     group.add_argument(
         "--to",
@@ -66,23 +67,23 @@ def build_parser() -> ToolParser:
         dest="output",
         required=True,
         metavar="FOLDER",
-        help="folder to write: for Hugging Face, or CKPT/global_step0_universal for a run with --load CKPT; "
-        "with --from CKPT is enough",
+        help="folder to write. For a universal checkpoint that a run opens with --load CKPT: CKPT with "
+        "--from, CKPT/global_step0_universal with --from-hugging-face",
     )
     group = parser.add_argument_group(f"for {CHECKPOINT}")
     group.add_argument(
         "--universal_checkpoint",
         "--universal-checkpoint",
         action="store_true",
-        help="use the universal checkpoint if the folder has native ones too",
+        help="use the newest universal checkpoint of the folder, even if it also has native ones",
     )
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="data type of the weights (default: that of the run); fp32 uses the optimizer's unrounded "
-        "weights",
+        help="precision of the written weights (default: the run's precision); fp32 takes the optimizer's "
+        "fp32 weights",
     )
-    group.add_argument("--no-tokenizer", action="store_true", help="write the model only")
+    group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
     group.add_argument(
         "--no-verify-digests",
         action="store_true",
@@ -93,15 +94,17 @@ def build_parser() -> ToolParser:
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="size of the vocabulary without padding, if there is no tokenizer (default: from config.json); "
-        "the run needs the flag too",
+        help="number of tokens without padding, if the folder has no tokenizer (default: vocab_size of "
+        "config.json); the training run also needs this flag",
     )
-    add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint, or that in the model's folder)")
+    add_tokenizer_flags(
+        parser, "tokenizer (default: the tokenizer of the checkpoint, or the one in the model's folder)"
+    )
     return parser
 
 
 def find_direction(arguments: argparse.Namespace) -> None:
-    """Set the flags of the direction that --from needs. UserError if there is no such folder."""
+    """Detects the direction of --from and sets its flags. Raises UserError if the folder does not exist."""
     if arguments.source is None:
         return
     if not os.path.isdir(arguments.source):
@@ -115,7 +118,7 @@ def find_direction(arguments: argparse.Namespace) -> None:
 
 
 def check_direction(arguments: argparse.Namespace) -> None:
-    """Raise UserError for a missing folder or a flag of the other direction."""
+    """Raises UserError for a missing folder or a flag of the other direction."""
     is_checkpoint = arguments.load is not None
     folder = arguments.load if is_checkpoint else arguments.from_hugging_face
     if not os.path.isdir(folder):
@@ -124,11 +127,12 @@ def check_direction(arguments: argparse.Namespace) -> None:
     kind, other = (CHECKPOINT, MODEL) if is_checkpoint else (MODEL, CHECKPOINT)
     for flag in FLAGS_OF_ONE[other]:
         if getattr(arguments, flag.removeprefix("--").replace("-", "_")):
-            raise UserError(f"{flag} acts on {other} only, and {folder} is {kind}: drop the flag")
+            raise UserError(f"{flag} acts only on {other}, and {folder} is {kind}: remove the flag")
 
 
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
-    """A function that writes the tokenizer into a folder; None if none is wanted or the run had none."""
+    """Returns a function that writes the tokenizer into a folder; None with --no-tokenizer, or if the run had
+    no tokenizer."""
     from megatron.checkpoint.reading import find_tokenizer
     from megatron.config.sections.data import fitting_tokenizer_types
     from megatron.tokenizer.hugging_face import save_as_hugging_face
@@ -136,7 +140,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
     flags = tokenizer_flags(arguments, checkpoint.config.data)
     if arguments.no_tokenizer:
         if flags is arguments:
-            raise UserError("--no-tokenizer contradicts the tokenizer's flags: drop one of them")
+            raise UserError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
         return None
     if not fitting_tokenizer_types(flags):
         return None
@@ -147,7 +151,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
-    """Write the folder for Hugging Face; return notes for the user."""
+    """Writes the Hugging Face model; returns notes for the user."""
     from megatron.checkpoint.huggingface.exporter import (
         format_differences,
         verification,
@@ -162,7 +166,7 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     notes += format_differences(checkpoint.config)
     writer = tokenizer_writer(arguments, checkpoint)
     if writer is None and not arguments.no_tokenizer:
-        notes.append("no tokenizer is written, since the run had none: set its flags to write one")
+        notes.append("no tokenizer is written, since the run had none: set the tokenizer flags to write one")
     verify = not arguments.no_verify_digests
     write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer, verify=verify)
     precision = arguments.dtype or checkpoint.config.precision.name
@@ -178,19 +182,19 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None:
-    """Raise UserError if the tokenizer has far fewer tokens than the model has word embeddings, unless
-    --vocab-size confirms it. BLOOM has 0.08 % more rows than tokens."""
+    """Raises UserError if the tokenizer has far fewer tokens than the model has word embeddings, unless
+    --vocab-size confirms the number. BLOOM has 0.08 % more rows than tokens."""
     dropped = rows - tokens
     if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
         raise UserError(
             f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
-            f"which would be dropped: give the tokenizer of this model, or --vocab-size {tokens} if it is "
-            "this one"
+            f"which would be removed: set the flags of the model's own tokenizer, or --vocab-size {tokens} "
+            "if this tokenizer is the right one"
         )
 
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
-    """Write the universal checkpoint; return notes for the user."""
+    """Writes the universal checkpoint; returns notes for the user."""
     from megatron.checkpoint.huggingface.importer import (
         own_tokenizer,
         read_hugging_face,
@@ -208,8 +212,8 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     if not tokenizer and vocab_size is None:
         vocab_size = model.rows
         notes.append(
-            f"{source} holds no tokenizer: the vocabulary has the {vocab_size:,} tokens of its config.json; "
-            "if some of them are padding, give the flags of the tokenizer, or --vocab-size"
+            f"{source} has no tokenizer: the vocabulary has {vocab_size:,} tokens, as in its config.json; if "
+            "some of them are padding, set the tokenizer flags or --vocab-size"
         )
     config = model.config(DataConfig(**tokenizer), vocab_size)
     vocabulary = find_vocabulary(config)
@@ -219,13 +223,13 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     print(f"start from it with: {shlex.join(start_flags(config, output))}")
     if dropped := model.rows - vocabulary.size:
         notes.append(
-            f"{dropped:,} of {model.rows:,} rows of the word embeddings belong to no token and are dropped"
+            f"{dropped:,} of {model.rows:,} rows of the word embeddings belong to no token and are removed"
         )
     return notes
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+    """Runs the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     find_direction(arguments)
     check_direction(arguments)
@@ -239,7 +243,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_interrupt(), exit_on_user_error():
         run(argv)
 

@@ -1,12 +1,12 @@
-"""Convert a native checkpoint to a universal one, with one fp32 file per parameter and optimizer moment.
+"""Converts a native checkpoint to a universal one, with one fp32 file per parameter and optimizer moment.
 
     python tools/ds_to_universal.py --input_folder CKPT/global_step5 \\
         --output_folder CKPT/global_step5_universal
 
-Not needed for resuming on another layout: --load reads native checkpoints on any layout. The same command
-continues an interrupted conversion. Load a universal checkpoint with --load CKPT --universal_checkpoint.
-Checkpoints of other programs that use DeepSpeed's ZeRO-1 can be converted if they contain
-universal_checkpoint_info.
+A run that resumes on another layout does not need the conversion: --load reads native checkpoints on any
+layout. Load a universal checkpoint with --load CKPT --universal_checkpoint. To continue an interrupted
+conversion, run the command again. ZeRO-1 checkpoints of other programs that use DeepSpeed can be converted if
+they contain universal_checkpoint_info.
 """
 
 from __future__ import annotations
@@ -24,52 +24,59 @@ from megatron.errors import UserError, exit_on_user_error, printable
 
 
 def build_parser() -> ToolParser:
-    """The command line: the flags of DeepSpeed's tool, and the flags for replicas and digests."""
+    """Returns the parser: the flags of DeepSpeed's tool, and the flags for replicas and digests."""
     parser = ToolParser(__doc__)
-    parser.add_argument("--input_folder", required=True, help="a native checkpoint, global_step<N>")
-    parser.add_argument("--output_folder", required=True, help="the folder to write")
+    parser.add_argument("--input_folder", required=True, help="native checkpoint, a global_step<N> folder")
+    parser.add_argument("--output_folder", required=True, help="folder to write")
     parser.add_argument(
         "--num_extract_workers",
         type=int,
         default=4,
-        help="threads (default: 4); one thread extracts and merges, so the larger of the two numbers is used",
+        help="number of threads (default: 4); each thread extracts and merges, so the larger of this "
+        "number and --num_merge_workers is used",
     )
-    parser.add_argument("--num_merge_workers", type=int, default=2, help="see above (default: 2)")
+    parser.add_argument(
+        "--num_merge_workers", type=int, default=2, help="see --num_extract_workers (default: 2)"
+    )
     parser.add_argument(
         "--keep_temp_folder",
         action="store_true",
-        help="has no effect: no temporary slices are written",
+        help="ignored: the conversion writes no temporary slices",
     )
     parser.add_argument(
         "--no_strict",
         action="store_true",
-        help="warn, instead of stopping, if a rule matches no parameter",
+        help="if a rule matches no parameter, warn instead of stopping",
     )
     parser.add_argument(
         "--inject_missing_state",
         action="store_true",
-        help="derive the rules from run.json for old checkpoints of this repository, which store none",
+        help="derive the conversion rules from run.json, for old checkpoints of this repository, which "
+        "store no rules",
     )
     parser.add_argument(
         "--allow-replica-mismatch",
         "--allow-drift",  # the old spelling
         action="store_true",
-        help="use the mean if replicas of a parameter on TP ranks differ, and print the difference",
+        help="if the replicas of a parameter on tensor-parallel ranks differ, use their mean and print the "
+        "difference",
     )
     digests = parser.add_mutually_exclusive_group()
     digests.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not compare the files with their digests first",
+        help="do not verify the files against their digests before the conversion",
     )
     digests.add_argument(
-        "--verify-digests", action="store_true", help="deprecated and ignored: digests are verified"
+        "--verify-digests",
+        action="store_true",
+        help="deprecated and ignored: digests are verified by default",
     )
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for invalid arguments."""
+    """Raises UserError for invalid arguments."""
     for name in ("num_extract_workers", "num_merge_workers"):
         if getattr(arguments, name) < 1:
             raise UserError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
@@ -79,13 +86,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert with a progress bar. A user's mistake prints one sentence and exits with code 2."""
+    """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_user_error():
         arguments = build_parser().parse_args(argv)
         check_arguments(arguments)
         workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
         if arguments.keep_temp_folder:
-            print("note: --keep_temp_folder has no effect: no temporary slices are written")
+            print("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")
         source = open_source(
             Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
         )

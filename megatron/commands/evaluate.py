@@ -1,19 +1,20 @@
-"""Compute loss and perplexity of a checkpoint on data sets, each by itself, or run lm-evaluation-harness.
+"""Computes the loss and perplexity of a checkpoint on data sets, or runs tasks of lm-evaluation-harness.
 
     python tools/evaluate.py --load checkpoints --data-path data/text_text_document data/code_text_document
     python tools/evaluate.py --load checkpoints --tasks lambada_openai hellaswag
     python tools/evaluate.py --load checkpoints --tasks toy --tensor-model-parallel-size 2
 
-The checkpoint may be native, of any layout, or universal. Model, sequence length, split, seed and precision
-are those of the checkpoint. Each data set is read once, in samples of the sequence length; the remaining
-tokens, fewer than a sample, are not read. The loss is the mean over the samples, computed as in training: on
-the same samples it equals the validation loss of the run.
+The checkpoint may be a native one of any layout, or a universal one. Its configuration sets the model, the
+sequence length, the split, the seed and the precision. Each data set is evaluated on its own and read once,
+in samples of the sequence length; the last tokens, fewer than a sample, are not read. The loss is the mean
+over the samples, computed as in training: on equal samples it equals the validation loss of the run.
 
---tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval), with the checkpoint's
+--tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) with the checkpoint's
 tokenizer; --tasks-path adds a folder of tasks. The task `toy` needs no download.
 
 With a tensor- or pipeline-parallel size above 1 and without a launcher, the tool starts the other ranks on
-this host. Under a launcher, as of torch.distributed.launch, replicas share the texts.
+this host. Under a launcher such as torch.distributed.run, data-parallel replicas share the texts of the
+tasks.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
 
 ALL = "all"
-PROGRAM = ["-m", "megatron.commands.evaluate"]  # what the other ranks run
+# Arguments of Python that start this tool on the other ranks.
+PROGRAM = ["-m", "megatron.commands.evaluate"]
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--load",
@@ -64,7 +66,7 @@ def build_parser() -> ToolParser:
         "--universal_checkpoint",
         "--universal-checkpoint",
         action="store_true",
-        help="use the universal checkpoint if the folder has native ones too",
+        help="use the newest universal checkpoint of the folder, even if it also has native ones",
     )
     parser.add_argument(
         "--data-path",
@@ -79,30 +81,32 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--tasks-path",
         metavar="FOLDER",
-        help="folder with the YAML files of more tasks; these files can run Python code, so give only files "
+        help="folder with YAML files of further tasks; these files can run Python code, so use only files "
         "that you trust",
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="use the first N documents of each task (default: all)"
     )
-    parser.add_argument("--split", metavar="WEIGHTS", help="as in training (default: that of the checkpoint)")
+    parser.add_argument(
+        "--split", metavar="WEIGHTS", help="as in training (default: the split of the checkpoint)"
+    )
     parser.add_argument(
         "--subset",
         choices=(*SPLIT_NAMES, ALL),
-        help="documents to read: those of a split, or all (default: valid for data that the checkpoint was "
+        help="documents to read: one split, or all (default: valid for data that the checkpoint was "
         "trained on with --split, or if --split is set; all for other data)",
     )
-    parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="default: that of the checkpoint")
+    parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="default: from the checkpoint")
     parser.add_argument(
         "--samples",
         type=int,
         help="read the first N samples of each data set, in the order of training (default: all)",
     )
     parser.add_argument(
-        "--micro-batch-size", type=int, metavar="SAMPLES", help="default: that of the checkpoint"
+        "--micro-batch-size", type=int, metavar="SAMPLES", help="default: from the checkpoint"
     )
     add_verify_digests_flag(parser)
-    group = parser.add_argument_group("layout (the checkpoint's own may be another)")
+    group = parser.add_argument_group("layout (may differ from the checkpoint's)")
     for axis, title in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel")):
         group.add_argument(
             f"--{axis}-model-parallel-size",
@@ -118,16 +122,16 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for invalid arguments."""
+    """Raises UserError for invalid arguments."""
     check_folder("--load", arguments.load)
     if not arguments.data_path and not arguments.tasks:
-        raise UserError("nothing to evaluate: give --data-path, or --tasks")
+        raise UserError("nothing to evaluate: set --data-path or --tasks")
     for flag in ("tasks_path", "limit"):
         if getattr(arguments, flag) is not None and not arguments.tasks:
-            raise UserError(f"--{flag.replace('_', '-')} is for --tasks: give --tasks, or remove it")
+            raise UserError(f"--{flag.replace('_', '-')} is for --tasks: set --tasks, or remove it")
     for flag in ("samples", "split", "subset"):
         if getattr(arguments, flag) is not None and not arguments.data_path:
-            raise UserError(f"--{flag} is for --data-path: give --data-path, or remove it")
+            raise UserError(f"--{flag} is for --data-path: set --data-path, or remove it")
     if arguments.tasks and find_spec("lm_eval") is None:
         raise no_harness("--tasks", "there is no module lm_eval")
     if arguments.tasks_path is not None:
@@ -140,13 +144,13 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if prefix.replace(".", "", 1).isdigit() and not os.path.exists(index_path(prefix)):
             raise UserError(
                 f"--data-path {prefix}: expected prefixes without weights, since each data set is evaluated "
-                "by itself"
+                "on its own"
             )
 
 
 def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:
-    """One epoch of each data set, and which documents it has. Raises UserError for damaged data, data of
-    another vocabulary and data with fewer tokens than a sample."""
+    """Returns one epoch of each data set, and a text that names its documents. Raises UserError for damaged
+    data, data of a different vocabulary and data with fewer tokens than a sample."""
     from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
     from megatron.data.splits import split_documents
     from megatron.tokenizer.vocabulary_record import check_record
@@ -180,10 +184,10 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
 
 
 def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Checkpoint) -> str:
-    """The validation split of data that the run has trained on, or of --split; all documents of other data.
+    """Returns "valid" for data that the run was trained on, or if --split is set; "all" for other data.
 
-    Data are those of the run if the file name, or the numbers of documents and tokens are the same: they may
-    have moved.
+    A data set counts as the run's if its file name, or its numbers of documents and tokens, are among the
+    recorded ones: the files may have moved.
     """
     if split is not None:
         return "valid"
@@ -197,7 +201,7 @@ def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Check
 
 
 def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
-    """Raise UserError if the model has too few position embeddings for --seq-length."""
+    """Raises UserError if the model has too few position embeddings for --seq-length."""
     model = checkpoint.config.model
     positions = model.max_position_embeddings
     if model.position_embedding_type == "absolute" and (seq_length or 0) > positions:
@@ -210,7 +214,8 @@ def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
 def micro_batches(
     dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> Iterator[MicroBatch]:
-    """The first `num_samples` samples in micro-batches of `size`; the last one may be smaller."""
+    """Yields the first `num_samples` samples in micro-batches of `size`; the last micro-batch may be
+    smaller."""
     from megatron.data.loader import GPTBatchLoader
 
     remainder = num_samples % size
@@ -234,8 +239,8 @@ def micro_batches(
 def mean_loss(
     model: LanguageModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> float:
-    """Mean over the samples of each sample's mean loss over its tokens, `size` samples at a time. Shows
-    progress on stderr."""
+    """Returns the mean over the samples of each sample's mean loss over its tokens. Computes `size` samples
+    at a time and shows progress on stderr."""
     from megatron.model.scoring import masked_mean
 
     total, done = 0.0, 0
@@ -251,10 +256,10 @@ def mean_loss(
 
 
 class Evaluation:
-    """What is evaluated: opened and checked by the rank that prints, before the weights are loaded."""
+    """The data sets and tasks, opened and checked by the rank that prints, before the weights are loaded."""
 
     def __init__(self, arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
-        """UserError for data sets and tasks that cannot be used."""
+        """Raises UserError for data sets and tasks that cannot be used."""
         self.arguments, self.checkpoint = arguments, checkpoint
         check_seq_length(arguments.seq_length, checkpoint)
         self.datasets = open_datasets(arguments, checkpoint)
@@ -273,7 +278,7 @@ class Evaluation:
         return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer, length)
 
     def run(self, model: LanguageModel, batch_size: int) -> None:
-        """Prints a line for each data set, and one for each task. batch_size: of a call of the model."""
+        """Prints a line for each data set and task. batch_size: samples in one call of the model."""
         from megatron.training.log_lines import perplexity
 
         checkpoint = self.checkpoint
@@ -293,7 +298,7 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+    """Runs the tool. Raises UserError for a user's mistake."""
     from megatron.cluster.devices import set_library_defaults
     from megatron.cluster.launch import init_from_slurm_env, world_size_of
 
@@ -319,7 +324,7 @@ def run(argv: Sequence[str]) -> None:
         config = config_of_layout(checkpoint, *degrees, world_size)
     verify = not arguments.no_verify_digests
     with ExitStack() as stack:
-        # It holds the store of rank 0, to which the other ranks connect while a task is downloaded.
+        # Holds the store of rank 0, to which the other ranks connect while a task is downloaded.
         preparation = stack.enter_context(Preparation(config))
         with announce_errors():
             if is_main_process():
@@ -339,7 +344,8 @@ def run(argv: Sequence[str]) -> None:
 
 
 def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int) -> None:
-    """Evaluates on all ranks of the launch. evaluation: on rank 0. size: samples of a micro-batch."""
+    """Evaluates on all ranks of the launch. evaluation: None except on rank 0. size: samples per
+    micro-batch."""
     import torch.distributed as dist
 
     from megatron.checkpoint.lineage.start import share_checkpoint
@@ -354,7 +360,7 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     for note in check_kernels(required=False):
         if rank == 0:
             print(note, file=sys.stderr, flush=True)
-    # A run may have saved another one meanwhile.
+    # A run may have saved a newer checkpoint since rank 0 read this one.
     shared = share_checkpoint(checkpoint, leads_node=leads_node)
     assert shared is not None
     model = load_distributed_model(shared, config, rank, size)
@@ -371,8 +377,8 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
 
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2, a rank that never came prints
-    one and exits with code 1."""
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2; a rank that never connects
+    prints one sentence and exits with code 1."""
     from megatron.cluster.exit_codes import RunStopped
 
     try:

@@ -1,10 +1,10 @@
-"""Generate text from a checkpoint.
+"""Generates text from a checkpoint.
 
     python tools/generate.py --load checkpoints --prompt "def main(" --prompt "class Queue:" --top-k 50
     echo "import os" | python tools/generate.py --load checkpoints/global_step300 --greedy
 
-The checkpoint may be native, of any layout. Model and tokenizer are those of the checkpoint; the tokenizer
-flags are needed only if its files have moved. Text is written to stdout, notes to stderr.
+The checkpoint may have any layout. It names the model and the tokenizer; set the tokenizer flags only if the
+tokenizer's files have moved. Text is written to stdout, notes to stderr.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_SEED = 2**63 - 1
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
@@ -50,12 +50,17 @@ def build_parser() -> ToolParser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; may be repeated (default: stdin)",
+        help="text to continue; may be repeated (default: read from stdin)",
     )
     group = parser.add_argument_group("generation")
-    group.add_argument("--max-new-tokens", type=int, default=100, help="per prompt (default: 100)")
     group.add_argument(
-        "--temperature", type=float, default=1.0, help="divides the logits (default: 1); 0 is --greedy"
+        "--max-new-tokens", type=int, default=100, help="number of new tokens per prompt (default: 100)"
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="divide the logits by this number (default: 1); 0 means --greedy",
     )
     group.add_argument(
         "--top-k", type=int, default=0, help="sample from the k most likely tokens (default: 0, all)"
@@ -67,19 +72,16 @@ def build_parser() -> ToolParser:
         help="sample from the smallest set of most likely tokens with this probability (default: 1, all)",
     )
     group.add_argument("--greedy", action="store_true", help="always use the most likely token")
-    group.add_argument(
-        "--seed", type=int, default=0, help="random seed, the same for each prompt (default: 0)"
-    )
+    group.add_argument("--seed", type=int, default=0, help="random seed of each prompt (default: 0)")
     add_verify_digests_flag(parser)
-    add_tokenizer_flags(parser, "tokenizer (default: that of the checkpoint)")
+    add_tokenizer_flags(parser, "tokenizer (default: the tokenizer of the checkpoint)")
     return parser
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """The texts to continue: those of --prompt, else stdin as one text. UserError for other text than
-    UTF-8."""
+    """Returns the texts of --prompt, or stdin as one text. Raises UserError for text that is not UTF-8."""
     if arguments.prompt is None and sys.stdin.isatty():
-        raise UserError("no prompt is set: give --prompt TEXT, or a text on stdin")
+        raise UserError("no prompt: set --prompt TEXT, or write a text to stdin")
     source = "stdin" if arguments.prompt is None else "--prompt"
     try:
         prompts = arguments.prompt or [sys.stdin.read().removesuffix("\n")]
@@ -91,7 +93,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_sampling(arguments: argparse.Namespace) -> Sampling:
-    """The sampling settings. Raises UserError for invalid values."""
+    """Returns the sampling settings. Raises UserError for invalid values."""
     from megatron.model.generation import Sampling
 
     check_at_least_1(arguments, "max_new_tokens")
@@ -110,15 +112,15 @@ def write_text(
     sampling: Sampling,
     seed: int,
 ) -> int:
-    """Print the prompt and each generated token as it arrives; return the number of new tokens."""
+    """Prints the prompt and each generated token as it arrives; returns the number of new tokens."""
     from megatron.model.generation import generate
 
     tokens = tokenizer.tokenize(prompt)
     window = checkpoint.config.model.seq_length
     if len(tokens) > window:
         print(
-            f"note: the prompt has {len(tokens):,} tokens: only the last {window:,} are used, the model's "
-            "sequence length",
+            f"note: the prompt has {len(tokens):,} tokens, and the model's sequence length is {window:,}: "
+            "only the last tokens are used",
             file=sys.stderr,
         )
     print(prompt, end="", flush=True)

@@ -1,14 +1,14 @@
-"""Describe a checkpoint, or compare two checkpoints.
+"""Describes a checkpoint, or compares two checkpoints.
 
     python tools/inspect_checkpoint.py checkpoints
     python tools/inspect_checkpoint.py checkpoints/global_step300 other/global_step300 --json
 
-For a folder with checkpoints, prints a row per checkpoint and describes the newest complete one. For a
-global_stepN folder, describes that checkpoint. File sizes are compared with the recorded ones; --verify
-also reads all files of the described checkpoint and compares their digests and checksums. For two folders,
-prints different settings and the largest difference of each parameter's fp32 values and optimizer moments;
-layouts and formats (native, universal) may differ. The exit code is 2 if a file is damaged, missing or
-malicious. Code in a pickle is never executed.
+For a folder with checkpoints, the tool prints a row per checkpoint and describes the newest complete one. For
+a global_stepN folder, it describes that checkpoint. It compares file sizes with the recorded ones; --verify
+also reads all files of the described checkpoint and compares their digests and checksums. For two folders, it
+prints the settings that differ and the largest difference of each parameter's fp32 values and optimizer
+moments; layouts and formats (native, universal) may differ. The exit code is 2 if a file is damaged, missing
+or malicious. Code in a pickle is never executed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error,
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "folders",
@@ -38,13 +38,13 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare all files of the described checkpoint with their digests and checksums",
+        help="verify all files of the described checkpoint against their digests and checksums",
     )
     return parser
 
 
 def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
-    """Describe the checkpoint in `folder`; return whether it is intact."""
+    """Describes the checkpoint in `folder`; returns whether it is intact."""
     from megatron.checkpoint.inspect import inspect_folder
     from megatron.checkpoint.report import overview_text
 
@@ -54,7 +54,7 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 
 
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
-    """Compare two checkpoints."""
+    """Prints how two checkpoints differ."""
     from megatron.checkpoint.reading import read_checkpoint
     from megatron.checkpoint.report import compare_checkpoints, comparison_text
 
@@ -68,7 +68,7 @@ def _print(report: Any, as_json: bool, as_text: Callable[[Any], str]) -> None:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """Run the tool and return the exit code. Raises UserError for a user's mistake."""
+    """Runs the tool and returns the exit code. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     folders = [Path(folder) for folder in arguments.folders]
     if len(folders) > 2:
@@ -78,7 +78,7 @@ def run(argv: Sequence[str] | None) -> int:
             raise UserError(f"{folder}: there is no such folder")
     if arguments.verify and len(folders) == 2:
         raise UserError(
-            "--verify needs one folder, got two: a comparison reads all tensors anyway, drop the flag"
+            "--verify needs one folder, got two: a comparison reads all tensors anyway; remove the flag"
         )
 
     from megatron.cluster.processes import configure_logging
@@ -91,7 +91,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. A user's mistake prints one sentence and exits with code 2."""
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_user_error():
         return run(argv)
 

@@ -1,15 +1,16 @@
-"""Summarize the console logs of a run, or compare several runs, as a table and a picture.
+"""Summarizes the console logs of a run, or compares several runs, as a table and a plot.
 
     python tools/job_report.py smoke-*.out
     python tools/job_report.py first_part.log second_part.log --output run.png
     python tools/job_report.py --compare baseline.log other.log --output comparison.png
 
-Reads the logs of this repository, Megatron-LM and Megatron-DeepSpeed. Several logs are the parts of one run,
-in order. The table has one row per start of the program. The picture shows loss, grad norm, learning rate and
-throughput over the iterations. If starts overlap (a resume from an older checkpoint), the later one is shown.
+The tool reads logs of this repository, Megatron-LM and Megatron-DeepSpeed. Several logs are the parts of one
+run, in order. The table has one row per start of the program. The plot shows loss, grad norm, learning rate
+and throughput over the iterations. If an iteration ran twice (a resume from an older checkpoint), its last
+values are shown.
 
-With --compare each log is a run. The table has one row per run, with the last loss and that at the last
-common iteration, and the picture shows losses, grad norms and throughput of all runs.
+With --compare, each log is a run. The table has one row per run, with the last loss and the loss at the last
+iteration that all runs have; the plot shows losses, grad norms and throughput of all runs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from megatron.planner.pictures import new_figure
 from megatron.text_table import format_table
 from megatron.training.log_lines import ParsedLine, parse_log_line, read_log_lines
 
-# Printed before training starts: by this repository, and by Megatron.
+# What this repository and Megatron print before training starts.
 _LOADED = {
     "starting from ": re.compile(r", iteration (\d{1,18})"),
     "successfully loaded checkpoint ": re.compile(r" at iteration (\d{1,18})"),
 }
 _FROM_SCRATCH = "initializing from scratch"
-# Fields that the pictures show below the loss, and their labels.
+# Fields that the plots show below the loss, and their labels.
 _LABELS = {"grad_norm": "grad norm", "learning_rate": "lr", "samples_per_second": "samples / s"}
 # Sums of larger numbers overflow in matplotlib.
 _MOST_DRAWN = 1e100
@@ -44,7 +45,7 @@ _DASHES = ("-", "--", ":", "-.")
 @dataclass
 class Start:
     """The training lines that one start of the program logged, ascending by iteration. begin: the iteration
-    of its checkpoint, 0 from scratch, None if the log does not contain it."""
+    of the checkpoint that it loaded, 0 from scratch, None if the log does not name it."""
 
     log: str
     lines: list[ParsedLine] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Start:
         return [int(line["iteration"]) for line in self.lines]
 
     def values(self, name: str) -> list[float]:
-        """The values of a field, of all lines that have it."""
+        """The values of a field in all lines that have it."""
         return [float(line[name]) for line in self.lines if name in line]
 
 
@@ -68,26 +69,26 @@ class Run:
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def curve(self, name: str) -> dict[int, float]:
-        """The values of a field by iteration. The later value of an iteration that ran twice."""
+        """The values of a field by iteration; for an iteration that ran twice, the later value."""
         values: dict[int, float] = {}
         for start in self.starts:
             values.update({int(x["iteration"]): float(x[name]) for x in start.lines if name in x})
         return dict(sorted(values.items()))
 
     def median(self, name: str) -> float | None:
-        """The median of a field over all lines that have it, None if no line has it."""
+        """The median of a field over all lines that have it; None if no line has the field."""
         values = [value for start in self.starts for value in start.values(name)]
         return statistics.median(values) if values else None
 
     def repeated_iterations(self) -> int:
-        """Logged iterations that ran again after a restart, since they had not been saved."""
+        """The number of logged iterations that ran again after a restart, since they had not been saved."""
         begins = [s.iterations[0] - 1 if s.begin is None else s.begin for s in self.starts]
         pairs = zip(self.starts[:-1], begins[1:], strict=True)
         return sum(max(start.iterations[-1] - begin, 0) for start, begin in pairs)
 
 
 def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
-    """Parse the training and validation lines of logs, each given as (name, lines)."""
+    """Returns the run in logs. logs: (name, lines) of each log, in order."""
     run = Run()
     iteration = 0
     for name, lines in logs:
@@ -101,7 +102,7 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
                 start.begin = begin
             if parsed is None:
                 continue
-            # The line of an evaluation at the end of training may lack the iteration: it is the last one.
+            # The validation line at the end of training may lack the iteration: it is the last iteration.
             previous, iteration = iteration, int(parsed.get("iteration", iteration))
             if parsed["kind"] == "validation":
                 run.validation.setdefault(str(parsed["name"]), {})[iteration] = float(parsed["lm_loss"])
@@ -120,16 +121,17 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
 
 
 def _begin_of(line: str) -> int | None:
-    """The iteration at which the line says that training begins; None for any other line."""
+    """Returns the iteration at which training begins, if the line says so; else None."""
     for words, iteration in _LOADED.items():
-        # The last number: the name of a checkpoint comes before it.
+        # The last number: the name of a checkpoint before it may contain numbers.
         if found := iteration.findall(line.partition(words)[2]):
             return int(found[-1])
     return 0 if _FROM_SCRATCH in line else None
 
 
 def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
-    """Add tokens_per_second to a training line. previous: the line before, {} for the first of a start."""
+    """Adds tokens_per_second to a training line. previous: the line before it, {} for the first of a
+    start."""
     tokens, samples = (
         float(line.get(name, 0)) - float(previous.get(name, 0))
         for name in ("consumed_tokens", "consumed_samples")
@@ -139,7 +141,8 @@ def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
 
 
 def report(run: Run) -> str:
-    """The table, with one row per start, one line per validation data set, and the repeated iterations."""
+    """Returns the table with one row per start, a line per validation data set, and the repeated
+    iterations."""
     head = ["log", "iterations", "lm loss", "lowest", "grad norm", "highest", "lr", "skipped", "s/iteration"]
     rows = [[*head, "samples/s", "TFLOPs"], *(_row(start) for start in run.starts)]
     lines = [format_table(rows)]
@@ -154,7 +157,9 @@ def report(run: Run) -> str:
         lines.append(f"{repeated:,} iterations were repeated after a restart")
     for before, start in zip(run.starts[:-1], run.starts[1:], strict=True):
         if start.begin == 0 and start.log != before.log:
-            lines.append(f"note: {start.log} begins from scratch: if it is another run, use --compare")
+            lines.append(
+                f"note: {start.log} begins from scratch: if it belongs to a second run, use --compare"
+            )
     return "\n".join(lines)
 
 
@@ -182,8 +187,8 @@ def _row(start: Start) -> list[str]:
 
 
 def comparison(runs: Mapping[str, Run]) -> str:
-    """The table of --compare, with one row per run. `runs`: by name. Runs of different length are compared by
-    the loss at their last common iteration."""
+    """Returns the table of --compare, with one row per run. runs: by name. Runs of different lengths are
+    compared by the loss at the last iteration that all have."""
     curves = {name: run.curve("lm_loss") for name, run in runs.items()}
     common = max(set.intersection(*map(set, curves.values())), default=None)
     at_common = [] if common is None else [f"at {common:,}"]
@@ -212,13 +217,13 @@ def comparison(runs: Mapping[str, Run]) -> str:
 
 
 def draw_comparison(runs: Mapping[str, Run], title: str, output: Path) -> None:
-    """Write the picture of --compare: losses, grad norms and throughput of all runs over the iterations.
-    Training losses are lines, validation losses dots."""
+    """Writes the plot of --compare: losses, grad norms and throughput of all runs over the iterations.
+    Training losses are lines, validation losses are dots."""
     labels = {name: _LABELS[name] for name in ("grad_norm", "samples_per_second")}
     with _figure(output, 3, figsize=(9, 9), height_ratios=(4, 2, 2)) as (losses, *others):
         for i, (name, run) in enumerate(runs.items()):
-            # Lines become thinner, so that a run is visible below others with the same values; after ten
-            # runs the colors repeat, with another dash.
+            # Each line is thinner than the one before, so that runs with equal values are all visible. After
+            # ten runs the colors repeat with a different dash pattern.
             style = {
                 "color": f"C{i % 10}",
                 "linestyle": _DASHES[i // 10 % len(_DASHES)],
@@ -237,7 +242,7 @@ def draw_comparison(runs: Mapping[str, Run], title: str, output: Path) -> None:
 
 
 def draw(run: Run, title: str, output: Path) -> None:
-    """Write the picture: losses, grad norm, learning rate and throughput over the iterations."""
+    """Writes the plot: losses, grad norm, learning rate and throughput over the iterations."""
     with _figure(output, 4, figsize=(9, 9), height_ratios=(4, 2, 1, 1)) as (losses, *others):
         losses.plot(*_points(run.curve("lm_loss")), color="tab:blue", linewidth=1, label="training")
         for i, (name, values) in enumerate(sorted(run.validation.items()), start=1):
@@ -252,7 +257,7 @@ def draw(run: Run, title: str, output: Path) -> None:
 
 @contextmanager
 def _figure(output: Path, rows: int, **options: Any) -> Iterator[Sequence[Any]]:
-    """Axes over the iterations, one below the other, which are written to `output` at the end."""
+    """Yields axes over the iterations, one below the other, and writes them to `output` at the end."""
     with new_figure(output, rows, sharex=True, **options) as (_, axes):
         yield axes[:, 0]
         for axis in axes[:, 0]:
@@ -267,25 +272,27 @@ def _points(values: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "logs", nargs="+", type=Path, metavar="LOG", help="console logs, in the order of the run"
     )
     parser.add_argument(
-        "--compare", action="store_true", help="compare runs: each log is a run, with all its restarts"
+        "--compare", action="store_true", help="compare runs: each log is one run, restarts included"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("job_report.png"), help="PNG to write (default: job_report.png)"
     )
     parser.add_argument(
-        "--title", default="", help="title of the picture (default: the last log's name; none with --compare)"
+        "--title",
+        default="",
+        help="title of the plot (default: the name of the last log; none with --compare)",
     )
     return parser
 
 
 def read_logs(logs: Sequence[Path]) -> Run:
-    """The run in these logs. Raises UserError if they cannot be read, or contain no line of a run."""
+    """Returns the run in these logs. Raises UserError if they cannot be read, or contain no line of a run."""
     try:
         found = read_run((log.name, read_log_lines(log)) for log in logs)
     except OSError as error:
@@ -299,7 +306,7 @@ def read_logs(logs: Sequence[Path]) -> Run:
 
 
 def read_runs(logs: Sequence[Path]) -> dict[str, Run]:
-    """Each log as a run, by the name of the log, or by its path if the names are not unique."""
+    """Returns each log as a run, by the name of the log, or by its path if the names are not unique."""
     if len(set(logs)) < 2 or len(set(logs)) < len(logs):
         raise UserError(f"--compare {' '.join(map(str, logs))}: expected at least 2 different logs")
     runs = {log: read_logs([log]) for log in logs}

@@ -1,11 +1,11 @@
-"""Merge several .bin/.idx pairs into one, in the order of --input.
+"""Merges several .bin/.idx pairs into one pair, in the order of --input.
 
     python tools/merge_datasets.py --input data/part1_text_document data/part2_text_document \\
         --output-prefix data/all_text_document
 
-The .bin files are concatenated as bytes; nothing is tokenized again. All inputs need the same type of token
-ids and, if they have vocabulary records, the same vocabulary. To train on several data sets with weights,
-give them to --data-path instead.
+The .bin files are concatenated as bytes; nothing is tokenized again. All inputs need one type of token ids
+and, if they have vocabulary records, one vocabulary. To train on several data sets with weights, list them in
+--data-path instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.tokenizer.vocabulary_record import common_digest, copy_record, rec
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--input",
@@ -40,7 +40,7 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for invalid arguments."""
+    """Raises UserError for invalid arguments."""
     output = arguments.output_prefix
     if len(arguments.input) < 2:
         raise UserError(f"--input has 1 data set, {arguments.input[0]}: expected at least 2")
@@ -50,7 +50,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def merge(inputs: Sequence[str], output: str) -> list[str]:
-    """Write the merged data set; return notes for the user. On an error no file is written."""
+    """Writes the merged data set; returns notes for the user. After an error, no file has been written."""
     datasets = [IndexedDataset(prefix, "--input") for prefix in inputs]
     common_digest([("--input", prefix) for prefix in inputs])
     unrecorded = [prefix for prefix in inputs if not os.path.exists(record_path(prefix))]

@@ -1,15 +1,15 @@
-"""Plan a run before it starts: memory per rank, time of a step, communication; or search the fastest layout.
+"""Predicts memory, step time and communication of a run before it starts, or searches the fastest layout.
 
     python tools/plan.py --script examples/slurm/tr11-176B-ml.slurm --gpu a100-80gb
     python tools/plan.py --world-size 64 --gpu a100-80gb --tensor-model-parallel-size 4 ...
     python tools/plan.py --search --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
     python tools/plan.py --recipe nodes --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
 
-The other flags are those of pretrain_gpt.py. --script executes the sbatch script as you, with DRY_RUN=1, and
-plans the command that it prints; further flags override the script's. The scripts of examples/slurm start
-nothing with DRY_RUN=1; read any other script before. A search varies the sizes
-of tensor and pipeline parallelism, the micro-batch, recomputation, sequence parallelism, the ZeRO stage, the
-schedule and the partition method; all other flags stay. docs/tuning.md explains the output.
+All flags of pretrain_gpt.py are accepted, too. --script executes an sbatch script as you, with DRY_RUN=1, and
+plans the command that the script prints; further flags override the script's. The scripts of examples/slurm
+start nothing with DRY_RUN=1; read any other script before you pass it. A search varies the tensor- and
+pipeline-parallel sizes, the micro-batch size, recomputation, sequence parallelism, the ZeRO stage, the
+pipeline schedule and the partition method; it keeps all other flags. docs/tuning.md explains the output.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RECIPES = ("nodes", "micro-batch")
 
 
 class PlanParser(ToolParser):
-    """Flags of this tool; all others are those of pretrain_gpt.py, in `.training` of the result."""
+    """Parses the flags of this tool; flags of pretrain_gpt.py are collected in `.training` of the result."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """UserError for a flag that neither program has."""
+        """Raises UserError for a flag that neither program has."""
         parsed, training = self.parse_known_args(args, namespace)
         parsed.training = training
         make_parser().parse_args(parsed.training)
@@ -45,23 +45,26 @@ class PlanParser(ToolParser):
 
 
 def build_parser() -> PlanParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = PlanParser(__doc__)
     parser.add_argument(
         "--script",
         metavar="FILE",
-        help="sbatch script whose command is planned; it is executed as you, with DRY_RUN=1",
+        help="plan the command of this sbatch script; it is executed as you, with DRY_RUN=1",
     )
     parser.add_argument("--search", action="store_true", help="search the fastest layout that fits")
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="steps of a classic recipe. nodes: TP = devices per node, PP = nodes, then a larger "
-        "micro-batch; micro-batch: the largest micro-batch on one device with few layers, then scale out",
+        help="show the steps of a starting point. nodes: TP = devices per node, PP = nodes, then a larger "
+        "micro-batch; micro-batch: the largest micro-batch that one device holds with few layers, then "
+        "scale out",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="devices (the same as --world-size)")
-    parser.add_argument("--top", type=int, default=3, metavar="N", help="layouts to explain (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write the plan, or the plans of the search")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of devices, as --world-size")
+    parser.add_argument(
+        "--top", type=int, default=3, metavar="N", help="number of layouts to explain (default: 3)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan, or all plans of the search, as JSON")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"
     )
@@ -72,8 +75,9 @@ def build_parser() -> PlanParser:
 @exit_on_interrupt()
 @exit_on_user_error()
 def main() -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args()
-    # Imported after the flags are checked: DeepSpeed takes seconds, also that of the server.
+    # Imported after the flags are checked: the import of DeepSpeed takes seconds, in the server process, too.
     from megatron.planner.simulation.processes import start_server
 
     start_server()
@@ -113,7 +117,7 @@ def _write_json(path: Path, data: dict) -> None:
     try:
         write_json(path, data, indent=1)
     except OSError as error:
-        raise UserError(f"--json {path} cannot be written ({error.strerror}): give another file") from None
+        raise UserError(f"--json {path} cannot be written ({error.strerror}): set another file") from None
     print(f"data       {path}")
 
 

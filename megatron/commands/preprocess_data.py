@@ -1,9 +1,9 @@
-"""Tokenize jsonl text into the .bin and .idx files that training reads.
+"""Tokenizes jsonl text into the .bin and .idx files that training reads.
 
     python tools/preprocess_data.py --input text.jsonl --output-prefix data/text \\
         --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 2
 
-This writes data/text_text_document.bin and .idx. Train with --data-path data/text_text_document.
+The example writes data/text_text_document.bin and .idx. Train with --data-path data/text_text_document.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SKIPPED_LINES_SHOWN = 5
 
 
 def build_parser() -> ToolParser:
-    """The command line, with the flags of Megatron's tool."""
+    """Returns the parser, with the flags of Megatron-LM's tool."""
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
@@ -41,7 +41,7 @@ def build_parser() -> ToolParser:
         "--json-keys",
         nargs="+",
         default=["text"],
-        help="JSON keys of the texts (default: text); each gives a pair of files",
+        help="JSON keys of the texts (default: text); each key becomes a pair of files",
     )
     group.add_argument("--skip-bad-lines", action="store_true", help="skip and count invalid lines")
     group = add_tokenizer_flags(parser)
@@ -49,27 +49,29 @@ def build_parser() -> ToolParser:
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, help="write PREFIX_KEY_document.bin and .idx")
     group.add_argument(
-        "--output-prefix", required=True, help="the files are {prefix}_{key}_document.bin and .idx"
+        "--dataset-impl", default="mmap", choices=["mmap"], help="format of the files (default: mmap)"
     )
-    group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
     group = parser.add_argument_group("execution")
-    group.add_argument("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     group.add_argument(
-        "--log-interval", type=int, default=10000, help="input lines per progress line (default: 10000)"
+        "--workers", type=int, default=1, help="number of processes that tokenize (default: 1)"
+    )
+    group.add_argument(
+        "--log-interval", type=int, default=10000, help="input lines between progress lines (default: 10000)"
     )
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for invalid arguments."""
+    """Raises UserError for invalid arguments."""
     check_at_least_1(arguments, "workers", "log_interval")
     check_input_files(arguments.input)
     check_output_prefix(arguments.output_prefix)
 
 
 class ProgressLines:
-    """Prints a progress line every --log-interval input lines, for logs."""
+    """Prints a progress line every --log-interval input lines, for output that is not a terminal."""
 
     def __init__(self, log_interval: int) -> None:
         self._interval = log_interval
@@ -89,7 +91,7 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """A progress bar, for terminals. It shows no total if an input is a .gz file."""
+    """Shows a progress bar, for terminals, without a total if an input is a .gz file."""
 
     def __init__(self, inputs: Sequence[str]) -> None:
         compressed = any(path.endswith(".gz") for path in inputs)
@@ -116,7 +118,7 @@ class ProgressBar:
 
 
 def speed(progress: Progress, start: float) -> str:
-    """Throughput since `start`: input in MB/s and documents per second."""
+    """Returns the throughput since `start`: input in MB/s, and documents per second."""
     seconds = max(time.monotonic() - start, 1e-9)
     return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
 

@@ -1,17 +1,16 @@
-"""Plan, run and compare one training command with several values of some flags.
+"""Plans, runs and compares a training command with several values of some flags.
 
     python tools/sweep.py plan --vary --partition-method memory time --vary --micro-batch-size 1 2 -- FLAGS
     python tools/sweep.py run runs/sweep --steps 10 --repeat 3 --vary --zero-stage 0 1 -- FLAGS
     python tools/sweep.py report runs/sweep
 
-FLAGS are those of pretrain_gpt.py. Every combination of the values of all --vary is a row. A value is
-appended to FLAGS, so it replaces one in there. 'on' and 'off' are the values of a switch, '' omits a flag,
-'0.9 0.1' are two values of one flag. The number of processes is --world-size, or tensor x pipeline size.
+FLAGS are flags of pretrain_gpt.py. Every combination of the values of all --vary is a row. The flags of a row
+override FLAGS. 'on' and 'off' are the values of a switch, '' removes a flag, '0.9 0.1' are two values of one
+flag. The number of processes is --world-size, or the tensor-parallel times the pipeline-parallel size.
 
 plan    checks every combination and prints what the planner predicts; nothing runs, no data is needed.
-run     runs every combination --repeat times, interleaved, and prints the report. The same command
-        continues a sweep that was interrupted, and new values extend it. With --sbatch an array of Slurm
-        jobs does the runs.
+run     runs every combination --repeat times, interleaved, and prints the report. The same command continues
+        an interrupted sweep; new values extend it. With --sbatch, an array of Slurm jobs executes the runs.
 report  prints the table of a folder, and writes report.md, .csv, .png and .json into it.
 """
 
@@ -38,19 +37,22 @@ from megatron.planner.sweep.table import remarks, report_csv, report_markdown, r
 
 
 class _SweepParser(ToolParser):
-    """Separates --vary and the base command from the other words."""
+    """Separates --vary and the base command from the tool's own arguments."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         words, axes, base = split_command(sys.argv[1:] if args is None else args)
         options = self.parse_intermixed_args(words, namespace)
         options.axes, options.base = axes, base
         if options.action == "report" and (axes or base):
-            raise UserError("report takes a folder only: it shows what was run")
+            raise UserError(
+                "report takes only a folder: it shows the runs that were made; remove --vary and the "
+                "command after --"
+            )
         return options
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = _SweepParser(__doc__)
     parser.add_argument("action", choices=("plan", "run", "report"), help="see above")
     parser.add_argument(
@@ -58,22 +60,23 @@ def build_parser() -> ToolParser:
         nargs="?",
         type=Path,
         default=Path("runs/sweep"),
-        help="folder of the sweep (default: runs/sweep); plan does not use it",
+        help="folder of the sweep (default: runs/sweep); `plan` does not use it",
     )
     parser.add_argument(
-        "--steps", type=int, default=10, help="steps per run; the second half is measured (default: 10)"
+        "--steps",
+        type=int,
+        default=10,
+        help="number of steps per run; the second half is measured (default: 10)",
     )
-    parser.add_argument("--repeat", type=int, default=1, help="runs per combination (default: 1)")
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs per combination (default: 1)")
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="end a run after so many seconds (default: no limit)"
+        "--timeout", type=float, metavar="S", help="end a run after S seconds (default: no limit)"
     )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="run those combinations again that failed"
-    )
+    parser.add_argument("--retry-failed", action="store_true", help="repeat the combinations that failed")
     parser.add_argument(
         "--sbatch",
         metavar="SCRIPT",
-        help="run this script of examples/slurm, as an array of jobs; it is first executed with DRY_RUN=1",
+        help="submit this script of examples/slurm as an array of jobs; it is first executed with DRY_RUN=1",
     )
     parser.add_argument(
         "--sbatch-options", metavar="TEXT", default="", help="options of sbatch, such as '--time=01:00:00'"
@@ -82,19 +85,19 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with tables and charts, for a browser"
     )
-    # Shown in --help only: _SweepParser takes them out.
+    # Only for --help: _SweepParser removes --vary before argparse reads the words.
     parser.add_argument(
         "--vary",
         nargs="+",
         metavar=("FLAG", "VALUE"),
-        help="a flag and its values; several --vary: all combinations",
+        help="a flag and its values; with several --vary, all combinations",
     )
     return parser
 
 
 def plan_sweep(options: argparse.Namespace) -> Record:
-    """The record of the sweep with all predictions. UserError for a wrong flag or axis."""
-    # Imported here: planning needs torch and DeepSpeed, a report does not.
+    """Returns the record of the sweep with all predictions. Raises UserError for a wrong flag or axis."""
+    # Not imported at the top: planning needs torch and DeepSpeed, a report does not.
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
@@ -110,7 +113,7 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     configure_logging(LoggingConfig())
     from megatron.planner.sweep.resolve import resolve_rows
 
-    # The files may be on the cluster only.
+    # The data files may exist only on the cluster.
     dry_run = options.action == "plan" or bool(options.sbatch)
     recorded = resolve_rows(base, rows, options.steps, processes=processes, dry_run=dry_run)
     command = ["tools/sweep.py", *(sys.argv[1:] if options.argv is None else options.argv)]
@@ -137,7 +140,7 @@ def write_report(folder: SweepFolder) -> str:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Run the tool. Raises UserError for a user's mistake."""
+    """Runs the tool. Raises UserError for a user's mistake."""
     options = build_parser().parse_args(argv)
     options.argv = argv
     if options.steps < 1 or not 1 <= options.repeat <= MAX_REPEAT:
@@ -199,7 +202,8 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. A user's mistake prints one sentence and exits with code 2, Ctrl-C with 130."""
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2; Ctrl-C exits with code
+    130."""
     with exit_on_user_error():
         try:
             run(argv)

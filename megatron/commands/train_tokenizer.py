@@ -1,9 +1,10 @@
-"""Train a GPT-2 tokenizer (byte-level BPE) on jsonl or plain text files.
+"""Trains a GPT-2 tokenizer (byte-level BPE) on jsonl or plain text files.
 
     python tools/train_tokenizer.py --input text.jsonl --vocab-size 32768 --output-dir tokenizer
 
-This writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The vocabulary
-includes all 256 bytes, so that it can encode any text, and the end-of-document token <|endoftext|> (id 0).
+The example writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The
+vocabulary includes all 256 bytes, so that it can encode any text, and the end-of-document token <|endoftext|>
+(id 0).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 
 BYTE_SYMBOLS = 256
-MIN_VOCAB_SIZE = BYTE_SYMBOLS + 1  # the bytes and <|endoftext|>
+MIN_VOCAB_SIZE = BYTE_SYMBOLS + 1  # all bytes and <|endoftext|>
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, help="files, plain or .gz; jsonl if the name contains .jsonl"
@@ -36,17 +37,21 @@ def build_parser() -> ToolParser:
         "--json-key", default="text", help="JSON key of the text in jsonl files (default: text)"
     )
     parser.add_argument(
-        "--vocab-size", type=int, required=True, help="number of tokens, <|endoftext|> included"
+        "--vocab-size", type=int, required=True, help="number of tokens, including <|endoftext|>"
     )
     parser.add_argument("--output-dir", required=True, help="folder for vocab.json and merges.txt")
     parser.add_argument(
-        "--min-frequency", type=int, default=2, help="do not merge pairs that are rarer (default: 2)"
+        "--min-frequency",
+        type=int,
+        default=2,
+        help="merge only pairs that occur at least N times (default: 2)",
+        metavar="N",
     )
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError for invalid arguments."""
+    """Raises UserError for invalid arguments."""
     if arguments.vocab_size < MIN_VOCAB_SIZE:
         raise UserError(
             f"--vocab-size is {arguments.vocab_size}, expected at least {MIN_VOCAB_SIZE} "
@@ -57,7 +62,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
-    """The documents of a jsonl file, or parts of a text file. UserError for an invalid line, naming it."""
+    """Yields the documents of a jsonl file, or parts of a text file. Raises UserError that names an invalid
+    line."""
     is_jsonl = ".jsonl" in os.path.basename(path)
     for batch in read_batches([path]):
         if not is_jsonl:
@@ -100,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--output-dir {folder}: cannot write to the folder ({error})") from error
     if size < arguments.vocab_size:
         print(
-            f"the text has enough pairs for {size:,} tokens only, not {arguments.vocab_size:,}",
+            f"the text has enough pairs for only {size:,} tokens, not {arguments.vocab_size:,}",
             file=sys.stderr,
         )
     print(f"wrote {folder / 'vocab.json'} and merges.txt: {size:,} tokens, {time.monotonic() - start:.1f} s")

@@ -1,10 +1,10 @@
-"""Verify .bin/.idx pairs, and summarize them.
+"""Verifies and summarizes .bin/.idx pairs.
 
     python tools/verify_dataset.py data/text_text_document
 
-Checks the header, sizes, offsets and document boundaries of the .idx file, the length of the .bin file, and
-that every token id is in the vocabulary of the vocabulary record, if there is one. Reads both files
-completely. The exit code is 2 if a data set is damaged; the error names the file.
+The tool checks the header, sizes, offsets and document boundaries of the .idx file and the length of the .bin
+file. If the pair has a vocabulary record, it also checks that every token id is in the vocabulary. Both files
+are read completely. The exit code is 2 if a data set is damaged; the error names the file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ BLOCK_TOKENS = 1 << 24
 
 
 def build_parser() -> ToolParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data set, without .bin and .idx")
     return parser
 
 
 def token_range(dataset: IndexedDataset) -> tuple[int, int]:
-    """The smallest and the largest token id. Reads the .bin file, with a progress bar on a terminal."""
+    """Returns the smallest and the largest token id. Reads the .bin file, with a progress bar on a
+    terminal."""
     tokens = np.memmap(data_path(dataset.prefix), mode="r", dtype=dataset.dtype)
     smallest, largest = int(tokens[0]), int(tokens[0])
     with tqdm(total=len(tokens), unit="token", unit_scale=True, disable=None) as bar:
@@ -44,7 +45,7 @@ def token_range(dataset: IndexedDataset) -> tuple[int, int]:
 
 
 def check_token_range(dataset: IndexedDataset, smallest: int, largest: int, record: dict[str, Any]) -> None:
-    """Raise UserError if a token id is outside the recorded vocabulary."""
+    """Raises UserError if a token id is outside the recorded vocabulary."""
     size = record["vocab_size"]
     if not isinstance(size, int) or size < 1:
         raise UserError(
@@ -58,14 +59,14 @@ def check_token_range(dataset: IndexedDataset, smallest: int, largest: int, reco
 
 
 def ends_of_documents(dataset: IndexedDataset, eod: int) -> int:
-    """The number of documents that end with the token `eod`."""
+    """Returns the number of documents that end with the token `eod`."""
     tokens = np.memmap(data_path(dataset.prefix), mode="r", dtype=dataset.dtype)
     ends = dataset.pointers[:] // dataset.dtype.itemsize + dataset.sizes
     return int(np.count_nonzero(tokens[ends[dataset.sizes > 0] - 1] == eod))
 
 
 def verify(prefix: str) -> str:
-    """Verify a data set and return its summary. Raises UserError that names the damaged file."""
+    """Verifies a data set and returns its summary. Raises UserError that names the damaged file."""
     dataset = IndexedDataset(prefix, "PREFIX")
     record = read_record(prefix)
     smallest, largest = token_range(dataset)
@@ -95,7 +96,7 @@ def verify(prefix: str) -> str:
 
 
 def report(prefix: str) -> bool:
-    """Print the summary or the error of a data set; return whether it is intact."""
+    """Prints the summary or the error of a data set; returns whether it is intact."""
     try:
         print(verify(prefix), flush=True)
     except UserError as error:
@@ -105,7 +106,7 @@ def report(prefix: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Verifies all data sets; exits with code 2 if one is damaged, or for a user's mistake."""
+    """Verifies all data sets. Exits with code 2 if one is damaged, or for a user's mistake."""
     with exit_on_user_error():
         prefixes = build_parser().parse_args(argv).prefixes
     if not all([report(prefix) for prefix in prefixes]):
