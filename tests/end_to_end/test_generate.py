@@ -119,7 +119,7 @@ def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(
         generate.main(flags)
         notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
         assert len(notes) == is_truncated
-        assert all(f"{SEQ + 1} tokens" in note and f"last {SEQ}" in note for note in notes)
+        assert all(f"{SEQ + 1} tokens" in note and f"length is {SEQ}:" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_text_with_too_few_pairs_is_reported(
 ) -> None:
     tokenizer = train(tmp_path, jsonl, vocab_size=30000)
     assert tokenizer.vocab_size < 30000
-    assert f"{tokenizer.vocab_size:,} tokens only, not 30,000" in capsys.readouterr().err
+    assert f"only {tokenizer.vocab_size:,} tokens, not 30,000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
