@@ -9,9 +9,9 @@ cancel with a probability of about 2^-60. The digest detects errors, not forgeri
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,11 @@ from torch import Tensor
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 from megatron.mpu.random import mix64
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.optimizer.zero import LocalParamState
+from megatron.mpu.world import of_rank_0
+
+if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process that writes files
+    from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+    from megatron.optimizer.zero import LocalParamState
 
 # Elements per step: their positions and keys fit in a core's cache.
 CHUNK = 1 << 16
@@ -40,6 +43,21 @@ class StateDigests:
     """The parameters with 8-bit moments."""
     mismatched: tuple[str, ...]
     """'<kind> of <parameter>' whose replicas on several ranks differ."""
+
+
+@dataclass
+class RankDigests:
+    """One rank's part of the digests of all parameters and moments."""
+
+    place: tuple[int, int]
+    """Pipeline stage, and the data-parallel rank if each replica has the whole optimizer state, else 0."""
+    tp_rank: int
+    digests: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By parameter and kind."""
+    sharded: set[str] = field(default_factory=set)
+    """The parameters that are divided over tensor-parallel ranks."""
+    quantized: set[str] = field(default_factory=set)
+    steps: set[float] = field(default_factory=set)
 
 
 class UnquantizedDigests:
@@ -63,26 +81,40 @@ def digest_state(
     unquantized: digests that are used for the moments that it contains.
     """
     read_parts = unquantized.parts if unquantized is not None else {}
-    place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
-    own: dict[str, dict[str, int]] = {}
-    sharded: set[str] = set()
-    quantized: set[str] = set()
-    steps: set[float] = set()
-    for part in optimizer.local_param_states():
-        digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
-        own[part.name] = digests | read_parts.get(part.name, {})
-        if part.spec.shard_dim is not None:
-            sharded.add(part.name)
-        if part.quantized:
-            quantized.add(part.name)
-        if part.step is not None:
-            steps.add(part.step)
-    record = (place, layout.tp_rank, own, sharded, quantized, steps)
+    own = rank_digests(optimizer, layout, lambda part: _computed(part) | read_parts.get(part.name, {}))
     records: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(record, records if dist.get_rank() == 0 else None)
-    result: list[Any] = [_combined(records) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]
+    dist.gather_object(own, records if dist.get_rank() == 0 else None)
+    shared = of_rank_0(combined(records) if dist.get_rank() == 0 else None)
+    assert shared is not None
+    return shared
+
+
+def rank_digests(
+    optimizer: MixedPrecisionOptimizer,
+    layout: ParallelLayout,
+    digests_of: Callable[[LocalParamState], dict[str, int]],
+) -> RankDigests:
+    """This rank's part of the digests. digests_of: the digests of a part of a parameter, by kind."""
+    place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
+    own = RankDigests(place, layout.tp_rank)
+    for part in optimizer.local_param_states():
+        own.digests[part.name] = digests_of(part)
+        if part.spec.shard_dim is not None:
+            own.sharded.add(part.name)
+        if part.quantized:
+            own.quantized.add(part.name)
+        if part.step is not None:
+            own.steps.add(part.step)
+    return own
+
+
+def _computed(part: LocalParamState) -> dict[str, int]:
+    return fragment_digests(part.spec, part.tp_group, part.start, part.values)
+
+
+def add_part(digests: dict[Any, int], key: Any, part: int) -> None:
+    """Adds the digest of some elements of a tensor to the digest of its other elements."""
+    digests[key] = (digests.get(key, 0) + part) % _WORD
 
 
 def fragment_digests(
@@ -124,20 +156,19 @@ def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> 
     return (outer * spec.global_shape[dim] + global_unit) * inner + within
 
 
-def _combined(records: list[Any]) -> StateDigests:
+def combined(records: Sequence[RankDigests]) -> StateDigests:
     """Sums the parts of each replica, and compares the replicas: tied weights on several stages, replicated
     parameters on TP ranks, and without ZeRO everything on data-parallel ranks."""
     copies: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
     quantized: set[str] = set()
-    for place, tp_rank, own, sharded, rank_quantized, rank_steps in records:
-        steps |= rank_steps
-        quantized |= rank_quantized
-        for name, digests in own.items():
-            copy = place if name in sharded else (*place, tp_rank)
+    for rank in records:
+        steps |= rank.steps
+        quantized |= rank.quantized
+        for name, digests in rank.digests.items():
+            copy = rank.place if name in rank.sharded else (*rank.place, rank.tp_rank)
             for kind, part in digests.items():
-                sums = copies.setdefault((kind, name), {})
-                sums[copy] = (sums.get(copy, 0) + part) % _WORD
+                add_part(copies.setdefault((kind, name), {}), copy, part)
     tensors: dict[str, dict[str, str]] = {}
     for (kind, name), sums in sorted(copies.items()):
         # A checkpoint is read from the first stage and TP rank that hold a parameter.

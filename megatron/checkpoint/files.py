@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.errors import is_access_error
-from megatron.files import open_regular
+from megatron.files import open_own, open_regular
 
 # Delays between attempts: a network file system may recover, or show a new file to other nodes, only after
 # some seconds.
@@ -48,6 +48,8 @@ def read_with_retries(
 # File name -> {"bytes": size, "sha256": digest in hex}.
 Files = dict[str, dict[str, Any]]
 READ_THREADS = 4
+# Linux writes at most 2 GiB with one call.
+_WRITE_BYTES = 1 << 30
 
 
 def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
@@ -110,6 +112,40 @@ def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
 def has_valid_checksum(record: dict[str, Any]) -> bool:
     """Whether the record has the checksum that `add_checksum` adds."""
     return record.get("sha256") == add_checksum(record)["sha256"]
+
+
+class HashedFile:
+    """A file-like object that writes a new file and computes its SHA-256 from the same bytes: a save does not
+    read its files again. A thread computes while the file is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_own(path)
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+        self._thread = ThreadPoolExecutor(1)
+
+    def write(self, data: Any) -> int:
+        """Appends the bytes of a buffer. Raises OSError if they cannot be written."""
+        content = memoryview(data).cast("B")
+        hashed = self._thread.submit(self._digest.update, content)
+        done = 0
+        while done < len(content):
+            done += os.write(self._descriptor, content[done : done + _WRITE_BYTES])
+        hashed.result()  # the caller may change the buffer afterwards
+        self._num_bytes += done
+        return done
+
+    def flush(self) -> None:
+        """Does nothing: `close` writes everything to the disk."""
+
+    def close(self) -> dict[str, Any]:
+        """Writes the file to the disk and closes it. Returns its size and digest, as `describe_file`."""
+        self._thread.shutdown()
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        return {"bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
 
 
 def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
@@ -21,6 +24,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.parameters import spec_of
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
@@ -135,23 +139,26 @@ class GPTEngine(ScheduleExecutor):
         loss, norm = both.tolist()
         return loss, norm
 
+    def save_files(
+        self, folder: str, name: str, client_state: dict[str, Any], files: CheckpointEngine
+    ) -> None:
+        """Saves a checkpoint through DeepSpeed into `folder`/`name`. files: writes the files. Collective."""
+        self.checkpoint_engine = files
+        self.save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
+
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Writes the layer files; called by DeepSpeed's `save_checkpoint`.
 
-        With ZeRO-3 the weights are all-gathered one layer at a time. The first replica writes; with
-        DeepSpeed's parallel_write the replicas take turns.
+        The data-parallel replicas share the layers of a stage, so that each writes about as many bytes. With
+        ZeRO-3 the weights are all-gathered one layer at a time.
         """
         self.optimizer.wait_for_params()
-        if not self.optimizer.shards_weights:
-            return super().module_state_dict(exclude_frozen_parameters)
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
-        for position, layer in enumerate(self.module.forward_funcs):
-            if not isinstance(layer, nn.Module):
-                continue
-            takes_turns = self.module.checkpoint_parallel_write_pipeline
-            writer = position % self.layout.dp_size if takes_turns else 0
+        layers = {i: f for i, f in enumerate(self.module.forward_funcs) if isinstance(f, nn.Module)}
+        writers = share_out({i: _num_elements(layer) for i, layer in layers.items()}, self.layout.dp_size)
+        for position, layer in layers.items():
             with self.optimizer.gathered_params(layer):
-                if self.layout.dp_rank == writer:
+                if self.layout.dp_rank == writers[position]:
                     state = clone_tensors_for_torch_save(layer.state_dict())
                     path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
                     self.checkpoint_engine.save(state_dict=state, path=path)
@@ -184,6 +191,22 @@ class GPTEngine(ScheduleExecutor):
 
     def _timed_pass(self) -> AbstractContextManager[None]:
         return self.pass_times.measure() if self.pass_times else nullcontext()
+
+
+def share_out(sizes: Mapping[int, int], shares: int) -> dict[int, int]:
+    """Returns the share of each item, so that the largest sum of sizes is about as small as possible: items
+    in the order of their sizes, each to the share with the smallest sum."""
+    sums = [0] * shares
+    chosen = {}
+    for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
+        chosen[item] = sums.index(min(sums))
+        sums[chosen[item]] += sizes[item]
+    return chosen
+
+
+def _num_elements(layer: nn.Module) -> int:
+    """The number of elements of a layer's global parameters."""
+    return sum(math.prod(spec_of(parameter).global_shape) for parameter in layer.parameters())
 
 
 def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimizer:

@@ -1,0 +1,289 @@
+"""A process beside each rank that writes the rank's checkpoint files while training continues.
+
+The rank serializes its state with torch.save into a ring buffer in shared memory, which takes as long as a
+copy. The writer process takes the bytes from the ring, writes them to the files and computes digests from
+them: the SHA-256 of each file, and the digests of the parameters in it (see `megatron.checkpoint.digests`).
+Nothing is read a second time. If the ring is smaller than the state, torch.save waits until the writer has
+freed a part of it.
+
+Messages to the writer: ("open", path, table of fragments), ("data", offset, length, used bytes, fragments in
+the piece), ("close",), ("end",). Messages to the rank: ("freed", bytes), ("written", Written), ("failed",
+text).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import megatron
+from megatron.checkpoint.files import Files, HashedFile
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec
+
+# The writer frees the ring in pieces of at most this size.
+PIECE_BYTES = 1 << 24
+# Pieces begin at multiples of it, so that none ends inside an element of a tensor.
+ALIGNMENT = 64
+# Added to the nice value of the writer process: training has the processor first.
+NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+# With `python -m` the classes of messages would belong to another module, __main__.
+_PROGRAM = f"from {__name__} import main; main()"
+# Number in the table of fragments, offset in the piece in bytes, first element of the shard, number of
+# elements.
+_Part = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class StoredFragment:
+    """Consecutive fp32 elements of a parameter or moment, in memory that torch.save will write."""
+
+    name: str
+    kind: str
+    """'fp32', or the optimizer's name of a moment."""
+    spec: ParameterSpec
+    tp_group: TPGroup
+    start: int
+    """Index of the first element in the flattened tensor-parallel shard of the parameter."""
+    address: int
+    num_elements: int
+
+
+@dataclass
+class Written:
+    """What the writer of a rank has done for a save."""
+
+    files: Files = field(default_factory=dict)
+    digests: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Parts of the digests of this rank's elements, by parameter and kind."""
+    problem: str = ""
+    """Why the files are not complete; "" if they are."""
+
+
+class BackgroundWriter:
+    """The rank's side: sends files to the writer process and receives what it has done."""
+
+    def __init__(self, ring_bytes: int, heartbeat: Callable[[], None]) -> None:
+        """ring_bytes: size of the shared memory, which is taken at once. heartbeat: called for every
+        piece."""
+        self._size = max(-(-ring_bytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        self._heartbeat = heartbeat
+        descriptor = os.memfd_create("checkpoint")
+        os.ftruncate(descriptor, self._size)
+        # With all pages in place: page faults would make the first save several times as long.
+        self._ring = mmap.mmap(descriptor, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        ours, theirs = socket.socketpair()
+        folders = [str(Path(megatron.__path__[0]).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *map(str, (theirs.fileno(), descriptor, os.getpid()))],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+            pass_fds=(theirs.fileno(), descriptor),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        os.close(descriptor)
+        self._pipe = Connection(ours.detach())
+        self._sent = self._freed = 0
+        self._changed = threading.Condition()
+        self._written: Written | None = None
+        self._problem = ""
+        threading.Thread(target=self._receive, name="checkpoint writer", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the writer."""
+        return self._process.pid
+
+    def write_file(
+        self, path: Path | None, fragments: Sequence[StoredFragment], save: Callable[[Any], None]
+    ) -> None:
+        """Calls save(file), which writes to a file-like object. Returns once all bytes are in the ring.
+
+        path: None if only digests are computed. fragments: the tensors whose digests are computed. Raises
+        OSError if the writer has failed.
+        """
+        table = [(f.name, f.kind, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
+        self._send("open", None if path is None else str(path), table)
+        try:
+            save(_RingFile(self, fragments))
+        except RuntimeError as error:  # torch's archive after an OSError of its file
+            if not self._problem:
+                raise
+            raise OSError(self._problem) from error
+        self._send("close")
+
+    def end_save(self) -> None:
+        """Ends the files of a save: `written` has the result once all are on the disk."""
+        with self._changed:
+            self._written = None
+        self._send("end")
+
+    def written(self, wait_s: float = 0.0) -> Written | None:
+        """Returns what the writer has done before `end_save`; None if it is not finished after `wait_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._written is not None or self._problem != "", wait_s)
+            return Written(problem=self._problem) if self._problem else self._written
+
+    def close(self) -> None:
+        """Ends the writer process."""
+        self._process.kill()
+        self._process.wait()
+
+    def append(self, data: memoryview, parts: Callable[[int, int], list[_Part]]) -> None:
+        """Copies data to the ring. parts: the fragments between two offsets in the data."""
+        done = 0
+        while done < len(data):
+            begin = self._sent % self._size
+            count = min(PIECE_BYTES, len(data) - done, self._size - begin)
+            used = -(-count // ALIGNMENT) * ALIGNMENT
+            self._wait_for_space(used)
+            self._ring[begin : begin + count] = data[done : done + count]
+            self._sent += used
+            self._send("data", begin, count, used, parts(done, done + count))
+            done += count
+
+    def _wait_for_space(self, needed: int) -> None:
+        is_free = False
+        while not is_free:
+            self._heartbeat()
+            with self._changed:
+                is_free = self._changed.wait_for(
+                    lambda: self._problem != "" or self._size - (self._sent - self._freed) >= needed, 1.0
+                )
+
+    def _send(self, *message: Any) -> None:
+        try:
+            if not self._problem:
+                self._pipe.send(message)
+                return
+        except OSError:  # the writer has ended; `_receive` says how
+            with self._changed:
+                self._changed.wait_for(lambda: self._problem != "", 1.0)
+        raise OSError(self._problem or "the checkpoint writer does not answer")
+
+    def _receive(self) -> None:
+        """Runs in a thread until the writer ends."""
+        problem = ""
+        while not problem:
+            try:
+                kind, value = self._pipe.recv()
+            except (EOFError, OSError):
+                code = self._process.wait()
+                kind, value = "failed", f"the checkpoint writer has ended with exit code {code}"
+            with self._changed:
+                if kind == "freed":
+                    self._freed += value
+                elif kind == "written":
+                    self._written = value
+                else:
+                    self._problem = problem = value
+                self._changed.notify_all()
+
+
+class _RingFile:
+    """The file-like object that torch.save writes to."""
+
+    def __init__(self, writer: BackgroundWriter, fragments: Sequence[StoredFragment]) -> None:
+        self._writer, self._fragments = writer, fragments
+
+    def write(self, data: Any) -> int:
+        """Appends the bytes of a buffer, which for a tensor's storage is the tensor's own memory."""
+        import numpy as np
+
+        content = memoryview(data).cast("B")
+        base = int(np.frombuffer(content, np.uint8).ctypes.data) if len(content) else 0
+        self._writer.append(content, lambda begin, end: self._parts(base + begin, base + end))
+        return len(content)
+
+    def flush(self) -> None:
+        """Does nothing: torch.save calls it at the end."""
+
+    def _parts(self, begin: int, end: int) -> list[_Part]:
+        parts = []
+        for number, fragment in enumerate(self._fragments):
+            first = max(begin, fragment.address)
+            last = min(end, fragment.address + 4 * fragment.num_elements)
+            if first < last:
+                element = fragment.start + (first - fragment.address) // 4
+                parts.append((number, first - begin, element, (last - first) // 4))
+        return parts
+
+
+class _WriterProcess:
+    """The writer's side."""
+
+    def __init__(self, pipe: Connection, ring: mmap.mmap) -> None:
+        self._pipe, self._ring = pipe, ring
+        self._result = Written()
+        self._path: str | None = None
+        self._file: HashedFile | None = None
+        self._table: list[tuple[str, str, ParameterSpec, int, int]] = []
+
+    def run(self) -> None:
+        """Serves the rank until it closes the connection, or until a file cannot be written."""
+        try:
+            while True:
+                kind, *values = self._pipe.recv()
+                getattr(self, f"_{kind}")(*values)
+        except EOFError:
+            pass
+        except OSError as error:
+            self._pipe.send(("failed", f"{self._path}: {error.strerror or error}"))
+
+    def _open(self, path: str | None, table: list[tuple[str, str, ParameterSpec, int, int]]) -> None:
+        self._path, self._table = path, table
+        self._file = HashedFile(Path(path)) if path is not None else None
+
+    def _data(self, begin: int, count: int, used: int, parts: list[_Part]) -> None:
+        piece = memoryview(self._ring)[begin : begin + count]
+        if self._file is not None:
+            self._file.write(piece)
+        for number, offset, first, num_elements in parts:
+            self._add_digest(number, piece[offset : offset + 4 * num_elements], first)
+        self._pipe.send(("freed", used))
+
+    def _add_digest(self, number: int, content: memoryview, first: int) -> None:
+        # Imported at the first use: a writer without digests needs no torch.
+        import torch
+
+        from megatron.checkpoint.digests import add_part, fragment_digests
+
+        name, kind, spec, tp_rank, tp_size = self._table[number]
+        values = torch.frombuffer(content, dtype=torch.float32)
+        (part,) = fragment_digests(spec, TPGroup(tp_rank, tp_size), first, {kind: values}).values()
+        add_part(self._result.digests.setdefault(name, {}), kind, part)
+
+    def _close(self) -> None:
+        if self._file is not None and self._path is not None:
+            self._result.files[Path(self._path).name] = self._file.close()
+
+    def _end(self) -> None:
+        self._pipe.send(("written", self._result))
+        self._result = Written()
+
+
+def main() -> None:
+    """The writer process. Arguments: descriptors of the connection and of the ring, process id of the
+    rank."""
+    connection, ring, parent = map(int, sys.argv[1:])
+    # The writer ends with its rank. Ctrl-C and SIGTERM of a group reach both: the rank decides.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICENESS)
+    _WriterProcess(Connection(connection), mmap.mmap(ring, 0)).run()
+

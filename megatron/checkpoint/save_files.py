@@ -1,0 +1,105 @@
+"""Writes the files of a save: DeepSpeed names them and makes their content, one of two classes writes them.
+
+`DirectFiles` writes while training waits, `BackgroundFiles` hands the content to the rank's writer process.
+Both compute the SHA-256 of a file while they write it. The archives have no CRC-32 of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor
+from torch.utils.serialization import config as serialization
+
+from megatron.checkpoint.background_writer import BackgroundWriter, StoredFragment
+from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.optimizer.zero import LocalParamState
+
+# The keys under which DeepSpeed stores the optimizer's state, with ZeRO and without.
+_OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
+
+
+class DirectFiles(TorchCheckpointEngine):
+    """Writes each file at once and syncs it to the disk. files: what was written so far, by name."""
+
+    def __init__(self, heartbeat: Callable[[], None]) -> None:
+        """heartbeat: called after each file."""
+        self.files: Files = {}
+        self._heartbeat = heartbeat
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Does nothing: DeepSpeed's class logs."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Writes a file; called by DeepSpeed."""
+        file = HashedFile(Path(path))
+        _save(state_dict, file)
+        self.files[Path(path).name] = file.close()
+        self._heartbeat()
+
+
+class BackgroundFiles(TorchCheckpointEngine):
+    """Hands each file to the writer process. digests: those of tensors that are not in host memory, which are
+    computed at once, by parameter and kind."""
+
+    def __init__(self, writer: BackgroundWriter, parts: Mapping[str, LocalParamState]) -> None:
+        """parts: this rank's part of each parameter."""
+        self.digests: dict[str, dict[str, int]] = {}
+        self._writer, self._parts = writer, parts
+        self._has_optimizer_state = False
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Does nothing: DeepSpeed's class logs."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copies the content of a file for the writer; called by DeepSpeed."""
+        states = [state_dict[key] for key in _OPTIMIZER_KEYS if state_dict.get(key) is not None]
+        fragments = [fragment for state in states for fragment in self._fragments(state)]
+        self._writer.write_file(Path(path), fragments, lambda file: _save(state_dict, file))
+
+    def digest_only(self, optimizer_state: dict[str, Any]) -> None:
+        """Computes the digests of a state that this rank does not write, if it has not written its own:
+        without ZeRO only the first replica writes the optimizer's state, and all replicas are compared."""
+        if not self._has_optimizer_state:
+            fragments = self._fragments(optimizer_state)
+            self._writer.write_file(None, fragments, lambda file: _save(optimizer_state, file))
+
+    def _fragments(self, state: dict[str, Any]) -> list[StoredFragment]:
+        """The fragments in the optimizer's state. Computes the digests of those on a device."""
+        self._has_optimizer_state = True
+        fragments = []
+        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
+        for group, addresses in enumerate(state["param_slice_mappings"]):
+            tensors = {VALUES: masters[group], **_moments(kept.get(group, {}), masters[group])}
+            for name, address in addresses.items():
+                part = self._parts[name]
+                for kind, tensor in tensors.items():
+                    values = tensor.view(-1)[address.start : address.start + address.numel]
+                    if tensor.device.type == "cpu":
+                        place = (part.spec, part.tp_group, part.start, values.data_ptr(), values.numel())
+                        fragments.append(StoredFragment(name, kind, *place))
+                    else:
+                        found = fragment_digests(part.spec, part.tp_group, part.start, {kind: values})
+                        self.digests.setdefault(name, {}).update(found)
+        return fragments
+
+
+def _moments(kept: Mapping[str, Any], master: Tensor) -> dict[str, Tensor]:
+    """The moments in the optimizer's state of a group: flat tensors as long as its fp32 values."""
+    return {
+        key: value for key, value in kept.items() if isinstance(value, Tensor) and value.shape == master.shape
+    }
+
+
+def _save(state: Any, file: Any) -> None:
+    """torch.save without a second checksum; tensors of a device are copied through pinned memory."""
+    settings = {"save.compute_crc32": False, "save.use_pinned_memory_for_d2h": True}
+    with serialization.patch(settings):  # type: ignore[attr-defined]
+        torch.save(state, file)

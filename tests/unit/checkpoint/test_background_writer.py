@@ -1,0 +1,102 @@
+"""The process that writes a rank's files while training continues: bytes, digests, and its failures."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.background_writer import BackgroundWriter, StoredFragment
+from megatron.checkpoint.digests import fragment_digests
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec
+from tests.support import HANG_TIMEOUT_S
+
+ROWS, COLUMNS = 300, 70
+SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), shard_dim=0)
+GROUP = TPGroup(1, 2)
+
+
+def fragment(values: torch.Tensor, first: int, kind: str) -> StoredFragment:
+    """The elements of `values` as those of a parameter's shard from `first` on."""
+    return StoredFragment("weight", kind, SPEC, GROUP, first, values.data_ptr(), values.numel())
+
+
+@pytest.fixture
+def heartbeats() -> list[int]:
+    return []
+
+
+@pytest.mark.parametrize("ring_bytes", [64, 1000, 1 << 16, 1 << 20])
+def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
+    ring_bytes: int, tmp_path: Path, heartbeats: list[int]
+) -> None:
+    """Also with a ring that is smaller than a tensor, and not a multiple of anything. Two saves, one after
+    the other, do not mix."""
+    writer = BackgroundWriter(ring_bytes, lambda: heartbeats.append(1))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        flat = torch.randn(ROWS * COLUMNS + 10)
+        values, moment = flat[10:], torch.randn(ROWS * COLUMNS)
+        state = {"flat": flat, "moment": moment, "weights": torch.randn(7, dtype=torch.bfloat16), "step": seed}
+        path = tmp_path / f"{seed}.pt"
+        fragments = [fragment(values[:5000], 0, "fp32"), fragment(values[5000:], 5000, "fp32")]
+        fragments.append(fragment(moment, 0, "exp_avg"))
+        writer.write_file(path, fragments, lambda file, state=state: torch.save(state, file))
+        writer.write_file(None, [fragment(moment, 0, "other")], lambda file: torch.save(moment, file))
+        writer.end_save()
+        flat.zero_()  # training continues
+        written = writer.written(HANG_TIMEOUT_S)
+        assert written is not None and written.problem == ""
+        content = path.read_bytes()
+        assert written.files == {path.name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+        read = torch.load(path, weights_only=True)
+        assert torch.equal(read["weights"], state["weights"]) and read["step"] == seed
+        assert torch.equal(read["moment"], moment)
+        expected = fragment_digests(SPEC, GROUP, 0, {"fp32": read["flat"][10:].clone(), "exp_avg": moment})
+        assert written.digests == {"weight": {**expected, "other": expected["exp_avg"]}}
+    assert len(heartbeats) >= 8
+    writer.close()
+
+
+def test_a_full_disk_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
+    writer = BackgroundWriter(1 << 16, lambda: None)
+    writer.write_file(tmp_path / "folder" / "missing.pt", [], lambda file: torch.save(torch.zeros(10), file))
+    writer.end_save()
+    written = writer.written(HANG_TIMEOUT_S)
+    assert written is not None and "missing.pt: No such file" in written.problem
+    with pytest.raises(OSError, match="missing.pt"):
+        writer.write_file(tmp_path / "other.pt", [], lambda file: torch.save(torch.zeros(10), file))
+    writer.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "in the middle", "after"])
+def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
+    """In the middle the rank waits for space in the ring."""
+    writer = BackgroundWriter(1 << 16, lambda: None)
+    large = torch.zeros(1 << 20)
+
+    def save(file: object) -> None:
+        if moment == "in the middle":
+            os.kill(writer.pid, signal.SIGSTOP)
+            os.kill(writer.pid, signal.SIGKILL)
+        torch.save(large, file)
+
+    if moment == "before":
+        os.kill(writer.pid, signal.SIGKILL)
+    try:
+        writer.write_file(tmp_path / "file.pt", [], save)
+        writer.end_save()
+    except OSError as error:
+        assert "the checkpoint writer has ended with exit code -9" in str(error)
+    else:
+        assert moment == "after"
+        writer.written(HANG_TIMEOUT_S)
+        os.kill(writer.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+    assert "exit code -9" in (writer.written(HANG_TIMEOUT_S) or pytest.fail("no result")).problem or moment == "after"
+    writer.close()
