@@ -33,18 +33,18 @@ class StateDigests:
     """Digests of the state of all optimizers of a run."""
 
     tensors: dict[str, dict[str, str]]
-    """Digest in hex by kind ('fp32', 'exp_avg', ...) and parameter."""
+    """Digest in hex by state_name ('fp32', 'exp_avg', ...) and parameter."""
     step: float | None
     """Number of updates, if the optimizer counts them."""
     quantized: frozenset[str]
     """The parameters with 8-bit moments."""
     mismatched: tuple[str, ...]
-    """'<kind> of <parameter>' whose replicas on several ranks differ."""
+    """'<state_name> of <parameter>' whose replicas on several ranks differ."""
 
 
 class UnquantizedDigests:
     """This rank's part of the digests of moments as read from a checkpoint, before they are rounded to 8
-    bits: parameter -> kind -> digest."""
+    bits: parameter -> state_name -> digest."""
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, int]] = {}
@@ -90,10 +90,10 @@ def fragment_digests(
 ) -> dict[str, int]:
     """What the elements start, start + 1, ... of this rank's shard add to the digests of the global tensors.
 
-    values: flat fp32 tensors of one length, by kind. Padded rows of the vocabulary add 0.
+    values: flat fp32 tensors of one length, by state_name. Padded rows of the vocabulary add 0.
     """
     length, device = next((value.numel(), value.device) for value in values.values())
-    sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
+    sums = {state_name: torch.zeros((), dtype=torch.int64, device=device) for state_name in values}
     num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
@@ -102,9 +102,9 @@ def fragment_digests(
         keys = mix64(positions) | 1
         if num_valid_elements is not None:
             keys *= positions < num_valid_elements
-        for kind, value in values.items():
-            sums[kind] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
-    return {kind: int(total) % _WORD for kind, total in sums.items()}
+        for state_name, value in values.items():
+            sums[state_name] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
+    return {state_name: int(total) % _WORD for state_name, total in sums.items()}
 
 
 def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
@@ -135,14 +135,18 @@ def _combined(records: list[Any]) -> StateDigests:
         quantized |= rank_quantized
         for name, digests in own.items():
             copy = place if name in sharded else (*place, tp_rank)
-            for kind, part in digests.items():
-                sums = copies.setdefault((kind, name), {})
+            for state_name, part in digests.items():
+                sums = copies.setdefault((state_name, name), {})
                 sums[copy] = (sums.get(copy, 0) + part) % _WORD
     tensors: dict[str, dict[str, str]] = {}
-    for (kind, name), sums in sorted(copies.items()):
+    for (state_name, name), sums in sorted(copies.items()):
         # A checkpoint is read from the first stage and TP rank that hold a parameter.
-        tensors.setdefault(kind, {})[name] = f"{sums[min(sums)]:016x}"
-    mismatched = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
+        tensors.setdefault(state_name, {})[name] = f"{sums[min(sums)]:016x}"
+    mismatched = [
+        f"{state_name} of {name}"
+        for (state_name, name), sums in copies.items()
+        if len(set(sums.values())) > 1
+    ]
     if len(steps) > 1:
         mismatched.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
     return StateDigests(tensors, min(steps, default=None), frozenset(quantized), tuple(sorted(mismatched)))

@@ -76,10 +76,10 @@ def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | Non
     """Reads a file. Returns what is wrong with it, in words; None if it has the expected size and digest.
     OSError if it cannot be read now."""
     differs = "is damaged: its digest differs from that in run.json"
-    return problem_of_content(folder, name, lambda found: found == expected, differs)
+    return content_problem(folder, name, lambda found: found == expected, differs)
 
 
-def problem_of_content(
+def content_problem(
     folder: Path, name: str, is_expected: Callable[[dict[str, Any]], bool], differs: str
 ) -> str | None:
     """Reads a file. Returns None if `describe_file` gives what is expected; else its name and `differs`, or

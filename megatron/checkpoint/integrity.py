@@ -74,12 +74,12 @@ def _check_digests(
     checkpoint: Checkpoint, record: dict[str, Any], found: StateDigests, with_moments: bool
 ) -> Iterator[Check]:
     in_order = sorted(record["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
-    for kind, expected in in_order:
-        subject = "weights, fp32" if kind == "fp32" else f"moments, {kind}"
-        if kind != "fp32" and not with_moments:
+    for state_name, expected in in_order:
+        subject = "weights, fp32" if state_name == "fp32" else f"moments, {state_name}"
+        if state_name != "fp32" and not with_moments:
             yield Check(subject, f"not loaded: {_why_new_moments(checkpoint)}")
             continue
-        now = found.tensors.get(kind, {})
+        now = found.tensors.get(state_name, {})
         wrong = [name for name in expected if now.get(name) != expected[name]]
         if wrong:
             raise UserError(
@@ -87,7 +87,7 @@ def _check_digests(
                 "from what was saved: load an older checkpoint and report this"
             )
         result = f"{len(expected)} parameters, equal to the last bit"
-        if kind != "fp32" and found.quantized:
+        if state_name != "fp32" and found.quantized:
             result += f"; {len(found.quantized)} then quantized to 8 bits, each element to within one step"
         yield Check(subject, result)
     if with_moments and record["updates"] is not None:
@@ -102,7 +102,7 @@ def _check_digests(
 def _why_new_moments(checkpoint: Checkpoint) -> str:
     if checkpoint.no_optimizer:
         return "--finetune" if checkpoint.weights_only else "--no-load-optim"
-    return "another kind of optimizer starts with new moments"
+    return "another state_name of optimizer starts with new moments"
 
 
 def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:

@@ -275,7 +275,7 @@ class CheckpointManager:
                 entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
                 self.identity = publish(saving, entry, self.identity)
         except (OSError, RuntimeError) as error:
-            if not _is_of_writing(error):
+            if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
             raise SaveError(
                 f"checkpoint {folder / name} cannot be written ({error}; {_space(folder)})"
@@ -380,7 +380,7 @@ def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
     return {name: spec for specs in of_all_ranks(own) for name, spec in specs.items()}
 
 
-def _is_of_writing(error: OSError | RuntimeError) -> bool:
+def _is_write_error(error: OSError | RuntimeError) -> bool:
     """torch.save reports a failed write as a RuntimeError that names the C++ source of its file format."""
     return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 

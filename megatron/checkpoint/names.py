@@ -54,7 +54,7 @@ def read_name(path: Path) -> str | None:
 def check_plain(name: object, source: Path | str, what: str = "file") -> str:
     """Returns a plain name of a file or a checkpoint. source: the file that it was read from."""
     if not is_plain(name):
-        raise _refused(name, source, what, "letters, digits and any of _ . + @ = -")
+        raise _name_error(name, source, what, "letters, digits and any of _ . + @ = -")
     return str(name)
 
 
@@ -62,7 +62,7 @@ def check_file(name: object, source: Path | str) -> str:
     """Returns a file's path inside a checkpoint: plain names with / between them."""
     parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
     if not (0 < len(parts) <= _MAX_PARTS and all(map(is_plain, parts))):
-        raise _refused(name, source, "file", "a path inside the checkpoint's folder")
+        raise _name_error(name, source, "file", "a path inside the checkpoint's folder")
     return str(name)
 
 
@@ -70,11 +70,11 @@ def check_parameter(name: object, source: Path | str) -> str:
     """Returns a parameter's name: words with dots between them. It becomes a folder's name."""
     named = isinstance(name, str) and len(name) <= _MAX_LENGTH and _PARAMETER.fullmatch(name)
     if not named or str(name).endswith(".pt"):
-        raise _refused(name, source, "parameter", "words with dots between them")
+        raise _name_error(name, source, "parameter", "words with dots between them")
     return str(name)
 
 
-def _refused(name: object, source: Path | str, what: str, expected: str) -> HostileFileError:
+def _name_error(name: object, source: Path | str, what: str, expected: str) -> HostileFileError:
     return HostileFileError(
         f"{source} names a {what} {shown(name)}, expected {expected}: it may be malicious, check where it "
         "comes from"
@@ -101,8 +101,8 @@ def check_run(run: Any, source: Path) -> None:
     for entry in lineage:
         # A record, if it is one, has the checkpoint's folder under 'name'.
         check_plain(entry.get("name") if isinstance(entry, dict) else entry, source, "checkpoint")
-    for name, of_kind in _mapping(_mapping(run, "certificate"), "digests").items():
-        _check_digests(name, of_kind, source)
+    for name, by_parameter in _mapping(_mapping(run, "certificate"), "digests").items():
+        _check_digests(name, by_parameter, source)
     _check_numbers(run)
 
 
@@ -113,10 +113,10 @@ def _mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value or {}
 
 
-def _check_digests(kind: str, digests: Any, source: Path) -> None:
-    check_plain(kind, source, "kind of tensor")
+def _check_digests(state_name: str, digests: Any, source: Path) -> None:
+    check_plain(state_name, source, "state")
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        raise ValueError(f"its digests of {kind} are not an object of strings")
+        raise ValueError(f"its digests of {state_name} are not an object of strings")
     for name in digests:
         check_parameter(name, source)
 

@@ -52,7 +52,7 @@ def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -
     the work, and all get the result. heartbeat: called after each file."""
     # One rank lists: on a shared file system another's listing may be older.
     names = of_rank_0(sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else [])
-    return _shared(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
+    return _share_work(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 
 def first_problem(
@@ -60,11 +60,13 @@ def first_problem(
 ) -> str | None:
     """The first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks share
     the files, so that each is read once. heartbeat: called after each file."""
-    problems = _shared(of_rank_0(names), find_problem, heartbeat)
+    problems = _share_work(of_rank_0(names), find_problem, heartbeat)
     return next((problem for _, problem in sorted(problems.items()) if problem), None)
 
 
-def _shared(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]) -> dict[str, T]:
+def _share_work(
+    names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]
+) -> dict[str, T]:
     """describe(name) of every name, each computed by one rank. An OSError on one rank is raised on all."""
     own: dict[str, T] | OSError
     try:

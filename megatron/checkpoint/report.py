@@ -85,16 +85,18 @@ def comparison_text(comparison: Comparison) -> str:
     parameters = comparison.parameters
     differing = [item for item in parameters if not item.is_equal]
     lines += ["", f"{len(parameters) - len(differing):,} of {len(parameters):,} parameters are equal"]
-    kinds = list(dict.fromkeys(kind for item in parameters for kind in item.largest))
+    state_names = list(dict.fromkeys(state_name for item in parameters for state_name in item.largest))
     if differing:
         rows = [["compared", "equal", "largest difference"]]
-        for kind in kinds:
-            found = [item.largest[kind] for item in parameters if kind in item.largest]
-            rows.append([kind, f"{found.count(0):,} of {len(found):,}", _largest(found)])
+        for state_name in state_names:
+            found = [item.largest[state_name] for item in parameters if state_name in item.largest]
+            rows.append([state_name, f"{found.count(0):,} of {len(found):,}", _largest(found)])
         lines += [format_table(rows, left_align=(0, -1)), ""]
-        rows = [["parameter", "layers", *kinds, ""]]
+        rows = [["parameter", "layers", *state_names, ""]]
         for name, layers, items in _grouped((item.name, item.note, item) for item in differing):
-            largest = [_largest([item.largest.get(kind) for item in items]) for kind in kinds]
+            largest = [
+                _largest([item.largest.get(state_name) for item in items]) for state_name in state_names
+            ]
             rows.append([name, layers, *largest, items[0].note])
         lines.append(format_table(rows, left_align=(0, -1)))
     return "\n".join(lines)
@@ -207,16 +209,16 @@ def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[Param
                 name, {}, f"only in {(one if name in sides[0].names else other).folder}"
             )
             continue
-        kinds = [side.kinds(name) for side in sides]
+        state_names = [side.state_names(name) for side in sides]
         largest: dict[str, float | None] = {}
         notes = []
-        for kind in dict.fromkeys([*kinds[0], *kinds[1]]):
-            if not all(kind in held for held in kinds):
-                where = (one if kind in kinds[0] else other).folder
-                largest[kind], note = None, f"{kind} only in {where}"
+        for state_name in dict.fromkeys([*state_names[0], *state_names[1]]):
+            if not all(state_name in held for held in state_names):
+                where = (one if state_name in state_names[0] else other).folder
+                largest[state_name], note = None, f"{state_name} only in {where}"
             else:
-                largest[kind], note = _difference(
-                    *(side.read_unpadded(name, kind)[: rows.get(name)] for side in sides)
+                largest[state_name], note = _difference(
+                    *(side.read_unpadded(name, state_name)[: rows.get(name)] for side in sides)
                 )
             notes += [note] if note else []
         yield ParameterDifference(name, largest, "; ".join(dict.fromkeys(notes)))

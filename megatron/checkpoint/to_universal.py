@@ -259,7 +259,7 @@ def convert(
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
     if target.exists():
-        if not _is_of(source, target):
+        if not _is_conversion_of(source, target):
             raise UserError(f"--output_folder {target} exists: delete it, or give another")
         _announce(target)
         return
@@ -269,9 +269,9 @@ def convert(
     todo = {
         name: 4 * prod(spec.valid_shape)
         for name, spec in reader.specs.items()
-        if not writer.has_parameter(name, spec, reader.kinds(name), source.step(name))
+        if not writer.has_parameter(name, spec, reader.state_names(name), source.step(name))
     }
-    check_space(partial, sum(todo[name] * len(reader.kinds(name)) for name in todo), "--output_folder")
+    check_space(partial, sum(todo[name] * len(reader.state_names(name)) for name in todo), "--output_folder")
     _check_memory(workers)
     pool = ThreadPoolExecutor(workers)
     convert_one = partial_function(_convert_parameter, source, writer, allow_replica_mismatch)
@@ -279,7 +279,7 @@ def convert(
         yield from pool.map(convert_one, sorted(todo, key=lambda name: todo[name], reverse=True))
     finally:
         pool.shutdown(cancel_futures=True)
-    _write_rest(source, partial)
+    _write_common_files(source, partial)
     move_into_place(partial, target)
 
 
@@ -299,13 +299,13 @@ def _announce(target: Path) -> None:
     sync_file(target)
 
 
-def _is_of(source: Source, target: Path) -> bool:
+def _is_conversion_of(source: Source, target: Path) -> bool:
     """Whether `target` is a complete conversion of this source for which `_announce` may be missing."""
     mark = target / SOURCE_FILE
-    return mark.is_file() and _text_of(mark) == source.identity
+    return mark.is_file() and _source_identity(mark) == source.identity
 
 
-def _text_of(mark: Path) -> str:
+def _source_identity(mark: Path) -> str:
     return read_small(mark).decode(errors="replace")
 
 
@@ -324,7 +324,9 @@ def _convert_parameter(
 ) -> Converted:
     mismatch = ReplicaMismatch()
     reader = source.reader
-    blocks = {kind: reader.read_blocks(name, kind, mismatch) for kind in reader.kinds(name)}
+    blocks = {
+        state_name: reader.read_blocks(name, state_name, mismatch) for state_name in reader.state_names(name)
+    }
     writer.write_parameter(name, reader.specs[name], blocks, source.step(name))
     if mismatch.largest and not allow_replica_mismatch:
         raise UserError(
@@ -356,9 +358,9 @@ def _begin(source: Source, partial: Path) -> None:
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
             "delete it, or give another --output_folder"
         )
-    if mark.is_file() and _text_of(mark) != source.identity:
+    if mark.is_file() and _source_identity(mark) != source.identity:
         raise UserError(
-            f"{partial} is an interrupted conversion of another checkpoint ({shown(_text_of(mark))}): finish "
+            f"{partial} is an interrupted conversion of another checkpoint ({shown(_source_identity(mark))}): finish "
             "that, or delete the folder"
         )
     write_atomically(mark, source.identity)
@@ -384,7 +386,7 @@ def _available_memory() -> int | None:
     return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
-def _write_rest(source: Source, partial: Path) -> None:
+def _write_common_files(source: Source, partial: Path) -> None:
     """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
     common = {key: value for key, value in source.reader.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.reader.files.common["base_optimizer_state"].get("param_groups")
@@ -409,16 +411,16 @@ def _write_rest(source: Source, partial: Path) -> None:
         folder = partial / AVERAGED_FOLDER
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in content:
-            content["certificate"] = _record_without(averaged, content["certificate"])
+            content["certificate"] = _integrity_record_without(averaged, content["certificate"])
         write_json(partial / RUN_FILE, add_checksum(content))
 
 
-def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
+def _integrity_record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
     """The part of an integrity record that is still valid if the replicas of these parameters were
     averaged."""
     digests = {
-        kind: {name: digest for name, digest in of_kind.items() if name not in averaged}
-        for kind, of_kind in record["digests"].items()
+        state_name: {name: digest for name, digest in by_parameter.items() if name not in averaged}
+        for state_name, by_parameter in record["digests"].items()
     }
     return {**record, "digests": digests, "probe": None}
 

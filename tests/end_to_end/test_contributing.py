@@ -96,7 +96,7 @@ source, target = map(Path, sys.argv[1:])
 checkpoint = open_checkpoint(source)
 reader = open_reader(checkpoint)
 target.mkdir()
-states = [(kind, name) for name in reader.names for kind in reader.kinds(name)]
+states = [(kind, name) for name in reader.names for kind in reader.state_names(name)]
 tensors = {f"{kind}/{name}": reader.read_unpadded(name, kind).clone() for kind, name in states}
 save_file(tensors, target / "states.safetensors")
 run = {key: value for key, value in checkpoint.run.items() if key != "sha256"}

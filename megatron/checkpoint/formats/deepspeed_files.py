@@ -56,12 +56,12 @@ class _Fragment:
         return self.state["single_partition_of_fp32_groups"][self.group]
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state of the group: moments as long as the partition, and the step."""
         return self.state["base_optimizer_state"]["state"].get(self.group, {})
 
     def is_moment(self, value: Any) -> bool:
-        """Whether an entry of `kept` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
+        """Whether an entry of `optimizer_state` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
         rank without the padding of the partition, and the moments with it."""
         paddings: Any = self.state.get("group_paddings")
         known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
@@ -71,7 +71,7 @@ class _Fragment:
         return is_tensor(value) and value.dim() == 1 and value.numel() in lengths
 
     def piece(self, key: str) -> Tensor:
-        tensor = self.master if key == VALUES else self.kept[key]
+        tensor = self.master if key == VALUES else self.optimizer_state[key]
         if not is_tensor(tensor) or not tensor.is_contiguous():
             raise UserError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
         start, length, total = self.start, self.length, tensor.numel()
@@ -116,12 +116,12 @@ class OptimizerFiles:
     """The optimizer state of all parameters. `common`: the state in the first file; it contains what is equal
     in all files (clipping, loss scale). `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages."""
 
-    def __init__(self, folder: Path, tensor_size: int) -> None:
-        """tensor_size: tensor-parallel size of the run that saved. UserError names a file that is damaged
+    def __init__(self, folder: Path, tp_size: int) -> None:
+        """tp_size: tensor-parallel size of the run that saved. UserError names a file that is damaged
         or has an unknown layout."""
         self.folder = folder
-        self.tensor_size = tensor_size
-        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
+        self.tp_size = tp_size
+        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
         files = optimizer_files(folder)
         if not files:
             raise UserError(f"checkpoint {folder} holds no optimizer state: use another one")
@@ -131,7 +131,7 @@ class OptimizerFiles:
             state = _optimizer_state(path, key)
             if path == files[0][1]:
                 self.common = state
-            tp_rank = model_rank % tensor_size
+            tp_rank = model_rank % tp_size
             for name, fragment in _fragments(state, path):
                 # A tied parameter is on two stages: one of them is enough.
                 if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
@@ -145,12 +145,12 @@ class OptimizerFiles:
     def moments(self, name: str) -> list[str]:
         """The optimizer's names of the moments of a parameter."""
         first = self._fragments[0][name][0]
-        return [key for key, value in first.kept.items() if first.is_moment(value)]
+        return [key for key, value in first.optimizer_state.items() if first.is_moment(value)]
 
-    def others(self, name: str) -> dict[str, Any]:
+    def scalars(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter beside the moments: the step."""
         first = self._fragments[0][name][0]
-        return {key: value for key, value in first.kept.items() if not first.is_moment(value)}
+        return {key: value for key, value in first.optimizer_state.items() if not first.is_moment(value)}
 
     def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
         """A TP rank's shard. key: VALUES or a moment. UserError if this rank has none."""
@@ -214,7 +214,7 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
     # A malformed layout of a billion ranks is refused before its names are listed.
     if tensor * pipeline * max(replicas, 1) > len(plain):
         return [f"files for TP x PP x DP = {tensor} x {pipeline} x {data}"]
-    expected = _expected(tensor, pipeline, replicas, run.get("parameters", {}))
+    expected = _expected_files(tensor, pipeline, replicas, run.get("parameters", {}))
     return [name for name in expected if name not in plain]
 
 
@@ -229,7 +229,7 @@ def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name in run["files"] if _MODEL_FILE.fullmatch(name))
 
 
-def _expected(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
+def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
     """replicas: data-parallel ranks that write their own files, as with ZeRO."""
     for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
         yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
@@ -247,10 +247,13 @@ def _layer_of(parameter: str) -> int:
 def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
     """(parameter, its fragment) of all in one file. Checks DeepSpeed's layout."""
     with expect_layout(path, "the optimizer's state by parameter"):
-        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
+        masters, optimizer_state = (
+            state["single_partition_of_fp32_groups"],
+            state["base_optimizer_state"]["state"],
+        )
         for group, addresses in enumerate(state["param_slice_mappings"]):
             for name, address in addresses.items():
-                if not is_tensor(masters[group]) or type(kept.get(group, {})) is not dict:
+                if not is_tensor(masters[group]) or type(optimizer_state.get(group, {})) is not dict:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
                 yield name, _Fragment(path, state, group, address.start, address.numel)

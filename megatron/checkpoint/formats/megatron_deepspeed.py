@@ -46,7 +46,7 @@ from torch import Tensor
 from megatron.errors import UserError, one_line
 from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 
-_THEIR_FIRST_LAYER = 2
+_SOURCE_FIRST_LAYER = 2
 # A transformer layer is recognized by this parameter. Longer numbers are of no model.
 _INPUT_NORM = re.compile(r"(0|[1-9]\d{0,5})\.input_layernorm\.weight")
 _INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
@@ -61,49 +61,49 @@ _UNTIED_EMBEDDING = "1."
 # Arguments of its megatron/arguments.py, with the value that the model here has. Older versions lack some.
 _SUPPORTED = {"apply_layernorm_1p": False, "num_experts": [1], "squared_relu": False}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-# Of the result of `arguments_here`: compared with the config's, beside the arguments of Megatron.
+# Of the result of `translate_arguments`: compared with the config's, beside the arguments of Megatron.
 COMPARED_ARGUMENTS = ("activation", "normalization", "disable_bias_linear")
 # An argument that only versions have in which queries, keys and values are blocks.
 _NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
 _ROTARY_DEFAULTS = {"rope_theta": 10000, "rotary_percent": 1.0}
 
 
-def has_their_names(names: Collection[str]) -> bool:
+def has_megatron_deepspeed_names(names: Collection[str]) -> bool:
     """Whether the transformer layers of these parameters begin at index 2, or they are of a model without a
     pipeline."""
-    return _is_plain(names) or min(_transformer_layers(names), default=None) == _THEIR_FIRST_LAYER
+    return _is_plain(names) or min(_transformer_layers(names), default=None) == _SOURCE_FIRST_LAYER
 
 
-def names_here(names: Collection[str]) -> dict[str, str]:
-    """Parameter name here -> stored name. All names stay as they are without `has_their_names`."""
-    if not has_their_names(names):
+def translate_names(names: Collection[str]) -> dict[str, str]:
+    """Parameter name here -> stored name. All names stay as they are without `has_megatron_deepspeed_names`."""
+    if not has_megatron_deepspeed_names(names):
         return {name: name for name in names}
     if _is_plain(names):
         last = max(int(match[1]) for name in names if (match := _PLAIN_LAYER.fullmatch(name)))
-        return {_plain_name_here(name, last): name for name in names}
+        return {_translate_plain_name(name, last): name for name in names}
     last = max(_transformer_layers(names))
-    return {_name_here(name, last): name for name in names}
+    return {_translate_name(name, last): name for name in names}
 
 
-def describe_names(names: Collection[str]) -> str:
-    """What `names_here` changes, for the log."""
+def describe_translation(names: Collection[str]) -> str:
+    """What `translate_names` changes, for the log."""
     if _is_plain(names):
         return (
             "Its parameters are named as in Microsoft's Megatron-DeepSpeed with --no-pipeline-parallel: "
             f"language_model.encoder.layers.0 is layer {FIRST_TRANSFORMER_LAYER} here"
         )
     last = max(_transformer_layers(names))
-    first, shift = _THEIR_FIRST_LAYER, FIRST_TRANSFORMER_LAYER - _THEIR_FIRST_LAYER
+    first, shift = _SOURCE_FIRST_LAYER, FIRST_TRANSFORMER_LAYER - _SOURCE_FIRST_LAYER
     return (
         f"Its layers are numbered as in Microsoft's Megatron-DeepSpeed: transformer layers {first} to {last} "
         f"are {first + shift} to {last + shift} here, the final norm {last + 1} is {last + 3}"
     )
 
 
-def arguments_here(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def translate_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Its arguments, with those of the model that have another name here under that name too."""
     rotary = "rotary" if args.get("use_rotary_position_embeddings") else None
-    positions = "absolute" if _POSITIONS in names_here(names) else rotary
+    positions = "absolute" if _POSITIONS in translate_names(names) else rotary
     norm, biases = args.get("normalization"), args.get("add_bias_linear")
     here = {
         **args,
@@ -143,7 +143,7 @@ def has_own_head(names: Collection[str]) -> bool:
 def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """What its model has and is not read, as 'argument is value, expected value'.
 
-    args: the result of `arguments_here`.
+    args: the result of `translate_arguments`.
     """
     found = [
         f"{key} is {args[key]}, expected {value}"
@@ -161,10 +161,10 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
     return found
 
 
-def tensor_here(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
+def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
     """A global parameter or moment with its rows in the order of the model here. Reordering copies it.
 
-    name: here. args: the result of `arguments_here`. UserError if they do not fit the tensor.
+    name: here. args: the result of `translate_arguments`. UserError if they do not fit the tensor.
     """
     if args["glu_activation"] is not None and ".mlp.dense_h_to_4h." in name:
         return torch.cat(tensor.chunk(2)[::-1])
@@ -195,7 +195,7 @@ def _is_plain(names: Collection[str]) -> bool:
     return layers and all(name.startswith(_PLAIN_MODEL) for name in names)
 
 
-def _plain_name_here(name: str, last: int) -> str:
+def _translate_plain_name(name: str, last: int) -> str:
     """last: index of the last transformer layer there. Distinct names stay distinct."""
     if name.startswith(_PLAIN_EMBEDDING):
         return f"tied_modules.{TIED_EMBEDDING}.{name.removeprefix(_PLAIN_EMBEDDING)}"
@@ -212,13 +212,13 @@ def _transformer_layers(names: Collection[str]) -> list[int]:
     return [int(match[1]) for name in names if (match := _INPUT_NORM.fullmatch(name))]
 
 
-def _name_here(name: str, last: int) -> str:
+def _translate_name(name: str, last: int) -> str:
     """last: index of the last transformer layer there. Distinct names stay distinct, in a folder of one
     model: it has the word embeddings under one of their two names."""
     if name.startswith(_UNTIED_EMBEDDING):
         return f"tied_modules.{TIED_EMBEDDING}.{name.removeprefix(_UNTIED_EMBEDDING)}"
     match = _INDEXED.fullmatch(name)
-    if match is None or int(match[1]) < _THEIR_FIRST_LAYER:
+    if match is None or int(match[1]) < _SOURCE_FIRST_LAYER:
         return name
     # A function comes before the transformer layers here, and another one after them.
     index = int(match[1]) + (1 if int(match[1]) <= last else 2)

@@ -103,36 +103,36 @@ class NativeReader(StateReader):
     def loss_scaler(self) -> dict[str, Any] | None:
         return self.files.common["loss_scaler"]
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         return [VALUES, *self.files.moments(name)]
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        return self.files.others(name)
+        return self.files.scalars(name)
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. Of a replicated parameter it reads the first tensor-parallel rank's copy."""
         saved = self._saved_spec(spec or self.specs[name])
         num_shards = 1 if saved.shard_dim is None else self.tp_size
         shape = local_shape(saved, TPGroup(0, num_shards))
-        shards = [self._checked_shard(rank, name, kind, saved) for rank in range(num_shards)]
+        shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
         return merge_shards(saved, [shard.whole().view(shape) for shard in shards])
 
-    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only what overlaps with this rank's shard."""
         saved = self._saved_spec(spec)
         if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
             rank = 0 if spec.shard_dim is None else tp_group.rank
-            return self.files.shard(rank, name, kind).whole()
+            return self.files.shard(rank, name, state_name).whole()
 
         def saved_shard(rank: int) -> Tensor:
-            return self.files.shard(rank, name, kind).whole()
+            return self.files.shard(rank, name, state_name).whole()
 
         return reshard(spec, tp_group, saved, self.tp_size, saved_shard).reshape(-1)
 
-    def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+    def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""
         saved = self._saved_spec(self.specs[name])
-        shards = [self._checked_shard(rank, name, kind, saved) for rank in range(self.tp_size)]
+        shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(self.tp_size)]
         rows, row_shape = saved.valid_shape[0], saved.global_shape[1:]
         step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
         if saved.shard_dim is None:
@@ -176,8 +176,8 @@ class NativeReader(StateReader):
         rows = padded_vocab_size(self.checkpoint.vocab_size, model, self.tp_size)
         return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
-    def _checked_shard(self, rank: int, name: str, kind: str, saved: ParameterSpec) -> FlatShard:
-        shard = self.files.shard(rank, name, kind)
+    def _checked_shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
+        shard = self.files.shard(rank, name, state_name)
         expected = prod(local_shape(saved, TPGroup(rank, self.tp_size)))
         if shard.numel != expected:
             raise UserError(

@@ -74,7 +74,7 @@ class ParameterRecord:
 class StateReader(ABC):
     """Reads a checkpoint of one format.
 
-    A format defines `stored_names`, `kinds` and `read`. Everything else has a default that uses these, which
+    A format defines `stored_names`, `state_names` and `read`. Everything else has a default that uses these, which
     a format overrides if its files hold the information, or if it can read less. The constructor must not
     read files: it runs on every rank, and an error on one rank alone would leave the others waiting.
     """
@@ -100,20 +100,20 @@ class StateReader(ABC):
         """The parameters in the checkpoint, by global name, in any order."""
 
     @abstractmethod
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         """The states of a parameter: VALUES, and its moments by the optimizer's names."""
 
     @abstractmethod
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """The global tensor of one state, fp32. A vocabulary may have any number of padded rows.
 
         spec: the parameter in the model that reads it; UserError if the shape does not match.
         """
 
-    def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+    def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """The global tensor of one state, fp32, without padding, in blocks of consecutive elements. mismatch:
         gets the differences between replicas, if the format has any."""
-        yield self.read_unpadded(name, kind)
+        yield self.read_unpadded(name, state_name)
 
     # --- the model ---
 
@@ -135,11 +135,11 @@ class StateReader(ABC):
         stored = set(self.stored_names)
         return [*(n for n in self.specs if n in stored), *sorted(stored - self.specs.keys())]
 
-    def read_unpadded(self, name: str, kind: str) -> Tensor:
+    def read_unpadded(self, name: str, state_name: str) -> Tensor:
         """The global tensor of one state, fp32, without the padding of the vocabulary. In another program's
         checkpoint the padding is not known and stays."""
         spec = self.specs.get(name)
-        return self.read(name, kind, spec)[: spec.num_valid_rows if spec else None]
+        return self.read(name, state_name, spec)[: spec.num_valid_rows if spec else None]
 
     def check_external(self, config: Config, vocab_size: int) -> None:
         """Raises UserError if another program's checkpoint is of another model, by the names of its
@@ -169,9 +169,9 @@ class StateReader(ABC):
 
     @property
     def moments_kind(self) -> str:
-        """The kind of optimizer that the moments belong to: 'adam' or 'sgd'."""
+        """The state_name of optimizer that the moments belong to: 'adam' or 'sgd'."""
         if self.checkpoint.is_external:
-            return "adam" if any("exp_avg" in self.kinds(name) for name in self.stored_names) else "sgd"
+            return "adam" if any("exp_avg" in self.state_names(name) for name in self.stored_names) else "sgd"
         return self.checkpoint.config.optimizer.moments_kind
 
     @property
@@ -183,11 +183,11 @@ class StateReader(ABC):
         """What the optimizer keeps of a parameter beside its moments: the step."""
         updates = (self.checkpoint.run.get("certificate") or {}).get("updates")
         step = self.checkpoint.state.iteration if updates is None else updates
-        return {"step": torch.tensor(float(step))} if len(self.kinds(name)) > 1 else {}
+        return {"step": torch.tensor(float(step))} if len(self.state_names(name)) > 1 else {}
 
-    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """This tensor-parallel rank's shard of one state, flat, fp32. It may share memory with the file."""
-        full = self.read(name, kind, spec)
+        full = self.read(name, state_name, spec)
         if spec.shard_dim is None:
             return full.reshape(-1)
         saved = replace(spec, global_shape=tuple(full.shape))
@@ -199,9 +199,9 @@ class StateReader(ABC):
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         moments = {
-            kind: partial(self.read_shard, name, kind, spec, tp_group)
-            for kind in self.kinds(name)
-            if kind != VALUES
+            state_name: partial(self.read_shard, name, state_name, spec, tp_group)
+            for state_name in self.state_names(name)
+            if state_name != VALUES
         }
         values = self.read_shard(name, VALUES, spec, tp_group)
         return values, LazyTensors(moments), self.optimizer_scalars(name)
@@ -257,7 +257,7 @@ class StateReader(ABC):
 
     @property
     def tensor_digests(self) -> dict[str, dict[str, str]]:
-        """Digests of global tensors in the integrity record, by kind and parameter; {} if it has none."""
+        """Digests of global tensors in the integrity record, by state_name and parameter; {} if it has none."""
         return (self.checkpoint.run.get("certificate") or {}).get("digests", {})
 
     def files_to_verify(self) -> list[str]:
@@ -275,19 +275,19 @@ class StateReader(ABC):
         and what is wrong."""
         problems = []
         compared = [
-            (kind, *entry)
-            for kind, of_kind in self.tensor_digests.items()
-            for entry in of_kind.items()
-            if kind == VALUES or not weights_only
+            (state_name, *entry)
+            for state_name, by_parameter in self.tensor_digests.items()
+            for entry in by_parameter.items()
+            if state_name == VALUES or not weights_only
         ]
-        for kind, name, digest in compared:
+        for state_name, name, digest in compared:
             if name not in self.specs:
                 problems.append(f"{RUN_FILE} has a digest of {name}, which the model does not have")
                 continue
             try:
-                if not matches_digest(self.read_unpadded(name, kind), self.specs[name], digest):
+                if not matches_digest(self.read_unpadded(name, state_name), self.specs[name], digest):
                     problems.append(
-                        f"{kind} of {name} is damaged: its digest differs from that in {RUN_FILE}"
+                        f"{state_name} of {name} is damaged: its digest differs from that in {RUN_FILE}"
                     )
             except UserError as error:
                 problems.append(str(error))
@@ -319,7 +319,10 @@ class StateReader(ABC):
         problems: list[str] = []
         for name in self.names:
             try:
-                shapes = {kind: tuple(self.read_unpadded(name, kind).shape) for kind in self.kinds(name)}
+                shapes = {
+                    state_name: tuple(self.read_unpadded(name, state_name).shape)
+                    for state_name in self.state_names(name)
+                }
             except HostileFileError:
                 raise
             except UserError as error:
@@ -327,8 +330,8 @@ class StateReader(ABC):
                 continue
             records.append(ParameterRecord(name, shapes[VALUES], "float32"))
             problems += [
-                f"{kind} of {name} has the shape {shape}, its values {shapes[VALUES]}"
-                for kind, shape in shapes.items()
+                f"{state_name} of {name} has the shape {shape}, its values {shapes[VALUES]}"
+                for state_name, shape in shapes.items()
                 if shape != shapes[VALUES]
             ]
         if self.specs and (missing := [name for name in self.specs if name not in self.names]):

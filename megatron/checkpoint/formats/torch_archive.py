@@ -2,7 +2,7 @@
 
 Such a file is an uncompressed zip archive. `<name>/data.pkl` is a pickle in which each tensor names a
 storage; the storage's bytes are the member `<name>/data/<key>`. torch's `weights_only` loader reads the
-pickle. It calls nothing but functions that make tensors and what `_stand_ins` allows. Tensors are loaded
+pickle. It calls nothing but functions that make tensors and what `_safe_globals` allows. Tensors are loaded
 without memory first, on the meta device. Their sizes are compared with the file, and then they are mapped.
 torch's own `mmap=True` reserves memory for the whole file: it refuses a file that is larger than the memory.
 """
@@ -40,9 +40,9 @@ _ALIGNMENT = 64
 _MAX_PICKLE_BYTES = 1 << 26
 _MAX_DIMS = 16
 # What torch's loader calls for a name in a pickle: a class or function, with or without that name.
-_StandIn = Callable[..., Any] | tuple[Callable[..., Any], str]
+_SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 # torch keeps the classes that it may create in one set for all threads.
-_ONE_LOAD = threading.Lock()
+_LOAD_LOCK = threading.Lock()
 
 
 def read_file(path: Path) -> Any:
@@ -149,7 +149,7 @@ _STUBBED_MODULES = re.compile(r"(megatron\.(model\.|core\.|core\.transformer\.)?
 
 
 @cache
-def _stand_in(name: str) -> Callable[..., Any] | None:
+def _safe_global(name: str) -> Callable[..., Any] | None:
     """What a pickle gets for the full name of a class or function; None if it must not use it."""
     if name in _BUILTINS:
         return _BUILTINS[name]
@@ -158,12 +158,12 @@ def _stand_in(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _stand_ins(names: Iterable[str], path: Path) -> list[_StandIn]:
+def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
     """Stand-ins for the names of a pickle, as torch takes them. Raises HostileFileError for a name that
     checkpoints do not use."""
-    found: list[_StandIn] = []
+    found: list[_SafeGlobal] = []
     for name in sorted(names):
-        stand_in = _stand_in(name)
+        stand_in = _safe_global(name)
         if stand_in is None:
             raise HostileFileError(
                 f"checkpoint file {path} cannot be read: it names {name if is_plain(name) else shown(name)}, "
@@ -183,16 +183,16 @@ def _read_archive(path: Path) -> Any:
             _check_members(archive)
             sizes = {info.file_size for info in archive.infolist()}
         try:
-            with _ONE_LOAD:
+            with _LOAD_LOCK:
                 file.seek(0)
-                stand_ins = _stand_ins(get_unsafe_globals_in_checkpoint(file), path)
+                allowed = _safe_globals(get_unsafe_globals_in_checkpoint(file), path)
                 file.seek(0)
-                with safe_globals(stand_ins), warnings.catch_warnings():
+                with safe_globals(allowed), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of pickles that it cannot read
                     value = load(file, map_location="meta", weights_only=True)
         except SystemError as error:  # torch's way to report that reading the file has failed
             raise error.__cause__ or error from None
-        return _Mapped(path, os.fstat(file.fileno()).st_size, sizes).mapped(value)
+        return _TensorMapper(path, os.fstat(file.fileno()).st_size, sizes).mapped(value)
 
 
 def _check_members(archive: zipfile.ZipFile) -> None:
@@ -214,7 +214,7 @@ def _check_members(archive: zipfile.ZipFile) -> None:
         raise ValueError(f"it is of another byte order, expected {sys.byteorder}-endian")
 
 
-class _Mapped:
+class _TensorMapper:
     """Replaces the tensors without memory in a loaded value by tensors that are mapped from the file.
 
     file_bytes: size of the file. storage_sizes: the sizes that its storages may have, in bytes.

@@ -114,8 +114,8 @@ class UniversalReader(StateReader):
         position = args.get("position_embedding_type")
         if isinstance(position, (int, str)):
             args["position_embedding_type"] = _POSITIONS.get(position, position)
-        if megatron_deepspeed.has_their_names(names):
-            args = megatron_deepspeed.arguments_here(args, names)
+        if megatron_deepspeed.has_megatron_deepspeed_names(names):
+            args = megatron_deepspeed.translate_arguments(args, names)
         iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
         batch = _first_int(args.get("global_batch_size"))
         samples = _first_int(
@@ -135,8 +135,8 @@ class UniversalReader(StateReader):
         note = _NOT_COMPARED
         if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
             note += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
-        if megatron_deepspeed.has_their_names(names):
-            note += f". {megatron_deepspeed.describe_names(names)}"
+        if megatron_deepspeed.has_megatron_deepspeed_names(names):
+            note += f". {megatron_deepspeed.describe_translation(names)}"
         return Checkpoint(folder, state, run, unverified_note=note)
 
     def external_differences(
@@ -190,12 +190,12 @@ class UniversalReader(StateReader):
     @cached_property
     def _stored(self) -> dict[str, str]:
         """Parameter -> its name in the files."""
-        return megatron_deepspeed.names_here(parameter_folders(self.folder))
+        return megatron_deepspeed.translate_names(parameter_folders(self.folder))
 
     @cached_property
     def _is_megatron_deepspeed(self) -> bool:
         names = self._stored.values()
-        return self.checkpoint.is_external and megatron_deepspeed.has_their_names(names)
+        return self.checkpoint.is_external and megatron_deepspeed.has_megatron_deepspeed_names(names)
 
     @property
     def stored_names(self) -> Collection[str]:
@@ -204,13 +204,16 @@ class UniversalReader(StateReader):
     def _folder_of(self, name: str) -> Path:
         return self._parameters / self._stored.get(name, name)
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         folder = self._folder_of(name)
-        return [VALUES, *(kind for kind, file in MOMENT_FILES.items() if (folder / file).exists())]
+        return [
+            VALUES,
+            *(state_name for state_name, file in MOMENT_FILES.items() if (folder / file).exists()),
+        ]
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. The tensor is memory-mapped."""
-        path = self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE)
+        path = self._folder_of(name) / MOMENT_FILES.get(state_name, VALUES_FILE)
         entry = read_file(path)
         tensor = entry.get("param") if isinstance(entry, Mapping) else None
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
@@ -220,7 +223,7 @@ class UniversalReader(StateReader):
         if spec is not None:
             check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
-            return megatron_deepspeed.tensor_here(name, tensor, self.checkpoint.run["args"])
+            return megatron_deepspeed.translate_tensor(name, tensor, self.checkpoint.run["args"])
         return tensor
 
     def files_to_verify(self) -> list[str]:
@@ -255,9 +258,9 @@ class UniversalReader(StateReader):
         if weights_only:
             return count, problems
         compared = {
-            f"{PARAMETER_FOLDER}/{self._stored.get(name, name)}/{MOMENT_FILES.get(kind, VALUES_FILE)}"
-            for kind, of_kind in self.tensor_digests.items()
-            for name in of_kind
+            f"{PARAMETER_FOLDER}/{self._stored.get(name, name)}/{MOMENT_FILES.get(state_name, VALUES_FILE)}"
+            for state_name, by_parameter in self.tensor_digests.items()
+            for name in by_parameter
         }
         others = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*.pt"))]
         others = [name for name in others if name not in compared]
@@ -276,7 +279,7 @@ class UniversalReader(StateReader):
         return "adam" if any(self._parameters.glob(f"*/{MOMENT_FILES['exp_avg']}")) else "sgd"
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        if len(self.kinds(name)) == 1:
+        if len(self.state_names(name)) == 1:
             return {}
         path = self._folder_of(name) / STEP_FILE
         with expect_layout(path, "the optimizer's step"):
@@ -305,14 +308,14 @@ class UniversalWriter(StateWriter):
         unfinished = self.folder / UNFINISHED_FOLDER / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        for kind, blocks in states.items():
-            if kind not in _STATE_FILES:
+        for state_name, blocks in states.items():
+            if state_name not in _STATE_FILES:
                 raise UserError(
-                    f"the optimizer's {kind} of {name} cannot be stored in a universal checkpoint, only "
+                    f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint, only "
                     f"{', '.join(_STATE_FILES)}"
                 )
             parts = (block.contiguous().numpy() for block in blocks)
-            write_tensor(unfinished / _STATE_FILES[kind], spec.valid_shape, parts, _merge_entry(spec))
+            write_tensor(unfinished / _STATE_FILES[state_name], spec.valid_shape, parts, _merge_entry(spec))
         if step is not None:
             write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
 
@@ -323,14 +326,18 @@ class UniversalWriter(StateWriter):
         rename_synced(self.folder / UNFINISHED_FOLDER / name, self.folder / PARAMETER_FOLDER / name)
 
     def has_parameter(
-        self, name: str, spec: ParameterSpec, kinds: Collection[str], step: float | None
+        self, name: str, spec: ParameterSpec, state_names: Collection[str], step: float | None
     ) -> bool:
         """Whether an interrupted conversion has finished the parameter: all of its files exist, have the
         right shape and match their checksums. Otherwise its folder is removed."""
         folder = self.folder / PARAMETER_FOLDER / name
         if not folder.exists():
             return False
-        shapes = {_STATE_FILES[kind]: spec.valid_shape for kind in kinds if kind in _STATE_FILES}
+        shapes = {
+            _STATE_FILES[state_name]: spec.valid_shape
+            for state_name in state_names
+            if state_name in _STATE_FILES
+        }
         shapes |= {} if step is None else {STEP_FILE: ()}
         try:
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(

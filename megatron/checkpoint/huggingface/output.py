@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron.checkpoint.files import describe_file, problem_of_content, read_with_retries
+from megatron.checkpoint.files import content_problem, describe_file, read_with_retries
 from megatron.checkpoint.names import check_file
 from megatron.checkpoint.to_universal import check_space
 from megatron.errors import UserError, one_line
@@ -151,7 +151,7 @@ def digest_problem(folder: Path, name: str, digest: str) -> str | None:
     """Reads a file. Returns what is wrong with it, in words; None if it has the digest. OSError if it cannot
     be read now."""
     differs = f"differs from its digest in {DIGEST_FILE}"
-    return problem_of_content(folder, name, lambda found: found["sha256"] == digest, differs)
+    return content_problem(folder, name, lambda found: found["sha256"] == digest, differs)
 
 
 def check_digests(folder: Path) -> None:

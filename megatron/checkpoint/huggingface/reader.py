@@ -58,17 +58,17 @@ class HuggingFaceReader(StateReader):
     def _digests(self) -> dict[str, str]:
         return read_digests(self.folder)
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         return [VALUES]
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. UserError for numbers that are not finite."""
         full = self._converted(name, self._model.parts(name), self._model.model)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
 
-    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only a slice of the stored tensors if it makes this rank's shard: not of
         the vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
         ranks, transform = tp_group.size, self._model.parameters[name].transform
@@ -76,7 +76,7 @@ class HuggingFaceReader(StateReader):
         has_one_rank = ranks == 1 or spec.shard_dim is None
         splits_groups = transform.of_groups and self._model.model.query_groups % ranks
         if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
-            return super().read_shard(name, kind, spec, tp_group)
+            return super().read_shard(name, state_name, spec, tp_group)
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._model.parts(name)]
         of_rank = self._model.model
         if transform.of_groups:

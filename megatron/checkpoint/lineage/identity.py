@@ -59,7 +59,7 @@ class RunIdentity:
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))
     lineage: tuple[LineageEntry, ...] = ()
     origin: Mapping[str, Any] | None = None
-    claimed: frozenset[str] = frozenset()
+    names_without_run_id: frozenset[str] = frozenset()
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def with_checkpoint(self, entry: LineageEntry) -> RunIdentity:
@@ -80,12 +80,14 @@ class RunIdentity:
     def saved(self, entry: LineageEntry) -> bool:
         """Whether this run saved a checkpoint of its lineage, rather than the run that it was started
         from."""
-        return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.claimed)
+        return entry.run_id == self.run_id or (
+            entry.run_id is None and entry.name in self.names_without_run_id
+        )
 
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
         """Whether the checkpoint `name` in --save belongs to this run. run: the content of its `run.json`;
         None if it cannot be read."""
-        if name in self.claimed:
+        if name in self.names_without_run_id:
             return True
         if run is None:
             return False

@@ -245,7 +245,7 @@ class _Attempt:
             self.withdraw()  # this process did not write for so long that another removed its file
         others = [claim for claim in claims if claim != self.own]
         before = dict(self.seen)
-        stale_reasons = {claim.path: self._look_at(claim) for claim in others}
+        stale_reasons = {claim.path: self._observe(claim) for claim in others}
         # The owner if there is one, else the claim with the highest priority.
         active_claims = [claim for claim in others if not stale_reasons[claim.path]]
         other_claim = max(active_claims, key=lambda claim: (claim.owner is not None, claim), default=None)
@@ -274,7 +274,7 @@ class _Attempt:
                 self.own.path.unlink()
             self.own = None
 
-    def _look_at(self, claim: _Claim) -> str:
+    def _observe(self, claim: _Claim) -> str:
         """Why another job's claim is stale, in words; "" if it may be active."""
         content, since = self.seen.get(claim.path, (None, 0.0))
         if content != claim.content:

@@ -34,7 +34,7 @@ from megatron.mpu.world import of_rank_0
 from megatron.text_table import first_few
 
 
-def check_save_place(config: Config) -> None:
+def check_save_is_outside_checkpoints(config: Config) -> None:
     """Raises UserError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
     delete the run as well. For each rank, before it creates --save: a folder in a checkpoint prevents its
     deletion."""
@@ -70,7 +70,7 @@ def check_load_folder(config: Config) -> None:
         return
     if config.training.no_train:
         raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
-    if save is None or not (_is_same(load, save) or _continuation(config.checkpoint, None)):
+    if save is None or not (_is_same_path(load, save) or _continuation(config.checkpoint, None)):
         raise UserError(
             f"--load {load} does not exist: pass an existing folder, or omit --load; to start "
             "from scratch and resume later, pass the same folder as --load and --save"
@@ -106,7 +106,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     )
     if config.save is None or format_of(Path(config.save)) != NATIVE:
         return given
-    if not config.universal_checkpoint and _is_same(load, config.save):
+    if not config.universal_checkpoint and _is_same_path(load, config.save):
         return given
     try:
         own = find_latest(config.save, damaged)
@@ -128,7 +128,7 @@ def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
     """The newest checkpoint in --save of a run that was started from --load, which is another folder. The
     path in its origin decides. None if there is none."""
-    if config.load is None or config.save is None or _is_same(config.load, config.save):
+    if config.load is None or config.save is None or _is_same_path(config.load, config.save):
         return None
     try:
         own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
@@ -136,7 +136,7 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         raise
     except UserError:
         return None
-    if own is None or not _is_loaded_alike(own.origin, config):
+    if own is None or not _has_same_load_flags(own.origin, config):
         return None
     return own if is_started_from(own, config.load) else None
 
@@ -180,19 +180,19 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
 def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
     """Whether `origin` is the given checkpoint, or an earlier one of its run if --load is that run's
     folder; loaded with the same --finetune, --no-load-optim and --branch-at."""
-    if not isinstance(origin, dict) or not _is_loaded_alike(origin, config):
+    if not isinstance(origin, dict) or not _has_same_load_flags(origin, config):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
     if digest is None or digest == now["sha256"]:
         # Without a digest, as in other programs' checkpoints, the path distinguishes two of the same name.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
-    if config.universal_checkpoint or _is_same(given.folder, config.load):
+    if config.universal_checkpoint or _is_same_path(given.folder, config.load):
         return False
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
 
 
-def _is_loaded_alike(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
+def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
     """Whether a run with this origin did not load what the flags exclude, and nothing else, and is the same
     branch."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
@@ -216,61 +216,65 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
         return RunIdentity(lineage=lineage, origin=origin)
     save = Path(config.save)
     record = read_record(save)
-    resumes = not checkpoint.weights_only and _is_same(checkpoint.folder.parent, save)
+    resumes = not checkpoint.weights_only and _is_same_path(checkpoint.folder.parent, save)
     if resumes and (converted or _is_current(checkpoint, config)):
         run_id = checkpoint.run_id or RunIdentity().run_id
         if not converted:
             origin = checkpoint.run.get("origin")
-        claimed = _claimed(save, lineage, record if record and record.run_id == run_id else None)
-        return RunIdentity(run_id, lineage, origin, claimed)
+        without_id = _checkpoints_without_run_id(
+            save, lineage, record if record and record.run_id == run_id else None
+        )
+        return RunIdentity(run_id, lineage, origin, without_id)
     if record is not None and started_from(record.origin, checkpoint, config):
         # This run has saved to this folder before, but all its checkpoints are damaged.
-        return RunIdentity(record.run_id, lineage, origin, _claimed(save, lineage, record))
+        return RunIdentity(record.run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, record))
     return RunIdentity(lineage=lineage, origin=origin)
 
 
 def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
     """Whether a checkpoint in --save is the one that a resume would select; False if --load names an older
     one."""
-    if not _is_same(checkpoint.folder, config.load or ""):
+    if not _is_same_path(checkpoint.folder, config.load or ""):
         return True
     try:
         current = find_latest(str(config.save))
     except MissingCheckpointError:
         return False
-    return current is not None and _is_same(current.folder, checkpoint.folder)
+    return current is not None and _is_same_path(current.folder, checkpoint.folder)
 
 
-def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) -> frozenset[str]:
+def _checkpoints_without_run_id(
+    save: Path, lineage: Sequence[Any], record: LatestRecord | None
+) -> frozenset[str]:
     """Names in --save that belong to the resumed run although they have no run id: unfinished ones,
     unreadable ones that the run's own files name, and those from before run ids with the same lineage."""
     recorded = {read_latest(save), *(entry.name for entry in (record.entries if record else ()))}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
-    claimed = set()
+    found = set()
     for name, path in native_names(save).items():
-        run = _run_of(path)
+        run = _run_record(path)
         if run is None:
             belongs = name in recorded or _lacks_run_file(path)
         else:
             names = {name, *(entry if isinstance(entry, str) else "" for entry in run.get("lineage", []))}
             belongs = "run_id" not in run and bool(names & old_names)
         if belongs:
-            claimed.add(name)
-    return frozenset(claimed)
+            found.add(name)
+    return frozenset(found)
 
 
 def checkpoints_of_other_runs(save: Path, identity: RunIdentity) -> list[str]:
     """The native checkpoints in --save that belong to other runs, by iteration."""
-    return [name for name, path in native_names(save).items() if not identity.owns(name, _run_of(path))]
+    return [name for name, path in native_names(save).items() if not identity.owns(name, _run_record(path))]
 
 
 def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
     """Whether no checkpoint of this name exists, or it belongs to this run."""
     path = current_path(save, name)
-    return not path.exists() or identity.owns(name, _run_of(path))
+    return not path.exists() or identity.owns(name, _run_record(path))
 
 
-def _run_of(path: Path) -> Mapping[str, Any] | None:
+def _run_record(path: Path) -> Mapping[str, Any] | None:
     """The `run.json` of a checkpoint that need not be the one to resume from; None if it cannot be read."""
     try:
         return open_checkpoint(path, with_files=False, retry_delays_s=()).run
@@ -298,12 +302,12 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         "give another --save, or --overwrite-checkpoints: then a checkpoint is replaced once a new one of "
         "its name is complete"
     )
-    if checkpoint is None and options.load is not None and not _is_same(options.load, options.save):
+    if checkpoint is None and options.load is not None and not _is_same_path(options.load, options.save):
         raise UserError(
             f"--load {options.load} holds no checkpoint, and --save is {save}: pass a folder with "
             "one, or omit --load to start from scratch"
         )
-    if checkpoint is None or checkpoint.weights_only or not _is_same(checkpoint.folder.parent, save):
+    if checkpoint is None or checkpoint.weights_only or not _is_same_path(checkpoint.folder.parent, save):
         start = "a new run" if checkpoint is None else f"a start from {checkpoint.folder}"
         if checkpoint is not None and checkpoint.weights_only:
             start += " with --finetune"
@@ -318,7 +322,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
     newer = [name for name in found if step_of(name) > checkpoint.state.iteration]
     if newer:
         name = checkpoint.folder.name
-        is_named = _is_same(checkpoint.folder, options.load)
+        is_named = _is_same_path(checkpoint.folder, options.load)
         first = f"to resume that run write {name} into {save / 'latest'}" if is_named else "move them away"
         raise UserError(
             f"--save {save} holds checkpoints of another run ({first_few(newer)}) ahead of {name}, "
@@ -326,7 +330,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         )
 
 
-def _is_same(one: str | Path, other: str | Path | None) -> bool:
+def _is_same_path(one: str | Path, other: str | Path | None) -> bool:
     """Whether two paths name the same folder, which need not exist."""
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 

@@ -90,7 +90,7 @@ def read_all(folder: Path) -> None:
     find_latest(folder)
     reader = open_reader(checkpoint)
     for name in reader.names:
-        for kind in reader.kinds(name):
+        for kind in reader.state_names(name):
             reader.read_unpadded(name, kind).sum()
     for _, weight in reader.weights(model_specs(CONFIG, VOCAB, EOD)):
         weight.sum()
