@@ -1,4 +1,4 @@
-"""Checkpoint verification: the integrity record that a checkpoint holds, and its comparison after loading.
+"""Checkpoint verification: the integrity record of a checkpoint, and the comparison with it after loading.
 
 The record has a digest of every full parameter and moment, and the loss of a canary batch. After loading, on
 any layout, both are recomputed and compared before the first step. In `run.json` the record is stored under
@@ -25,8 +25,8 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
 from megatron.text_table import first_few, format_table
 
-# Relative tolerance of the canary loss. The weights are compared to the last bit, so this covers only the
-# computation: layouts differ by the order of sums in fp32, and by rounding in 16 bits.
+# Relative tolerance of the canary loss. Weights must be equal to the last bit, so the tolerance covers only
+# the computation: layouts differ in the order of sums (fp32) and in rounding (fp16, bf16).
 CANARY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
 
@@ -39,7 +39,7 @@ class Check:
 
 
 def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
-    """The integrity record for `run.json`: digests and the canary loss. Collective."""
+    """Returns the integrity record for `run.json`: digests and the canary loss. Collective."""
     state = digest_state(engine.optimizer, engine.layout)
     config = engine.run_config
     loss = canary_loss(engine, vocab_size)
@@ -58,7 +58,7 @@ def verify_loaded_state(
     Collective.
 
     with_moments: whether the checkpoint's moments were loaded. unquantized: digests of moments that were
-    quantized after reading. Raises UserError, on every rank, that names the first difference.
+    quantized after reading. Raises UserError on every rank for the first difference.
     """
     record = checkpoint.run.get("certificate")
     if record is None:
@@ -102,7 +102,7 @@ def _check_digests(
 def _why_new_moments(checkpoint: Checkpoint) -> str:
     if checkpoint.no_optimizer:
         return "--finetune" if checkpoint.weights_only else "--no-load-optim"
-    return "another state_name of optimizer starts with new moments"
+    return "another kind of optimizer starts with new moments"
 
 
 def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
@@ -126,10 +126,11 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
 
 
 def canary_loss(engine: GPTEngine, vocab_size: int) -> float:
-    """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
+    """Returns the loss of one sequence of fixed random tokens, equal on every layout up to rounding.
+    Collective.
 
-    The sequence fills every row of every micro-batch on every replica, so the result does not depend on their
-    sizes.
+    The sequence fills every row of every micro-batch on every data-parallel rank, so the loss depends neither
+    on the micro-batch size nor on DP.
     """
     count = engine.run_config.parallel.min_micro_batches
     return float(engine.evaluate(repeat(_canary(engine.run_config, vocab_size), count), count))
@@ -143,6 +144,6 @@ def _canary(config: Config, vocab_size: int) -> MicroBatch:
 
 
 def verification_table(checks: list[Check]) -> str:
-    """The checks as an aligned table, for the log."""
+    """Returns the checks as an aligned table, for the log."""
     rows = [["", check.subject, check.result] for check in checks]
     return f"checkpoint verification:\n{format_table(rows, left_align=(0, 1, 2))}"

@@ -1,4 +1,4 @@
-"""Reports of `inspect` and `compare` as text. Equal transformer layers share a row."""
+"""Formats inspections and comparisons of checkpoints as text. Equal transformer layers share a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha25
 
 
 def overview_text(overview: Overview) -> str:
-    """A row per folder, their problems, then the report on the newest complete one."""
+    """Formats a table with one row per folder, the problems, and the report on the newest complete
+    checkpoint."""
     parts = []
     if overview.checkpoints:
         rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
@@ -55,7 +56,7 @@ def _summary_row(item: Summary) -> list[str]:
 
 
 def report_text(report: Report) -> str:
-    """The run, files, parameters and problems of one checkpoint."""
+    """Formats the run, files, parameters and problems of one checkpoint."""
     lines = [report.folder]
     if report.is_complete:
         lines.append(f"model      {report.model}")
@@ -73,7 +74,8 @@ def report_text(report: Report) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The settings that differ, the number of equal tensors by kind, and the parameters that differ."""
+    """Formats the settings that differ, the number of equal tensors by state, and the parameters that
+    differ."""
     lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
     shown = {name: pair for name, pair in comparison.settings.items() if not name.startswith(_NOT_SHOWN)}
     if shown:
@@ -108,7 +110,7 @@ def _largest(differences: Iterable[float | None]) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes in the unit that leaves one to three digits before the point."""
+    """Formats a size in the unit that leaves one to three digits before the decimal point."""
     power = max((len(str(size_bytes)) - 1) // 3, 0)
     unit = ("B", "kB", "MB", "GB", "TB", "PB")[power]
     return f"{size_bytes / 1000**power:.{1 if power else 0}f} {unit}"
@@ -122,10 +124,12 @@ def _parameter_rows(parameters: Iterable[ParameterRecord]) -> list[list[str]]:
 
 
 def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str, list[Any]]]:
-    """(name, key, item) -> (name with {layer} for its number, numbers, items) per such name and key."""
+    """Groups (name, key, item) triples by key and by name without layer number. Returns (name with {layer}
+    for the number, layer numbers, items) of each group."""
     groups: dict[tuple[str, Hashable], list[tuple[str, Any]]] = {}
     for name, key, item in items:
-        # The final norm, `{index}.weight`, stands alone; names of transformer layers have a part between.
+        # The final norm, `{index}.weight`, is not grouped: names in transformer layers have more than two
+        # parts.
         match = re.fullmatch(r"(\d+)\.(.+\..+)", name)
         number, pattern = (match[1], "{layer}." + match[2]) if match else ("", name)
         groups.setdefault((pattern, key), []).append((number, item))
@@ -152,8 +156,8 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """largest: kind ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two cannot be
-    subtracted, with the reason in `note`."""
+    """largest: state ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two tensors cannot
+    be subtracted, with the reason in `note`."""
 
     name: str
     largest: dict[str, float | None]
@@ -166,8 +170,8 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """settings: dotted name in run.json -> the two values, for those that differ. parameters: all, in order;
-    equal ones have differences of 0."""
+    """settings: dotted name in run.json -> the two values, for each setting that differs. parameters: all
+    parameters in order; the differences of equal ones are 0."""
 
     folders: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
@@ -185,7 +189,8 @@ def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
 
 
 def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Leaves of two nested dicts that differ, by dotted name; 'absent' stands for a missing one."""
+    """Returns the leaves of two nested dicts that differ: dotted name -> the two values, 'absent' if one is
+    missing."""
     first, second = dict(_leaves(one)), dict(_leaves(other))
     pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in first | second}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
@@ -201,7 +206,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[ParameterDifference]:
     sides = [open_reader(one), open_reader(other)]
-    # The padding of another program's checkpoint is only known from the other checkpoint of the two.
+    # A checkpoint of another framework does not record its padding: use the other checkpoint's size.
     rows = {name: spec.num_valid_rows for side in sides for name, spec in side.specs.items()}
     for name in dict.fromkeys([*sides[0].names, *sides[1].names]):
         if not all(name in side.names for side in sides):

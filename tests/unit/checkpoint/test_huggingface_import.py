@@ -247,7 +247,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 BIAS = "transformer.h.1.ln_2.bias"
 CHANGED_WEIGHTS = {
-    "holds, beside those of the model, 1 weights, among them score.weight": lambda weights: (
+    "holds 1 weights that the model does not have, among them score.weight": lambda weights: (
         weights | {"score.weight": torch.zeros(2, 32)}
     ),
     "lacks 1 weights, among them transformer.h.1.ln_2.bias": lambda weights: {
@@ -260,7 +260,9 @@ CHANGED_WEIGHTS = {
     "lm_head.weight that differs from transformer.wte.weight": lambda weights: (
         weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}
     ),
-    "1 weights, among them h.3.attn.bias": lambda weights: weights | {"h.3.attn.bias": torch.ones(1)},
+    "1 weights that the model does not have, among them h.3.attn.bias": lambda weights: (
+        weights | {"h.3.attn.bias": torch.ones(1)}
+    ),
 }
 
 
@@ -316,10 +318,10 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
     mistakes = {
         ("--from", tmp_path / "missing", "--to", taken): "missing: there is no such folder",
         ("--from", checkpoint, "--to", taken): "taken exists already",
-        ("--from", checkpoint, "--to", unwritable): "x cannot be made",
+        ("--from", checkpoint, "--to", unwritable): "x cannot be created",
         ("--from", checkpoint, "--to", taken, *size): "--vocab-size acts on a model of Hugging Face only",
         ("--from", model, "--to", taken, *size): "taken/global_step0_universal exists already",
-        ("--from", model, "--to", unwritable, *size): "cannot be made",
+        ("--from", model, "--to", unwritable, *size): "cannot be created",
         ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts on a checkpoint only",
         ("--from", tmp_path, "--to", taken): "holds no checkpoint",
         ("--load", tmp_path / "missing", "--to", taken): "--load .*: there is no such folder",

@@ -203,7 +203,7 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ("llama-3.1", {"rope_parameters": LLAMA3 | {"rope_type": "dynamic"}}, "rope_type dynamic"),
         ("qwen-2.5, yarn", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0"),
         # The reason is in the second line of what transformers says.
-        ("llama-3", {"max_position_embeddings": None}, "refuses .* expected int, got NoneType"),
+        ("llama-3", {"max_position_embeddings": None}, "rejects .* expected int, got NoneType"),
         ("llama-3", {"tie_word_embeddings": True}, "lm_head.weight that differs"),
         ("llama-3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 and num_attention_heads = 4"),
     ],

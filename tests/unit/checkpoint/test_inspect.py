@@ -354,10 +354,10 @@ def test_another_programs_universal_checkpoint_is_described_and_compared(tmp_pat
         entry = torch.load(path)
         torch.save({"param": torch.nn.functional.pad(entry["param"], (0, 0, 0, 27))}, path)
     code, printed = output(capsys, universal, "--verify")
-    assert code == 0 and "of another program" in printed and "tensors and files compared" in printed
+    assert code == 0 and "of another framework" in printed and "tensors and files compared" in printed
     _, printed = output(capsys, native, universal, "--json")
     assert all(item["largest"]["fp32"] == 0 for item in json.loads(printed)["parameters"])
-    with pytest.raises(UserError, match="was made by another program"):
+    with pytest.raises(UserError, match="was made by another framework"):
         read_checkpoint(universal)
 
 
