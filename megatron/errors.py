@@ -28,8 +28,7 @@ _ACCESS_ERRNOS = frozenset(
 
 
 class UserError(Exception):
-    """An error that the user can fix: a setting, a file, a disk. Its message names the value, what was
-    expected, and what to change.
+    """An error that the user can fix. The message names the value, what was expected, and what to change.
 
     It is not a ValueError, because argparse catches ValueErrors and prints its own message.
     """

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron.errors import UserError
 
-# The run.json of a run with thousands of files and parameters is 2 MB. In memory, nested lists take 30 times
-# the size of their text.
+# The run.json of a run with thousands of files is 2 MB. In memory, nested lists take 30 times their text.
 MAX_JSON_BYTES = 1 << 23
 MAX_JSON_DEPTH = 64
 
@@ -87,8 +86,7 @@ def open_stream(path: Path) -> int | None:
 
 
 def read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Reads a whole file. Raises OSError if it cannot be read, and HostileFileError if it is larger than the
-    limit."""
+    """Reads a whole file. Raises OSError if it cannot be read, HostileFileError if it exceeds the limit."""
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
         if len(content) > limit_bytes:
@@ -115,8 +113,8 @@ def read_json(path: Path) -> Any:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Returns whether a value has at most MAX_JSON_DEPTH levels. Raises ValueError for a string that cannot
-    be printed."""
+    """Returns whether a value has at most MAX_JSON_DEPTH levels. Raises ValueError for unprintable
+    strings."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         for entry in level:

@@ -1,7 +1,6 @@
 """Maps files into memory without keeping a descriptor: a run may map more files than a process may have open.
 
-Before Python 3.13 (`trackfd`), Python's mmap and numpy's memmap keep a duplicate of the descriptor as long as
-the mapping exists.
+Before Python 3.13 (`trackfd`), Python's mmap and numpy's memmap keep a descriptor for each mapping.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.ui
 
 def release_pages(address: int, num_bytes: int) -> None:
     """Removes pages of a mapping from the resident memory of the process. They are read again when they are
-    accessed. Without this call, reading a mapped file once makes all of it resident. The mapping must not
-    have been written to."""
+    accessed. Without this call, reading a file once makes all of it resident. Not for mappings that were
+    written to."""
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + num_bytes
     if (length := end // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
         _LIBC.madvise(first, length, mmap.MADV_DONTNEED)

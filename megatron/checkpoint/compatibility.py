@@ -35,8 +35,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Raises UserError if the vocabularies differ although their sizes are equal. Compares nothing if a
-    digest is missing."""
+    """Raises UserError if vocabularies of equal size differ. Compares nothing if a digest is missing."""
     saved, now = (data.get(VOCABULARY_KEY) for data in (checkpoint.run.get("data", {}), fingerprint))
     if saved and now and saved != now:
         raise UserError(
@@ -110,8 +109,7 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
 
 
 def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
-    """Returns the parameters and moments whose replicas on several ranks differed when the checkpoint was
-    saved."""
+    """Returns the parameters and moments whose replicas on several ranks differed at the save."""
     return list(checkpoint.run.get("certificate", {}).get("unequal_copies", []))
 
 
@@ -137,8 +135,7 @@ def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError if the learning-rate schedule differs from the checkpoint's and no flag selects one of
-    them."""
+    """Raises UserError if the schedule differs from the checkpoint's and no flag selects one of the two."""
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
     saved, now = schedule_of(checkpoint.config), schedule_of(config)
@@ -152,8 +149,7 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
-    """Returns the schedule of a run that resumes from `checkpoint`, or of a new run if `checkpoint` is
-    None."""
+    """Returns the schedule of a run that resumes from `checkpoint` (None: of a new run)."""
     use_checkpoint = config.schedule.use_checkpoint_lr_scheduler
     if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
         return schedule_of(checkpoint.config)

@@ -94,7 +94,7 @@ def fragment_digests(
     length. Padded rows of the vocabulary add 0.
     """
     length, device = next((value.numel(), value.device) for value in values.values())
-    sums = {state_name: torch.zeros((), dtype=torch.int64, device=device) for state_name in values}
+    sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
     num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
@@ -103,9 +103,9 @@ def fragment_digests(
         keys = mix64(positions) | 1
         if num_valid_elements is not None:
             keys *= positions < num_valid_elements
-        for state_name, value in values.items():
-            sums[state_name] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
-    return {state_name: int(total) % _WORD for state_name, total in sums.items()}
+        for state, value in values.items():
+            sums[state] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
+    return {state: int(total) % _WORD for state, total in sums.items()}
 
 
 def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
@@ -128,25 +128,23 @@ def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> 
 def _combined(records: list[Any]) -> StateDigests:
     """Sums the parts of each replica and compares the replicas. Tied weights have replicas on several stages,
     replicated parameters on TP ranks, and without ZeRO all parameters on data-parallel ranks."""
-    copies: dict[tuple[str, str], dict[Any, int]] = {}
+    replicas: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
     quantized: set[str] = set()
     for place, tp_rank, own, sharded, rank_quantized, rank_steps in records:
         steps |= rank_steps
         quantized |= rank_quantized
         for name, digests in own.items():
-            copy = place if name in sharded else (*place, tp_rank)
-            for state_name, part in digests.items():
-                sums = copies.setdefault((state_name, name), {})
-                sums[copy] = (sums.get(copy, 0) + part) % _WORD
+            replica = place if name in sharded else (*place, tp_rank)
+            for state, part in digests.items():
+                sums = replicas.setdefault((state, name), {})
+                sums[replica] = (sums.get(replica, 0) + part) % _WORD
     tensors: dict[str, dict[str, str]] = {}
-    for (state_name, name), sums in sorted(copies.items()):
+    for (state, name), sums in sorted(replicas.items()):
         # A checkpoint is read from the first stage and TP rank that hold a parameter.
-        tensors.setdefault(state_name, {})[name] = f"{sums[min(sums)]:016x}"
+        tensors.setdefault(state, {})[name] = f"{sums[min(sums)]:016x}"
     mismatched = [
-        f"{state_name} of {name}"
-        for (state_name, name), sums in copies.items()
-        if len(set(sums.values())) > 1
+        f"{state} of {name}" for (state, name), sums in replicas.items() if len(set(sums.values())) > 1
     ]
     if len(steps) > 1:
         mismatched.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")

@@ -45,8 +45,7 @@ from megatron.text_table import first_few
 
 
 class MissingCheckpointError(UserError):
-    """`latest` names a checkpoint that does not exist, and a user wrote that name. No other checkpoint is
-    used."""
+    """A user wrote a name into `latest` that does not exist. No other checkpoint is used instead."""
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
@@ -107,8 +106,7 @@ def _candidates(
     folder: Path, latest: str | None, record: LatestRecord | None, names: Mapping[str, Path]
 ) -> tuple[dict[str, str | None], str]:
     """Returns the run's checkpoints in the order in which they are tried, as name -> digest, and why the
-    first one is not the one that `latest` names ("" if it is). A digest of None accepts any checkpoint of
-    that name."""
+    first one is not the one that `latest` names ("" if it is). A digest of None accepts any."""
     # The program writes `latest` before latest.json. If `latest` is newer, a user edited it, or the job was
     # killed between the two writes. In both cases `latest` names the right checkpoint.
     is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from megatron.errors import is_access_error
 from megatron.files import open_regular
 
-# Delays between attempts: a network file system may recover, or show a new file to other nodes, only after
-# some seconds.
+# Delays between attempts: a network file system may take seconds to recover or to show a new file.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
 # Appended to the message of an access error.
 MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair the access, then start again"
@@ -83,8 +82,7 @@ def content_problem(
     folder: Path, name: str, is_expected: Callable[[dict[str, Any]], bool], differs: str
 ) -> str | None:
     """Reads a file. Returns None if `is_expected` accepts its description by `describe_file`. Otherwise
-    returns a problem: the name and `differs`, or the error of the read. Raises OSError if it cannot be read
-    now."""
+    returns a problem: `differs`, or the error of the read. Raises OSError if it cannot be read now."""
     path = folder / name
     try:
         found = read_with_retries(path, lambda: describe_file(path))

@@ -155,8 +155,8 @@ _LATEST_FILES = {name: entry.latest_file for name, entry in FORMATS.items() if e
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a `Summary`; '' for a folder that is not a checkpoint. If the folder cannot be read
-    now, its name decides."""
+    """Returns the kind of a `Summary`; '' for other folders. If the folder cannot be read now, its name
+    decides."""
     try:
         return _kind_by_files(path)
     except OSError:
@@ -219,8 +219,7 @@ def _open(folder: Path) -> Checkpoint:
 
 
 def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
-    """Returns the report on the checkpoint in `folder`. verify: read all contents that have digests and
-    compare them."""
+    """Returns the report on the checkpoint in `folder`. verify: compare all contents that have digests."""
     groups = _file_groups(folder)
     try:
         checkpoint = _open(folder)

@@ -54,8 +54,7 @@ def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
 def verify_loaded_state(
     engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, unquantized: UnquantizedDigests
 ) -> list[Check]:
-    """Compares the loaded state with the integrity record of the checkpoint. Returns one line per comparison.
-    Collective.
+    """Compares the loaded state with the integrity record. Returns one line per comparison. Collective.
 
     with_moments: whether the checkpoint's moments were loaded. unquantized: digests of moments that were
     quantized after reading. Raises UserError on every rank for the first difference.
@@ -126,8 +125,7 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
 
 
 def canary_loss(engine: GPTEngine, vocab_size: int) -> float:
-    """Returns the loss of one sequence of fixed random tokens, equal on every layout up to rounding.
-    Collective.
+    """Returns the loss of a fixed random sequence, equal on every layout up to rounding. Collective.
 
     The sequence fills every row of every micro-batch on every data-parallel rank, so the loss depends neither
     on the micro-batch size nor on DP.

@@ -143,8 +143,7 @@ def select_valid_checkpoint(
 
 @stop_at_access_error(MAY_BE_INTACT)
 def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
-    """Reads the files of a checkpoint that must be intact before it is loaded. Returns the first problem.
-    Collective."""
+    """Reads the files that must be intact before loading. Returns the first problem. Collective."""
     reader = open_reader(checkpoint)
     names: list[str] = []
     with errors_of_rank_0():
@@ -153,7 +152,7 @@ def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str |
     return first_problem(names, reader.file_problem, heartbeat)
 
 
-def _opened(folder: Path) -> Checkpoint | None:
+def _open_on_all_ranks(folder: Path) -> Checkpoint | None:
     """Returns the checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on
     every rank if one rank cannot read it now. Collective."""
     checkpoint = problem = None
@@ -203,8 +202,7 @@ class CheckpointManager:
     def restore_or_init(
         self, checkpoint: Checkpoint | None, print_fn: Callable[[str], object]
     ) -> TrainingState:
-        """Loads the checkpoint, or keeps the initial weights if there is none. Returns the training state.
-        Collective."""
+        """Loads the checkpoint, or keeps the initial weights. Returns the training state. Collective."""
         options = self.engine.run_config.checkpoint
         print_fn(describe_start(checkpoint, options.load))
         with errors_of_rank_0(f"--save {options.save}"):
@@ -218,8 +216,7 @@ class CheckpointManager:
         return checkpoint.start_state
 
     def rollback(self) -> Checkpoint | None:
-        """Loads the run's newest valid checkpoint and returns it. Returns None, and loads nothing, if the run
-        has none yet. Collective."""
+        """Loads and returns the run's newest valid checkpoint; None if there is none yet. Collective."""
         checkpoint = self.newest_valid(self.engine.run_config.checkpoint.allow_replica_mismatch)
         if checkpoint is not None:
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
@@ -284,11 +281,9 @@ class CheckpointManager:
         return folder / name
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
-        """Returns the newest checkpoint of this run in --save that a resume would accept; None if there is
-        none.
+        """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
 
-        allow_replica_mismatch: the value of the flag. The ranks share the work of reading the files.
-        Collective.
+        allow_replica_mismatch: the value of the flag. Collective: the ranks share the reading of files.
         """
         names: list[str] = []
         with errors_of_rank_0():
@@ -300,7 +295,7 @@ class CheckpointManager:
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         for name in of_rank_0(names):  # rank 0 keeps the identity
-            checkpoint = _opened(self.folder / name)
+            checkpoint = _open_on_all_ranks(self.folder / name)
             good = checkpoint is not None and (allow_replica_mismatch or not mismatched_replicas(checkpoint))
             if all(of_all_ranks(good)) and checkpoint is not None:
                 if _find_damage(checkpoint, self.heartbeat) is None:
@@ -382,14 +377,12 @@ def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
 
 
 def _is_write_error(error: OSError | RuntimeError) -> bool:
-    """Returns whether a write failed: torch.save then raises a RuntimeError that names the C++ source of its
-    file format."""
+    """Returns whether a write failed. torch.save then raises a RuntimeError that names its C++ source."""
     return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 
 
 def _free_space_text(folder: Path) -> str:
-    """Describes the free space on the folder's disk, because PyTorch's errors do not say that a disk is
-    full."""
+    """Describes the free space on a folder's disk: PyTorch's errors do not say that a disk is full."""
     try:
         free = shutil.disk_usage(folder).free
         return f"{free / 1e6:,.1f} MB are free there" if free else "the disk is full"

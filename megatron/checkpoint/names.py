@@ -67,8 +67,7 @@ def check_file(name: object, source: Path | str) -> str:
 
 
 def check_parameter(name: object, source: Path | str) -> str:
-    """Returns a parameter's name if it consists of words with dots between them: it becomes a folder's
-    name."""
+    """Returns a parameter's name, which becomes a folder's name, if it is words with dots between them."""
     named = isinstance(name, str) and len(name) <= _MAX_LENGTH and _PARAMETER.fullmatch(name)
     if not named or str(name).endswith(".pt"):
         raise _name_error(name, source, "parameter", "words with dots between them")

@@ -135,12 +135,11 @@ def _unlisted_text(names: list[str]) -> str:
 def delete_old_checkpoints(
     folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None
 ) -> None:
-    """Deletes the checkpoints that --keep-last does not keep. identity: its lineage ends with the new
-    checkpoint.
+    """Deletes checkpoints beyond --keep-last. identity: its lineage ends with the new checkpoint.
 
-    protected: name of a checkpoint that is always kept. Only checkpoints that this run saved are deleted, not
-    checkpoints of the run that it started from. The checksum of `run.json` identifies them. Failures are
-    logged, not raised.
+    protected: name of a checkpoint that is always kept. Deletes only checkpoints that this run saved,
+    identified by the checksum of `run.json`, and none of the run that it started from. Failures are logged,
+    not raised.
     """
     if options.keep_last is None:
         return
@@ -175,8 +174,7 @@ def is_same_checkpoint(
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a checkpoint or an unfinished save. Raises OSError if it contains files that its `run.json`
-    does not list."""
+    """Deletes a checkpoint or an unfinished save. Raises OSError if it contains unlisted files."""
     if folder.is_symlink():
         folder.unlink()  # never delete the target of a link
     elif folder.exists():

@@ -52,7 +52,7 @@ def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -
     the ranks share the work, and all get the result. heartbeat: called after each file."""
     # Only rank 0 lists the folder: on a shared file system, another rank's listing may be older.
     names = of_rank_0(sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else [])
-    return _share_work(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
+    return _share(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 
 def first_problem(
@@ -60,15 +60,12 @@ def first_problem(
 ) -> str | None:
     """Returns the first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks
     share the files, so that each is read once. heartbeat: called after each file."""
-    problems = _share_work(of_rank_0(names), find_problem, heartbeat)
+    problems = _share(of_rank_0(names), find_problem, heartbeat)
     return next((problem for _, problem in sorted(problems.items()) if problem), None)
 
 
-def _share_work(
-    names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]
-) -> dict[str, T]:
-    """Returns describe(name) for every name, each computed by one rank. An OSError on one rank is raised on
-    all."""
+def _share(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]) -> dict[str, T]:
+    """Returns describe(name) for every name, computed by one rank. Raises an OSError of one rank on all."""
     own: dict[str, T] | OSError
     try:
         own = {}

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
-    """Opens `folder` if it is a checkpoint, else the checkpoint that `latest` in it names. If there is no
-    native checkpoint, or with `universal`, opens the one that `latest_universal` names. Raises UserError if
-    there is none.
+    """Opens `folder` if it is a checkpoint, else the checkpoint that `latest` in it names. With `universal`,
+    or without a native checkpoint, opens the one in `latest_universal`. Raises UserError if there is none.
 
     allow_external: accept a checkpoint of another framework, which has no config.
     """

@@ -21,8 +21,7 @@ _NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha25
 
 
 def overview_text(overview: Overview) -> str:
-    """Formats a table with one row per folder, the problems, and the report on the newest complete
-    checkpoint."""
+    """Formats one row per folder, the problems, and the report on the newest complete checkpoint."""
     parts = []
     if overview.checkpoints:
         rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
@@ -74,8 +73,7 @@ def report_text(report: Report) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Formats the settings that differ, the number of equal tensors by state, and the parameters that
-    differ."""
+    """Formats the settings and parameters that differ, and the number of equal tensors by state."""
     lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
     shown = {name: pair for name, pair in comparison.settings.items() if not name.startswith(_NOT_SHOWN)}
     if shown:
@@ -87,18 +85,16 @@ def comparison_text(comparison: Comparison) -> str:
     parameters = comparison.parameters
     differing = [item for item in parameters if not item.is_equal]
     lines += ["", f"{len(parameters) - len(differing):,} of {len(parameters):,} parameters are equal"]
-    state_names = list(dict.fromkeys(state_name for item in parameters for state_name in item.largest))
+    state_names = list(dict.fromkeys(state for item in parameters for state in item.largest))
     if differing:
         rows = [["compared", "equal", "largest difference"]]
-        for state_name in state_names:
-            found = [item.largest[state_name] for item in parameters if state_name in item.largest]
-            rows.append([state_name, f"{found.count(0):,} of {len(found):,}", _largest(found)])
+        for state in state_names:
+            found = [item.largest[state] for item in parameters if state in item.largest]
+            rows.append([state, f"{found.count(0):,} of {len(found):,}", _largest(found)])
         lines += [format_table(rows, left_align=(0, -1)), ""]
         rows = [["parameter", "layers", *state_names, ""]]
         for name, layers, items in _grouped((item.name, item.note, item) for item in differing):
-            largest = [
-                _largest([item.largest.get(state_name) for item in items]) for state_name in state_names
-            ]
+            largest = [_largest([item.largest.get(state) for item in items]) for state in state_names]
             rows.append([name, layers, *largest, items[0].note])
         lines.append(format_table(rows, left_align=(0, -1)))
     return "\n".join(lines)
@@ -128,8 +124,7 @@ def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str,
     for the number, layer numbers, items) of each group."""
     groups: dict[tuple[str, Hashable], list[tuple[str, Any]]] = {}
     for name, key, item in items:
-        # The final norm, `{index}.weight`, is not grouped: names in transformer layers have more than two
-        # parts.
+        # The final norm, `{index}.weight`, stays alone: names in transformer layers have more parts.
         match = re.fullmatch(r"(\d+)\.(.+\..+)", name)
         number, pattern = (match[1], "{layer}." + match[2]) if match else ("", name)
         groups.setdefault((pattern, key), []).append((number, item))
@@ -189,8 +184,7 @@ def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
 
 
 def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the leaves of two nested dicts that differ: dotted name -> the two values, 'absent' if one is
-    missing."""
+    """Returns the leaves that differ in two nested dicts: dotted name -> both values, 'absent' if missing."""
     first, second = dict(_leaves(one)), dict(_leaves(other))
     pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in first | second}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
@@ -217,13 +211,13 @@ def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[Param
         state_names = [side.state_names(name) for side in sides]
         largest: dict[str, float | None] = {}
         notes = []
-        for state_name in dict.fromkeys([*state_names[0], *state_names[1]]):
-            if not all(state_name in held for held in state_names):
-                where = (one if state_name in state_names[0] else other).folder
-                largest[state_name], note = None, f"{state_name} only in {where}"
+        for state in dict.fromkeys([*state_names[0], *state_names[1]]):
+            if not all(state in held for held in state_names):
+                where = (one if state in state_names[0] else other).folder
+                largest[state], note = None, f"{state} only in {where}"
             else:
-                largest[state_name], note = _difference(
-                    *(side.read_unpadded(name, state_name)[: rows.get(name)] for side in sides)
+                largest[state], note = _difference(
+                    *(side.read_unpadded(name, state)[: rows.get(name)] for side in sides)
                 )
             notes += [note] if note else []
         yield ParameterDifference(name, largest, "; ".join(dict.fromkeys(notes)))

@@ -1,7 +1,6 @@
 """The configuration in a checkpoint's `run.json`: its checks, and its use by --use-checkpoint-args.
 
-Imports neither torch nor DeepSpeed, except for a Hugging Face model: every rank reads the configuration while
-it parses the command line.
+Imports neither torch nor DeepSpeed, except for a Hugging Face model: every rank needs it to parse flags.
 """
 
 from collections.abc import Iterator
@@ -25,8 +24,7 @@ _LARGEST_SIZE = 1 << 53
 
 
 def check_run_file(checkpoint: Checkpoint) -> None:
-    """Raises UserError if `run.json` lacks a part that describes the model or its layout, or is
-    malformed."""
+    """Raises UserError if `run.json` is malformed or does not describe the model and its layout."""
     lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
     if lacking:
         raise UserError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")

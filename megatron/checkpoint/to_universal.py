@@ -86,8 +86,7 @@ _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partit
 class Source:
     """A native checkpoint to convert.
 
-    reader: has the specs of the saved parameters. warnings: problems with the merge patterns that were
-    accepted.
+    reader: has the specs of the saved parameters. warnings: accepted problems with the merge patterns.
     """
 
     reader: NativeReader
@@ -131,8 +130,7 @@ def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False
     """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
 
     strict: raise an error for patterns that match no parameter, instead of a warning. derive_patterns: derive
-    the merge patterns from the parameters in `run.json` if the checkpoint has none, because an older version
-    of this repository wrote it.
+    the merge patterns from the parameters in `run.json` if the checkpoint of an older version has none.
 
     Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
     """
@@ -177,7 +175,7 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
 
 
 def _external_source(folder: Path, strict: bool, _: bool) -> Source:
-    """Opens a checkpoint of another Megatron program. DeepSpeed's files hold the shapes of shards and the
+    """Opens a checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and
     patterns."""
     paths = model_files(folder)
     if sharded_weight_files(folder):
@@ -241,8 +239,7 @@ def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> N
 
 
 def _digest_of_names(folder: Path) -> str:
-    """Returns a digest of the names, sizes and modification times of the files in another framework's
-    checkpoint."""
+    """Returns a digest of the names, sizes and modification times of the files in a folder."""
     stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
     listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
@@ -295,8 +292,7 @@ def move_into_place(partial: Path, target: Path) -> None:
 
 
 def _announce(target: Path) -> None:
-    """Names the finished checkpoint in `latest_universal`, then removes `SOURCE_FILE`: the last step of a
-    conversion."""
+    """Ends a conversion: names the checkpoint in `latest_universal`, then removes `SOURCE_FILE`."""
     write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
     shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
     (target / SOURCE_FILE).unlink(missing_ok=True)
@@ -328,9 +324,7 @@ def _convert_parameter(
 ) -> Converted:
     mismatch = ReplicaMismatch()
     reader = source.reader
-    blocks = {
-        state_name: reader.read_blocks(name, state_name, mismatch) for state_name in reader.state_names(name)
-    }
+    blocks = {state: reader.read_blocks(name, state, mismatch) for state in reader.state_names(name)}
     writer.write_parameter(name, reader.specs[name], blocks, source.step(name))
     if mismatch.largest and not allow_replica_mismatch:
         raise UserError(
@@ -421,8 +415,7 @@ def _write_common_files(source: Source, partial: Path) -> None:
 
 
 def _integrity_record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of an integrity record that is still valid if the replicas of these parameters were
-    averaged."""
+    """Returns an integrity record without what is invalid after these parameters were averaged."""
     digests = {
         state_name: {name: digest for name, digest in by_parameter.items() if name not in averaged}
         for state_name, by_parameter in record["digests"].items()

@@ -92,8 +92,7 @@ class FlatShard:
         self.dtypes = {str(piece.dtype).removeprefix("torch.") for piece in pieces}
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Returns elements start to stop - 1. They share memory with the file if one file holds all of
-        them."""
+        """Returns elements start to stop - 1. They share memory with the file if it holds all of them."""
         import torch
 
         parts, first = [], 0
@@ -189,8 +188,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def layer_files(folder: Path) -> dict[int, list[Path]]:
-    """Returns layer number -> weight files of the layer, in the order of the TP ranks. Layer numbers do not
-    depend on the pipeline stages."""
+    """Returns layer number, which does not depend on stages -> weight files, in the order of the TP ranks."""
     paths: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         if match := _LAYER_FILE.fullmatch(path.name):
@@ -199,8 +197,7 @@ def layer_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
-    """Returns the files that the layout and parameters in `run` require and that are not among `files`, in
-    order.
+    """Returns the files that the layout and parameters in `run` require and `files` lacks, in order.
 
     run: the content of `run.json`. Returns [] if it has no layout. Raises ValueError, KeyError, TypeError or
     AttributeError if it is malformed.
@@ -223,9 +220,8 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
 def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of files in `run` that a resume does not read and does not need.
 
-    With ZeRO these are the mp_rank files (the states of DeepSpeed's engine): the zero_pp_rank files hold
-    weights and optimizer state, and `run.json` holds everything else. Without ZeRO the mp_rank files hold the
-    optimizer.
+    With ZeRO these are the mp_rank files, the states of DeepSpeed's engine: the zero_pp_rank files hold
+    weights and optimizer state, and `run.json` the rest. Without ZeRO the mp_rank files hold the optimizer.
     """
     if int(run.get("layout", {}).get("zero_stage", 0)) < 1:
         return frozenset()
@@ -233,8 +229,7 @@ def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
-    """Yields the names of all files. replicas: number of data-parallel ranks that write their own files
-    (ZeRO)."""
+    """Yields the names of all files. replicas: number of data-parallel ranks that write files (ZeRO)."""
     for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
         yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
     for rank in range(tensor * pipeline):
@@ -251,13 +246,10 @@ def _layer_of(parameter: str) -> int:
 def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
     """Yields (parameter, fragment) for each parameter in one file. Checks DeepSpeed's layout."""
     with expect_layout(path, "the optimizer's state by parameter"):
-        masters, optimizer_state = (
-            state["single_partition_of_fp32_groups"],
-            state["base_optimizer_state"]["state"],
-        )
+        masters, states = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
             for name, address in addresses.items():
-                if not is_tensor(masters[group]) or type(optimizer_state.get(group, {})) is not dict:
+                if not is_tensor(masters[group]) or type(states.get(group, {})) is not dict:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
                 yield name, _Fragment(path, state, group, address.start, address.numel)

@@ -22,17 +22,15 @@ is a GPTModel (megatron/model/language_model.py), which counts the layers from 0
 
 The source's Llama models have --swiglu, --normalization rmsnorm, --disable-bias-linear,
 --use-rotary-position-embeddings and --untie-embeddings-and-output-weights. As in this program, the halves of
-a head are rotated, and with --num-key-value-heads `query_key_value` is laid out per group: queries, one key,
-one value.
+a head are rotated, and --num-key-value-heads lays out `query_key_value` per group: queries, key, value.
 
 The rows of two kinds of parameters are in a different order (megatron/model/transformer.py):
 
 - In a gated MLP the gate comes before the values; in this program the values come first.
 - Since commit 676a482c of 2024 `query_key_value` holds all queries of a tensor-parallel rank, then its keys,
   then its values. Earlier versions laid it out per head, as this program does. `checkpoint_version` is 3.0 in
-  both cases, but the argument `ds_sequence_parallel_fpdt` exists only since that commit. The three blocks
-  have equal sizes, which is meaningless with fewer key and value heads than query heads: such checkpoints are
-  rejected.
+  both cases, but the argument `ds_sequence_parallel_fpdt` exists only since that commit. The blocks have
+  equal sizes, which is wrong for grouped queries: such checkpoints are rejected.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ _PLAIN_EMBEDDING = "language_model.embedding."
 _PLAIN_FINAL_NORM = "language_model.encoder.final_layernorm."
 _PLAIN_HEAD = "language_model.output_layer."
 _UNTIED_EMBEDDING = "1."
-# Arguments of the source's megatron/arguments.py -> the only supported value. Older versions lack some of
-# them.
+# Arguments of the source's megatron/arguments.py, not all in old versions -> the only supported value.
 _SUPPORTED = {"apply_layernorm_1p": False, "num_experts": [1], "squared_relu": False}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 # Results of `translate_arguments` that are compared with the config, in addition to Megatron's arguments.
@@ -71,14 +68,12 @@ _ROTARY_DEFAULTS = {"rope_theta": 10000, "rotary_percent": 1.0}
 
 
 def has_megatron_deepspeed_names(names: Collection[str]) -> bool:
-    """Returns whether the names are the source's: transformer layers begin at index 2, or there is no
-    pipeline."""
+    """Returns whether names are the source's: its layers begin at index 2, or it has no pipeline."""
     return _is_plain(names) or min(_transformer_layers(names), default=None) == _SOURCE_FIRST_LAYER
 
 
 def translate_names(names: Collection[str]) -> dict[str, str]:
-    """Returns this program's parameter name -> stored name. Names that are not the source's stay
-    unchanged."""
+    """Returns this program's parameter name -> stored name. Both are equal unless the source wrote them."""
     if not has_megatron_deepspeed_names(names):
         return {name: name for name in names}
     if _is_plain(names):
@@ -133,8 +128,7 @@ def _activation(args: Mapping[str, Any]) -> str | None:
     fused = args.get("bias_gelu_fusion")
     if args.get("swiglu") or (fused is None and not args.get("onnx_safe") and not args.get("openai_gelu")):
         return None
-    # The source's openai_gelu and fused kernel are the tanh approximation; onnx_safe and torch's GELU are
-    # exact.
+    # In the source, openai_gelu and the fused kernel use tanh; onnx_safe and torch's GELU are exact.
     is_tanh = args.get("openai_gelu") or (fused and not args.get("onnx_safe"))
     return "gelu" if is_tanh else "gelu_exact"
 
@@ -166,11 +160,9 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
 
 def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
-    """Returns a global parameter or moment with its rows in this program's order. Reordering copies the
-    tensor.
+    """Returns a global parameter or moment with its rows in this program's order, as a copy if they move.
 
-    name: this program's. args: the result of `translate_arguments`. Raises UserError if args do not fit the
-    tensor.
+    name: in this program. args: from `translate_arguments`. Raises UserError if they do not fit the tensor.
     """
     if args["glu_activation"] is not None and ".mlp.dense_h_to_4h." in name:
         return torch.cat(tensor.chunk(2)[::-1])

@@ -203,8 +203,8 @@ class NativeReader(StateReader):
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
-        """Returns all files, which have digests in `run.json`, without missing files that a resume does not
-        need."""
+        """Returns all files in `run.json`, which has their digests, except missing files that no resume
+        needs."""
         run = self.checkpoint.run
         unneeded = unneeded_files(run)
         return [
@@ -312,8 +312,8 @@ class LayerFiles:
         return global_tensors
 
     def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, global tensor) of every parameter, one layer at a time. Raises UserError at the end
-        if any of `specs` is missing."""
+        """Yields (name, global tensor) of every parameter by layer. Finally raises UserError if a parameter
+        is missing."""
         missing = set(specs)
         for layer in self.layers:
             global_tensors = self.global_tensors(layer, specs)
@@ -324,6 +324,5 @@ class LayerFiles:
 
 
 def _parameter_prefix(layer_index: int) -> str:
-    """Returns the prefix of parameter names. Before the first transformer layer, only the embedding has
-    parameters."""
+    """Returns the prefix of names. The embedding is the only layer with parameters before the transformer."""
     return f"tied_modules.{TIED_EMBEDDING}." if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."

@@ -1,7 +1,6 @@
 """`StateReader` and `StateWriter`: the interfaces of every checkpoint format.
 
-A parameter has several states, each a tensor with a name: its fp32 values (`VALUES`) and the optimizer's
-moments ('exp_avg', ...).
+A parameter has several states, named tensors: its fp32 values (`VALUES`) and its moments ('exp_avg', ...).
 """
 
 from __future__ import annotations
@@ -79,8 +78,7 @@ class StateReader(ABC):
 
     A format defines `stored_names`, `state_names` and `read`. All other methods have defaults that use these
     three. A format overrides a default if its files hold the information, or if it can read less. The
-    constructor must not read files: it runs on every rank, and an error on a single rank would leave the
-    others waiting.
+    constructor must not read files: if it failed on a single rank, the others would wait.
     """
 
     verified_unit = "tensors"
@@ -179,8 +177,7 @@ class StateReader(ABC):
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
-        """The state of the fp16 loss scale; None if the checkpoint has none, so that the run initializes
-        it."""
+        """The state of the fp16 loss scale; None if the checkpoint has none and the run initializes it."""
         return None
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
@@ -190,8 +187,7 @@ class StateReader(ABC):
         return {"step": torch.tensor(float(step))} if len(self.state_names(name)) > 1 else {}
 
     def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """Returns this tensor-parallel rank's shard of one state, flat, fp32. It may share memory with the
-        file."""
+        """Returns this TP rank's shard of one state, flat, fp32. It may share memory with the file."""
         full = self.read(name, state_name, spec)
         if spec.shard_dim is None:
             return full.reshape(-1)
@@ -249,8 +245,8 @@ class StateReader(ABC):
 
     @torch.no_grad()
     def load_weights(self, module: nn.Module) -> None:
-        """Fills the parameters of a single-process model. Its padded rows become zeros. Raises UserError for
-        missing parameters."""
+        """Fills the parameters of a single-process model; padded rows become zeros. Raises UserError if any
+        is missing."""
         parameters = dict(module.named_parameters())
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
         for name, full in self.weights(specs):
@@ -262,14 +258,12 @@ class StateReader(ABC):
 
     @property
     def tensor_digests(self) -> dict[str, dict[str, str]]:
-        """Digests of global tensors in the integrity record: state -> parameter -> digest; {} if there are
-        none."""
+        """Digests of global tensors in the integrity record, if any: state -> parameter -> digest."""
         return (self.checkpoint.run.get("certificate") or {}).get("digests", {})
 
     def files_to_verify(self) -> list[str]:
-        """Returns the files that all ranks together read and compare before a run resumes from the
-        checkpoint. Returns none if the checkpoint has digests of its tensors, which are compared after
-        loading."""
+        """Returns the files that the ranks together read and compare before a run resumes. Returns none if
+        the checkpoint has digests of its tensors, which are compared after loading."""
         files = self.checkpoint.run.get("files", {})
         return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
 
@@ -278,8 +272,8 @@ class StateReader(ABC):
         return file_problem(self.folder, name, self.checkpoint.run["files"][name])
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Reads and compares all data that have digests, or only the weights. Returns the number of compared
-        digests, and the problems."""
+        """Compares all data that have digests, or only the weights. Returns the number of digests, and
+        problems."""
         problems = []
         compared = [
             (state_name, *entry)
@@ -363,8 +357,7 @@ def check_shape(
 
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
-    """Returns whether a global fp32 tensor, with or without padding, has this digest of the integrity
-    record."""
+    """Returns whether a global fp32 tensor, with or without padding, has this digest."""
     # Imported only here: it imports the optimizer and DeepSpeed, which takes seconds.
     from megatron.checkpoint.digests import fragment_digests
 
@@ -420,8 +413,7 @@ def reshard(
 
 
 def _with_offsets(slices: tuple[slice, ...]) -> list[tuple[int, slice]]:
-    """Returns each slice of the global tensor with its offset in the shard, the concatenation of all
-    slices."""
+    """Returns each slice of the global tensor with its offset in the shard, which concatenates the slices."""
     offset, result = 0, []
     for part in slices:
         result.append((offset, part))

@@ -4,8 +4,8 @@ Such a file is an uncompressed zip archive. `<name>/data.pkl` is a pickle in whi
 storage; the storage's bytes are the member `<name>/data/<key>`. torch's `weights_only` loader reads the
 pickle. It calls only functions that make tensors and the names that `_safe_globals` allows. Tensors are first
 loaded on the meta device, without memory. Their sizes are compared with the file, and then they are mapped.
-torch's own `mmap=True` is not used: it reserves memory for the whole file, and fails if the file is larger
-than the memory.
+This replaces torch's `mmap=True`, which reserves memory for the whole file and fails for files larger than
+the memory.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ _STUBBED_MODULES = re.compile(r"(megatron\.(model\.|core\.|core\.transformer\.)?
 
 @cache
 def _safe_global(name: str) -> Callable[..., Any] | None:
-    """Returns what a pickle may use for the full name of a class or function; None if the name is not
+    """Returns the replacement for the full name of a class or function in a pickle; None if it is not
     allowed."""
     if name in _BUILTINS:
         return _BUILTINS[name]
@@ -226,7 +226,7 @@ class _TensorMapper:
     def __init__(self, path: Path, file_bytes: int, storage_sizes: set[int]) -> None:
         self._path, self._file_bytes, self._sizes = path, file_bytes, storage_sizes
         self._bytes: Any = None
-        # id of a value -> the value, to keep it alive, and its replacement. A value may be shared, or contain
+        # id of a value -> the value, kept alive, and its replacement. A value may be shared, or contain
         # itself.
         self._done: dict[int, tuple[Any, Any]] = {}
 
@@ -269,8 +269,7 @@ class _TensorMapper:
         if not meta.numel():
             return torch.empty(meta.shape, dtype=meta.dtype)
         extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride(), strict=True))
-        # No element may occur twice: a copy of such a tensor could need more memory than the size of the
-        # file.
+        # No element may occur twice: copying such a tensor could need more memory than the whole file.
         last_byte = (meta.storage_offset() + max(extent, meta.numel())) * item_bytes
         if last_byte > storage.nbytes() or begin + storage.nbytes() > self._file_bytes:
             raise ValueError(f"a tensor of shape {tuple(meta.shape)} does not fit its storage")
@@ -293,8 +292,7 @@ def write_plain(path: Path, value: Any) -> None:
 def write_tensor(
     path: Path, shape: tuple[int, ...], blocks: Iterable[Any], entry: dict[str, Any] | None = None
 ) -> None:
-    """Writes an fp32 tensor, alone or under the key 'param' of `entry`. blocks: the tensor's bytes, in
-    order."""
+    """Writes an fp32 tensor, alone or under the key 'param' of `entry`. blocks: its bytes, in order."""
     pickled = b"\x80\x02" + _pickled_tensor(shape) + b"."
     if entry is not None:
         members = b"".join(_pickled(key) + _pickled(value) for key, value in entry.items())
@@ -303,8 +301,7 @@ def write_tensor(
 
 
 def _pickled(value: Any) -> bytes:
-    """Returns a pickle without its first opcode (protocol) and its last (stop), to embed in a larger
-    pickle."""
+    """Returns a pickle to embed in a larger one: without the first opcode (protocol) and the last (stop)."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
@@ -323,9 +320,7 @@ def _write_archive(path: Path, pickled: bytes, storage_bytes: int, blocks: Itera
     with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
 
         def member(name: str) -> zipfile.ZipInfo:
-            return zipfile.ZipInfo(
-                f"{path.stem}/{name}"
-            )  # the date is 1980, so equal contents give equal files
+            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980: equal contents give equal files
 
         archive.writestr(member("data.pkl"), pickled)
         archive.writestr(member("byteorder"), b"little")

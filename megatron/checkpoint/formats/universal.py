@@ -79,8 +79,7 @@ def _check_attention_order(version: Any, path: Path) -> None:
 
 
 def parameter_folders(folder: Path) -> list[str]:
-    """Returns the names of the parameters in the files. Raises HostileFileError for a folder name that cannot
-    be the name of a parameter."""
+    """Returns the stored names of the parameters. Raises HostileFileError for an unsafe folder name."""
     parent = folder / PARAMETER_FOLDER
     return [check_parameter(path.name, parent) for path in parent.iterdir() if path.is_dir()]
 
@@ -160,8 +159,7 @@ class UniversalReader(StateReader):
         return differences + self._vocabulary_differences(specs, vocab_size)
 
     def _check_files(self) -> None:
-        """Raises UserError if a parameter lacks a file that other parameters have, as in an incomplete
-        copy."""
+        """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
         known = {STEP_FILE, *_STATE_FILES.values()}
         folders = sorted(path for path in self._parameters.iterdir() if path.is_dir())
         files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
@@ -205,10 +203,7 @@ class UniversalReader(StateReader):
 
     def state_names(self, name: str) -> list[str]:
         folder = self._folder_of(name)
-        return [
-            VALUES,
-            *(state_name for state_name, file in MOMENT_FILES.items() if (folder / file).exists()),
-        ]
+        return [VALUES, *(moment for moment, file in MOMENT_FILES.items() if (folder / file).exists())]
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. The tensor is memory-mapped."""
@@ -232,8 +227,8 @@ class UniversalReader(StateReader):
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.pt"))
 
     def file_problem(self, name: str) -> str | None:
-        """Reads a file and compares it with the checksums that torch.save wrote. Raises OSError if it cannot
-        be read now."""
+        """Reads a file and compares it with its checksums from torch.save. Raises OSError if it cannot be
+        read now."""
         try:
             matches = matches_checksums(self.folder / name)
         except UserError as error:
@@ -328,11 +323,7 @@ class UniversalWriter(StateWriter):
         folder = self.folder / PARAMETER_FOLDER / name
         if not folder.exists():
             return False
-        shapes = {
-            _STATE_FILES[state_name]: spec.valid_shape
-            for state_name in state_names
-            if state_name in _STATE_FILES
-        }
+        shapes = {_STATE_FILES[state]: spec.valid_shape for state in state_names if state in _STATE_FILES}
         shapes |= {} if step is None else {STEP_FILE: ()}
         try:
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(

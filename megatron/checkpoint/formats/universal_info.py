@@ -121,8 +121,7 @@ def matching(info: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
 
 
 def check_info(info: Any, source: Path) -> dict[str, Any]:
-    """Returns `universal_checkpoint_info` read from the file `source` if it consists of patterns and numbers.
-    Raises UserError otherwise."""
+    """Returns the `universal_checkpoint_info` of the file `source`. Raises UserError if it is malformed."""
     lists: list[Any] = [info.get(key, []) for key in SHARDING] if isinstance(info, dict) else [None]
     if not all(isinstance(entry, (list, tuple)) for entry in lists):
         raise UserError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
@@ -141,8 +140,7 @@ def check_info(info: Any, source: Path) -> dict[str, Any]:
 
 
 def check_patterns(info: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError for a parameter that does not match exactly one pattern, and for a pattern that
-    matches no parameter."""
+    """Raises ValueError unless each parameter matches exactly one pattern, and each pattern a parameter."""
     names = list(names)
     for name in names:
         found = matching(info, name)
@@ -190,8 +188,7 @@ def external_spec(
 
 
 def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
-    """Returns the 'args' that Megatron programs read in an mp_rank file: the model and the progress of the
-    run.
+    """Returns the 'args' that Megatron programs read in an mp_rank file: the run's model and progress.
 
     state: the fields of `TrainingState`.
     """
@@ -206,6 +203,5 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
 
 
 def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that DeepSpeed's engine adds to every mp_rank file, for its tools and Megatron
-    programs."""
+    """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs."""
     return {INFO_KEY: info, "iteration": state["iteration"], "args": megatron_args(config, state)}

@@ -52,8 +52,8 @@ def write_hugging_face(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> None:
-    """Writes the folder `output`: config.json, weights as safetensors, what `write_tokenizer` adds, and the
-    digests of all files.
+    """Writes the folder `output`: config.json, weights as safetensors, the files of `write_tokenizer`, and
+    the digests of all files.
 
     precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. verify: compare the weights with
     their digests if the checkpoint has any. Only one file of weights at a time is in memory. The folder

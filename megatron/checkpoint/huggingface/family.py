@@ -42,12 +42,10 @@ def count_non_finite(values: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Transform:
-    """Conversion between one Megatron tensor and one or more Hugging Face tensors, given the model's
-    settings.
+    """Conversion between one Megatron tensor and one or more Hugging Face tensors of a model.
 
-    slice_dim: equal slices of the Hugging Face tensors along this dimension make a tensor-parallel Megatron
-    shard, converted with the number of heads and groups of one rank. None: they do not, or the dimension
-    depends on the parameter.
+    slice_dim: equal slices of the Hugging Face tensors along this dimension make a TP shard, if they are
+    converted with the number of heads and groups of one rank. None: they do not, or the dimension varies.
     """
 
     to_hf: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
@@ -90,8 +88,7 @@ def with_bias(
 
 @dataclass(frozen=True)
 class Conversion:
-    """A group of settings without a one-to-one mapping: their names on both sides, and a function for each
-    direction.
+    """A group of settings without a one-to-one mapping, with a function for each direction.
 
     megatron: fields of ModelConfig. hf: settings of config.json. `to_megatron` raises UserError for values
     without an equivalent. megatron_values: field -> its convertible values, if not all are. check_file:
@@ -139,8 +136,7 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, model: ModelConfig) -> dict[str, Any]:
-        """Returns the settings of a model that the family cannot express: field -> the value that the family
-        needs.
+        """Returns the settings that the family cannot express: field -> the value that the family needs.
 
         A field that is in no table of the family must have its default value.
         """
@@ -185,8 +181,7 @@ class Family:
         return pairs.union(self.hf_constants, self.ignored, *(pair.hf for pair in self.conversions))
 
     def names(self, num_layers: int, untied: bool = False) -> Iterator[Parameter]:
-        """Yields the parameters of a model with `num_layers` layers and a tied or `untied` LM head, with the
-        layer numbers filled in."""
+        """Yields the parameters of a model with `num_layers` layers, with the layer numbers filled in."""
         final = FIRST_TRANSFORMER_LAYER + num_layers + 1
         head = (self.head,) if untied and self.head is not None else ()
         for parameter in (*self.parameters, *head):
@@ -275,8 +270,7 @@ _NAMES = {"gelu_exact": ("gelu",), "gelu": ("gelu_pytorch_tanh", "gelu_new", "ge
 
 
 def exact_or_tanh(setting: str) -> Conversion:
-    """Returns the conversion between --activation and a family's `setting` for GELU, exact or in its tanh
-    form."""
+    """Returns the conversion between --activation and a family's `setting` for exact or tanh GELU."""
 
     def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
         found = getattr(hf_config, setting)

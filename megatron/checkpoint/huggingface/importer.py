@@ -1,8 +1,8 @@
 """Converts a Hugging Face model into a universal checkpoint at iteration 0, from which training starts.
 
 It reads folders in the layout of `save_pretrained` and the hub: config.json, and the weights in
-`model.safetensors` or `pytorch_model.bin`, or in several files with an index (a JSON file whose `weight_map`
-maps each weight to its file).
+`model.safetensors` or `pytorch_model.bin`, or in several files with a JSON index (`weight_map`: weight ->
+file).
 """
 
 from __future__ import annotations
@@ -190,8 +190,7 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
     try:
-        # Without trust_remote_code=False, transformers would ask on the terminal whether to run the folder's
-        # code.
+        # Without trust_remote_code=False, transformers would ask whether to run the folder's code.
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the error's type depends on the problem
         # The first line names the failed check, the next lines say what it found.
@@ -203,8 +202,7 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
 
 
 def _check_settings(folder: Path) -> dict[str, Any]:
-    """Returns the content of config.json. Raises UserError if transformers could not read it in bounded
-    time."""
+    """Returns the content of config.json. Raises UserError if reading it could take unbounded time."""
     path = folder / "config.json"
     try:
         settings = read_json(path)
@@ -328,8 +326,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Mapping[str, StoredWeight]:
-    """Returns all weights of a file by name. Weights in a .safetensors file are read one at a time, on
-    use."""
+    """Returns all weights of a file by name. Each weight in a .safetensors file is read when it is used."""
     if path.suffix != ".safetensors":
         content = load_torch_file(path)
         if not isinstance(content, dict) or not all(
@@ -399,7 +396,7 @@ def write_universal(
 
     config: from `model.config`. vocab_size: size of the vocabulary without padding; further rows are removed.
     eod: the end-of-document token, None if unknown. Only one weight at a time is in memory. Raises UserError
-    if the vocabulary is larger than the model's, a weight is not finite, `output` exists, or the disk is too
+    if the vocabulary is too large for the model, a weight is not finite, `output` exists, or the disk is
     full.
     """
     if vocab_size > model.rows:

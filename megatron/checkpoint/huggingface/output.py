@@ -29,9 +29,8 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
     """Creates a folder beside `output`, which the block fills and renames to `output`; removes it if the
     block raises. Replaces the temporary folder of a conversion that was killed.
 
-    suffix: appended to the name of `output`. Raises UserError if `output` exists, if the temporary folder
-    exists and no killed conversion made it, if it cannot be created or written, or if its disk has fewer than
-    needed_bytes free.
+    suffix: appended to the name of `output`. Raises UserError if `output` exists, if the temporary folder is
+    not from a killed conversion or cannot be written, or if its disk has fewer than needed_bytes free.
     """
     temporary = output.with_name(output.name + suffix)
     with _locked(output, temporary) as is_leftover:
@@ -109,8 +108,7 @@ def _is_name_of(path: Path, descriptor: int) -> bool:
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:
-    """Returns whether an error may come from a write in the folder, as on a full disk, and not from another
-    file."""
+    """Returns whether an error may come from a write in the folder, as on a full disk."""
     if isinstance(error, OSError):
         return not isinstance(error.filename, str) or Path(error.filename).is_relative_to(folder)
     return isinstance(error, SafetensorError)
@@ -126,8 +124,7 @@ def digest_of(path: Path) -> str:
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Writes the digests of all files in a folder and its sub-folders. known: file name -> digest of files
-    that need not be read again."""
+    """Writes the digests of all files below a folder. known: file name -> digest that is known already."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.relative_to(folder).as_posix() for path in paths]
     lines = [f"{known.get(name) or digest_of(folder / name)}  {name}\n" for name in names]
@@ -150,8 +147,8 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def digest_problem(folder: Path, name: str, digest: str) -> str | None:
-    """Reads a file and returns what is wrong with it; None if it has this digest. Raises OSError if it cannot
-    be read now."""
+    """Reads a file and returns its problem; None if it has this digest. Raises OSError if it cannot be read
+    now."""
     differs = f"differs from its digest in {DIGEST_FILE}"
     return content_problem(folder, name, lambda found: found["sha256"] == digest, differs)
 

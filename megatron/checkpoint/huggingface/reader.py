@@ -26,8 +26,7 @@ from megatron.mpu.parameters import ParameterSpec
 
 
 class HuggingFaceReader(StateReader):
-    """Reads config.json and the weights beside it, which are memory-mapped. See `read_shard` for the part
-    that a rank reads."""
+    """Reads config.json and the memory-mapped weights beside it. `read_shard` says what one rank reads."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:

@@ -1,5 +1,4 @@
-"""Converts rotary settings between fields of ModelConfig and `rope_parameters` of a Hugging Face
-configuration.
+"""Converts rotary settings between ModelConfig and Hugging Face's `rope_parameters`.
 
 Older files have `rope_theta` and `rope_scaling`, from which transformers makes `rope_parameters`.
 """

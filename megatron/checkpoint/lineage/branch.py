@@ -17,8 +17,7 @@ from megatron.text_table import first_few
 
 def find_branch_point(options: CheckpointConfig, with_files: bool = True) -> Checkpoint:
     """Returns the checkpoint of iteration --branch-at in --load, or --load itself if it is a checkpoint.
-    Raises UserError if there is none of this iteration, or if its run is not in a stable phase at this
-    iteration.
+    Raises UserError if there is none, or if it is not in the stable phase of its run.
 
     with_files: see `open_checkpoint`.
     """
@@ -81,14 +80,13 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
 
 
 def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
-    """Returns whether a checkpoint in --save belongs to a branch that started from --load with this
-    --branch-at."""
+    """Returns whether a checkpoint in --save belongs to the branch from --load with this --branch-at."""
     is_branch = checkpoint.origin.get("branch_at") == options.branch_at
     return is_branch and is_started_from(checkpoint, options.load)
 
 
 def is_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
-    """Returns whether a checkpoint's run was started from --load or a checkpoint in it, by the path in its
-    origin."""
+    """Returns whether a checkpoint's run was started from --load, or a checkpoint in it, by its origin's
+    path."""
     path = checkpoint.origin.get("path")
     return isinstance(path, str) and os.path.realpath(load or "") in (path, os.path.dirname(path))

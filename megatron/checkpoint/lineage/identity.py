@@ -52,14 +52,14 @@ class RunIdentity:
     """The run of this job; known on rank 0 only.
 
     lineage: its checkpoints so far, oldest first. origin: the checkpoint outside --save, or the converted
-    one, that the run was started from. names_without_run_id: checkpoints in --save that belong to the run
-    although they have no run id (see `lineage.start`). attempt: random, different in each job.
+    one, that the run was started from. without_run_id: names in --save that belong to the run although they
+    have no run id (see `lineage.start`). attempt: random, different in each job.
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))
     lineage: tuple[LineageEntry, ...] = ()
     origin: Mapping[str, Any] | None = None
-    names_without_run_id: frozenset[str] = frozenset()
+    without_run_id: frozenset[str] = frozenset()
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def with_checkpoint(self, entry: LineageEntry) -> RunIdentity:
@@ -78,16 +78,14 @@ class RunIdentity:
         return {"run_id": self.run_id, "origin": self.origin, "lineage": lineage}
 
     def saved(self, entry: LineageEntry) -> bool:
-        """Returns whether this run saved a checkpoint of its lineage, and not the run that it was started
-        from."""
-        return entry.run_id == self.run_id or (
-            entry.run_id is None and entry.name in self.names_without_run_id
-        )
+        """Returns whether this run, and not the run it was started from, saved a checkpoint of its
+        lineage."""
+        return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.without_run_id)
 
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
         """Returns whether the checkpoint `name` in --save belongs to this run. run: the content of its
         `run.json`; None if it cannot be read."""
-        if name in self.names_without_run_id:
+        if name in self.without_run_id:
             return True
         if run is None:
             return False
@@ -103,7 +101,7 @@ def parse_run_id(value: Any) -> str | None:
 
 
 def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
-    """Parses a `lineage` read from a file; keeps the newest MAX_LINEAGE entries. Raises ValueError if
+    """Parses a `lineage` from a file; keeps the newest MAX_LINEAGE entries. Raises ValueError if
     malformed."""
     if not isinstance(value, list):
         raise ValueError("lineage is not a list")
@@ -166,15 +164,14 @@ class LatestRecord:
 
 
 def read_latest(folder: Path) -> str | None:
-    """Returns the name in `latest`; None if the file is missing or holds anything else. Raises OSError if it
-    cannot be read now."""
+    """Returns the name in `latest`; None if there is no valid name. Raises OSError if it cannot be read
+    now."""
     name = read_name(folder / LATEST_FILE)
     return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
 
 
 def read_record(folder: Path) -> LatestRecord | None:
-    """Returns the content of `latest.json`; None if it is missing or damaged. Raises OSError if it cannot be
-    read now."""
+    """Returns `latest.json`; None if it is missing or damaged. Raises OSError if it cannot be read now."""
     path = folder / RECORD_FILE
     try:
         record = read_with_retries(path, lambda: read_json(path))
@@ -198,8 +195,8 @@ def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity)
 
 
 def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
-    """Writes the name of a complete checkpoint into `latest`. identity: its lineage must include the
-    checkpoint."""
+    """Writes the name of a complete checkpoint into `latest`. identity: with the checkpoint in its
+    lineage."""
     write_atomically(folder / LATEST_FILE, entry.name)
     try:
         _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))

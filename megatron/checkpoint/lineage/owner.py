@@ -8,8 +8,7 @@ The rank 0 of the owner then writes heartbeats into the file.
 
 A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if its file did
 not change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never
-compared. A job that lost the folder finds its own file removed, or a higher filled claim, and stops before it
-writes.
+compared. A job that lost the folder finds its own file removed, or a higher filled claim, and stops.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _LONGEST_TEXT = 60
 
 @dataclass(frozen=True)
 class Timing:
-    """Intervals in seconds: of the owner's heartbeat, until a claim without heartbeat is stale, and of
-    polling."""
+    """Times in seconds: between heartbeats, until a claim without heartbeat is stale, and between polls."""
 
     heartbeat_s: float = 10.0
     stale_after_s: float = 60.0
@@ -114,8 +112,7 @@ class FolderOwner:
 
     @property
     def lost_reason(self) -> str | None:
-        """Why this job must not write to the folder any more, as found by a heartbeat or by `problem`. Reads
-        no file."""
+        """Why this job must not write to the folder any more, as last found. Reads no file."""
         return self._lost_reason
 
     def start(self) -> None:
@@ -213,8 +210,7 @@ def hold_folder(
 def acquire(
     folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`, after waiting until it is known whether the current owner is
-    active.
+    """Makes this process the owner of `folder`. Waits until it is known whether a current owner is active.
 
     print_fn: receives a line for the wait and one for the takeover. Raises UserError, which names the current
     owner, if that owner is active.
@@ -310,8 +306,7 @@ class _Attempt:
     def _confirm(
         self, own: _Claim, stale_claims: list[_Claim], stale_reasons: Mapping[Path, str]
     ) -> FolderOwner | None:
-        """Fills this job's claim, removes stale claims and returns the ownership; None if another job was
-        faster."""
+        """Fills this job's claim and removes stale claims. Returns None if another job was faster."""
         try:
             _write(own.path, self.me)
         except OSError as error:
@@ -363,8 +358,7 @@ def _claim(folder: Path, number: int, me: Owner) -> _Claim:
 
 
 def _write(path: Path, owner: Owner) -> None:
-    """Fills an existing owner file. It must not create one: if the file was removed, another job owns the
-    folder."""
+    """Fills an owner file, but creates none: if the file was removed, another job owns the folder."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         os.pwrite(descriptor, _encoded(owner), 0)
@@ -432,8 +426,7 @@ def _clock() -> str:
 
 
 def _machine() -> str:
-    """Returns the boot id and the process-id namespace: containers on one machine have their own process
-    ids."""
+    """Returns boot id and process-id namespace: each container has its own process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,5 +1,4 @@
-"""Decides at the start of a run which checkpoint to load, which run to continue, and whether --save may be
-written."""
+"""Decides at the start which checkpoint to load, which run to continue, and whether --save may be written."""
 
 from __future__ import annotations
 
@@ -78,12 +77,10 @@ def check_load_folder(config: Config) -> None:
 
 
 def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """Returns the checkpoint in --load. If this run was started from it before, returns the newest checkpoint
-    that the run has saved to --save since, so repeating a command resumes its run. Returns None if --load
-    holds no checkpoint.
+    """Returns the checkpoint in --load (None if there is none). If this run was started from it before,
+    returns the newest checkpoint that the run has saved to --save since: repeating a command resumes its run.
 
-    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to checkpoints that
-    this run has saved."""
+    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to the run's own."""
     if config.load is None:
         return None
     load = Path(config.load)
@@ -179,15 +176,13 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
-    """Returns whether a run with this origin was started from the given checkpoint, with equal --finetune,
-    --no-load-optim and --branch-at. If --load is the folder of the checkpoint's run, its earlier checkpoints
-    count too."""
+    """Returns whether a run with this origin was started with these flags from the given checkpoint. If
+    --load is the folder of the checkpoint's run, earlier checkpoints of that run count too."""
     if not isinstance(origin, dict) or not _has_same_load_flags(origin, config):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
     if digest is None or digest == now["sha256"]:
-        # Without a digest, as in other frameworks' checkpoints, only the path distinguishes checkpoints with
-        # equal names.
+        # Checkpoints without digests, as of other frameworks, are distinguished by name and path.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
     if config.universal_checkpoint or _is_same_path(given.folder, config.load):
@@ -196,8 +191,7 @@ def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bo
 
 
 def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Returns whether a run with this origin was started with equal --finetune, --no-load-optim and
-    --branch-at."""
+    """Returns whether a run with this origin had equal --finetune, --no-load-optim and --branch-at."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
@@ -206,8 +200,7 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
     """Returns the identity of the run that is continued from `checkpoint`, or of a new run.
 
     The run is continued if the checkpoint is the newest in --save, or if a user has set `latest` to it. A
-    start from a checkpoint in a different folder, or with --finetune, begins a new run with that checkpoint
-    as its origin.
+    start from a different folder, or with --finetune, begins a new run with the checkpoint as its origin.
     """
     if checkpoint is None:
         return RunIdentity()
@@ -224,10 +217,8 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
         run_id = checkpoint.run_id or RunIdentity().run_id
         if not converted:
             origin = checkpoint.run.get("origin")
-        without_id = _checkpoints_without_run_id(
-            save, lineage, record if record and record.run_id == run_id else None
-        )
-        return RunIdentity(run_id, lineage, origin, without_id)
+        own_record = record if record and record.run_id == run_id else None
+        return RunIdentity(run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, own_record))
     if record is not None and started_from(record.origin, checkpoint, config):
         # This run has saved to this folder before, but all its checkpoints are damaged.
         return RunIdentity(record.run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, record))
@@ -235,8 +226,7 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
 
 
 def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
-    """Returns whether a resume from --save would select this checkpoint; False if --load names an older
-    one."""
+    """Returns whether a resume from --save would select this checkpoint."""
     if not _is_same_path(checkpoint.folder, config.load or ""):
         return True
     try:
@@ -346,8 +336,7 @@ def share_checkpoint(
     *,
     leads_node: bool,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on every rank. leads_node: whether this is the first rank of its node.
-    Collective.
+    """Returns rank 0's checkpoint on every rank. leads_node: set on the first rank of each node. Collective.
 
     The first rank of every node compares the sizes of its files, because one request per file and rank would
     overload the metadata server if a checkpoint has thousands of files. Raises UserError on every rank if one

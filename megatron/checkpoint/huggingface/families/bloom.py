@@ -29,8 +29,7 @@ BLOOM = Family(
     megatron_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
     # BLOOM reads sequences of any length. It was trained on this length, which only its own config.json has.
     default_seq_length=2048,
-    # slow_but_exact sums products in slices, to reproduce the rounding of one training layout. Megatron does
-    # not.
+    # slow_but_exact sums products in slices, to reproduce the rounding of one training layout.
     hf_constants={"tie_word_embeddings": True, "slow_but_exact": False},
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),

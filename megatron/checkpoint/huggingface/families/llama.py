@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Splits rows ordered (groups, heads per group + 2, head_dim) into all queries, all keys and all
-    values."""
+    """Splits rows ordered (groups, heads per group + 2, head_dim) into queries, keys and values."""
     shared = model.num_attention_heads // model.query_groups
     grouped = rows.unflatten(0, (model.query_groups, shared + 2, -1))
     return [part.flatten(0, 2) for part in grouped.split((shared, 1, 1), dim=1)]
