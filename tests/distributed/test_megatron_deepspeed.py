@@ -73,7 +73,7 @@ def next_steps(folder):
 
 
 def resume_asset(row, folder, model):
-    """State, and (loss, gradient norm) of the steps that the other program did next, on its samples."""
+    """Returns the state, and (loss, gradient norm) of Megatron-DeepSpeed's next steps on its samples."""
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
     checkpoint = find_checkpoint(config, ASSET_VOCAB, FINGERPRINT)

@@ -62,7 +62,7 @@ def test_every_example_changes_at_most_three_files() -> None:
 
 
 def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str:
-    """What a training of 4 iterations prints. sgd: with the optimizer of `SGD`."""
+    """Returns what a training of 4 iterations prints. sgd: with the optimizer of `SGD`."""
     schedule = "--lr 0.1 --min-lr 0.02 --micro-batch-size 2 --global-batch-size 2 --train-iters 4".split()
     logging = "--eval-iters 0 --log-interval 1".split()
     flags = [

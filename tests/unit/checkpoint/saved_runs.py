@@ -86,8 +86,8 @@ def old_folder(folder, *steps):
 
 
 def make_unreadable(patch, *paths):
-    """Makes every attempt to open one of these files, or to find what is in one of these folders, an I/O
-    error. Returns the list of waits between attempts."""
+    """Makes every attempt to open one of these files, or to list one of these folders, an I/O error. Returns
+    the list of waits between attempts."""
     waits = []
 
     def failing(function):

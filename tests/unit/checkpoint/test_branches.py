@@ -1,4 +1,4 @@
-"""--branch-at: the flags that a branch takes from its trunk, and what it refuses, in one sentence each."""
+"""--branch-at: the flags that a branch takes from its base run, and what it rejects, in one sentence each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of another program in a new format: its reader is all that a run needs."""
+"""A checkpoint of another framework in a new format: a run needs nothing but its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's format that are meant to do harm: nothing of them is run, nobody is asked."""
+"""Malicious folders in Hugging Face's format: none of their code is run, and no question is asked."""
 
 from __future__ import annotations
 

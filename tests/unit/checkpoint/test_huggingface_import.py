@@ -1,4 +1,4 @@
-"""Hugging Face's models as universal checkpoints: equal logits and bits; others are refused by name."""
+"""Imports of Hugging Face models: equal logits and bits; other models are rejected by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = ("bloom", "gpt2")
 
 
 def make_universal(source, folder, *flags):
-    """`folder`/global_step0_universal of the model in `source`."""
+    """Converts the model in `source` to `folder`/global_step0_universal."""
     flags = flags or ("--vocab-size", VOCAB)
     convert("--from-hugging-face", source, "--output", folder / "global_step0_universal", *flags)
     return read_checkpoint(folder)
@@ -95,7 +95,7 @@ def test_a_tokenizer_with_far_fewer_tokens_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
-    """BLOOM has 250,680 tokens and 250,880 rows."""
+    """Real BLOOM has 250,680 tokens and 250,880 rows."""
     source = tmp_path / "hf"
     save_hf(source, kind, sizes=(440, 2))
     size = save_tokenizer(source)
@@ -133,7 +133,8 @@ def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
 
 
 def as_on_the_hub(kind, weights):
-    """Both families were saved without the head: no prefix; GPT-2 with its buffers."""
+    """Changes names as on the hub: both families were saved without the head, so without prefix; GPT-2 with
+    its buffers."""
     short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if kind == "gpt2":
         for block in range(3):

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint, of a damaged one, and of two."""
+"""Reports on a checkpoint, on a damaged checkpoint, and on two checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(folder, row=TP2_PP2, step=5, seed=11, change=None, **changes):
 
 
 def report_of(path):
-    """A report without problems, else a failure that shows them."""
+    """Returns the report, and fails with its problems if there are any."""
     report = inspect_checkpoint(path)
     assert report.problems == []
     return report
@@ -222,7 +222,7 @@ def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
 
 
 def write_universal(folder, row=TP2_PP2):
-    """A native checkpoint and the universal one made of it."""
+    """A native checkpoint and a universal checkpoint made from it."""
     native, target = write(folder, row), folder / "global_step5_universal"
     list(convert(open_source(native, derive_patterns=True), target))
     info = json.loads((target / "run.json").read_text())["universal_checkpoint_info"]
@@ -418,7 +418,7 @@ def test_missing_settings_are_absent():
 
 
 def output(capsys, *flags):
-    """(exit code, stdout)"""
+    """Returns (exit code, stdout)."""
     code = tool.main([str(flag) for flag in flags])
     return code, capsys.readouterr().out
 

@@ -37,7 +37,7 @@ def test_overwrite_checkpoints_replaces_those_of_the_same_name_and_deletes_no_ot
     assert steps_in(tmp_path) == [4, 6, 8]
     assert open_checkpoint(tmp_path / "global_step4").run_id == second.identity.run_id
     assert open_checkpoint(tmp_path / "global_step8").run_id == first.identity.run_id
-    # What the first run left has a higher number, and is not taken for the second's.
+    # The first run's checkpoint has a higher number, and does not count as the second run's.
     found = find_latest(tmp_path)
     assert found.folder.name == "global_step4" and "global_step8 is of another run" in found.skip_reason
     with pytest.raises(UserError, match="another run .global_step6, global_step8. ahead of global_step4"):
