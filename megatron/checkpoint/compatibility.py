@@ -1,4 +1,4 @@
-"""Whether a run may resume from a checkpoint: model, data and learning-rate schedule are compared."""
+"""Decides whether a run may resume from a checkpoint, by its model, data and learning-rate schedule."""
 
 from __future__ import annotations
 

@@ -73,10 +73,12 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         missing = f"{folder / LATEST_FILE} names {latest}, which does not exist; the folder holds "
         missing += first_few(reversed(names), 10) if names else "none: remove it to start from scratch"
         if record is None or latest not in record.written_names:
-            also = (
-                ": write the name of the checkpoint to resume from into it, or remove it to resume from the"
-            )
-            raise MissingCheckpointError(f"{missing}{also} newest one" if names else missing)
+            if names:
+                missing += (
+                    f": write one of these names into {LATEST_FILE}, or remove {LATEST_FILE} to resume "
+                )
+                missing += "from the newest checkpoint"
+            raise MissingCheckpointError(missing)
         # This program wrote that name: the checkpoint was deleted later, or the job was killed in `publish`.
         skip_reason.append(missing)
         del lineage[latest]
@@ -173,7 +175,7 @@ def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | 
         which = ", ".join(f"{tip.entry.name} (run {(tip.run_id or 'without id')[:10]})" for tip in tips)
         raise UserError(
             f"{folder / LATEST_FILE} names no checkpoint that can be read, and {which} are of different runs "
-            "or branches: write the name of the one to resume from into it"
+            f"or branches: write the name of the checkpoint to resume from into {LATEST_FILE}"
         )
     return _newest_first([*_lineage_of(tips[0], described), tips[0].entry]) if tips else {}
 

@@ -101,7 +101,7 @@ class Report:
 @dataclass(frozen=True)
 class Overview:
     """A folder: the content of `latest` and `latest_universal`, its checkpoints, and a report on the newest
-    complete one, preferably native. For a folder that is itself a checkpoint, it has only the report."""
+    complete one, preferably native. A folder that is itself a checkpoint has only the report."""
 
     folder: str
     latest: str | None

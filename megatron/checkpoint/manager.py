@@ -239,7 +239,8 @@ class CheckpointManager:
         info = derive_info(specs, self.vocab_size)
         try:
             saving = folder / self._begin_save(name)
-            # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
+            # `publish` writes `latest`: DeepSpeed would write it before the other ranks have finished their
+            # files.
             extra = client_state(info, engine.run_config, asdict(state))
             engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
             dist.barrier()

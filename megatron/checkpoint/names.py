@@ -52,7 +52,8 @@ def read_name(path: Path) -> str | None:
 
 
 def check_plain(name: object, source: Path | str, what: str = "file") -> str:
-    """Returns the name if it is plain. source: the file that it was read from. what: what the name is for."""
+    """Returns the name if it is plain; raises HostileFileError otherwise. source: the file that contains the
+    name. what: what the name is for."""
     if not is_plain(name):
         raise _name_error(name, source, what, "letters, digits and any of _ . + @ = -")
     return str(name)

@@ -161,7 +161,7 @@ def is_same_checkpoint(
     folder: Path, entry: LineageEntry, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> bool:
     """Returns whether the folder's checkpoint of this name is the one in the lineage entry. Raises OSError if
-    it cannot be read now. retry_delays_s: pass () if every save would wait for the same old checkpoint."""
+    it cannot be read now. retry_delays_s: pass () where retries would delay every save."""
     if CHECKPOINT_NAME.fullmatch(entry.name) is None or not (folder / entry.name / RUN_FILE).is_file():
         return False
     try:

@@ -26,8 +26,8 @@ def no_heartbeat() -> None:
 
 @contextmanager
 def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
-    """Raises the error of rank 0 in the block on all ranks. For blocks in which only rank 0 reads files:
-    without this the other ranks would wait for it. Only the end of the block is collective.
+    """Raises on all ranks the error that rank 0 raises in the block. Use it where only rank 0 reads files:
+    otherwise the other ranks would wait for rank 0. Only the end of the block is collective.
 
     unreadable: if given, an OSError becomes a UserError that says that this cannot be read.
     """

@@ -32,7 +32,7 @@ class TrainingState:
     recent_grad_norms: tuple[float, ...] = ()
     """Gradient norms of the updates in `recent_losses`."""
     pending_evaluations: int = 0
-    """Number of data sets, counted from the last, that a stop kept from being evaluated at this iteration."""
+    """Number of data sets, counted from the last, that were not evaluated at this iteration due to a stop."""
 
     def __post_init__(self) -> None:
         for name in ("recent_losses", "recent_grad_norms"):  # JSON has lists

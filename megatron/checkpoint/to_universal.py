@@ -1,4 +1,4 @@
-"""Converts native checkpoints into universal ones, in DeepSpeed's layout (`formats.universal`).
+"""Converts native checkpoints into universal checkpoints, in DeepSpeed's layout (`formats.universal`).
 
     global_step5_universal/
         zero/                           one folder per parameter
@@ -98,7 +98,7 @@ class Source:
 
     @property
     def run(self) -> dict[str, Any] | None:
-        """The content of `run.json`; None if another program wrote the checkpoint."""
+        """The content of `run.json`; None if another framework wrote the checkpoint."""
         return None if self.reader.checkpoint.is_external else self.reader.checkpoint.run
 
     @property

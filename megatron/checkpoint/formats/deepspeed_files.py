@@ -124,7 +124,7 @@ class OptimizerFiles:
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
         files = optimizer_files(folder)
         if not files:
-            raise UserError(f"checkpoint {folder} holds no optimizer state: use another one")
+            raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
         self.stage = int(files[0][2] == "optimizer_state_dict")
         first_holder: dict[tuple[int, str], int] = {}
         for model_rank, path, key in files:
@@ -188,7 +188,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def layer_files(folder: Path) -> dict[int, list[Path]]:
-    """Returns layer number, which does not depend on stages -> weight files, in the order of the TP ranks."""
+    """Returns layer number -> weight files, in the order of the TP ranks. Layer numbers do not depend on the
+    pipeline stages."""
     paths: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         if match := _LAYER_FILE.fullmatch(path.name):

@@ -88,13 +88,13 @@ def describe_translation(names: Collection[str]) -> str:
     if _is_plain(names):
         return (
             "Its parameters are named as in Microsoft's Megatron-DeepSpeed with --no-pipeline-parallel: "
-            f"language_model.encoder.layers.0 is layer {FIRST_TRANSFORMER_LAYER} here"
+            f"language_model.encoder.layers.0 is layer {FIRST_TRANSFORMER_LAYER} in this program"
         )
     last = max(_transformer_layers(names))
     first, shift = _SOURCE_FIRST_LAYER, FIRST_TRANSFORMER_LAYER - _SOURCE_FIRST_LAYER
     return (
         f"Its layers are numbered as in Microsoft's Megatron-DeepSpeed: transformer layers {first} to {last} "
-        f"are {first + shift} to {last + shift} here, the final norm {last + 1} is {last + 3}"
+        f"are {first + shift} to {last + shift} in this program, the final norm {last + 1} is {last + 3}"
     )
 
 

@@ -203,8 +203,8 @@ class NativeReader(StateReader):
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
-        """Returns all files in `run.json`, which has their digests, except missing files that no resume
-        needs."""
+        """Returns the files in `run.json`, where all have digests. Leaves out missing files that a resume
+        does not need."""
         run = self.checkpoint.run
         unneeded = unneeded_files(run)
         return [

@@ -170,7 +170,7 @@ def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
         if stand_in is None:
             raise HostileFileError(
                 f"checkpoint file {path} cannot be read: it names {name if is_plain(name) else shown(name)}, "
-                "which checkpoints do not use. No code of it was run; it may be malicious: check where it "
+                "which checkpoints do not use. None of its code was run; it may be malicious: check where it "
                 "comes from"
             )
         found.append((stand_in, name))

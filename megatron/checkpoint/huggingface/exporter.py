@@ -94,7 +94,7 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
     settings = family.hf_settings(config.model) | {"vocab_size": vocab_size}
     # In the training data one token marks both the end of a document and the start of the next. The model has
     # no padding token. It is set to None, because transformers would mask the default padding token of some
-    # classes, and not train its embedding.
+    # classes.
     hf_config = AutoConfig.for_model(
         model_type,
         **settings,

@@ -51,7 +51,7 @@ class Transform:
     to_hf: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
     to_megatron: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     slice_dim: int | None = None
-    of_groups: bool = False
+    needs_whole_groups: bool = False
     """Whether a slice must hold whole query groups, because keys and values have fewer rows than queries."""
 
 
@@ -62,7 +62,7 @@ def one_to_one(
     return Transform(lambda x, model: [to_hf(x, model)], lambda parts, model: to_megatron(parts[0], model))
 
 
-SAME = one_to_one(lambda x, model: x, lambda x, model: x)
+IDENTITY = one_to_one(lambda x, model: x, lambda x, model: x)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Parameter:
 
     megatron: str
     hf: tuple[str, ...]
-    transform: Transform = SAME
+    transform: Transform = IDENTITY
 
 
 def with_bias(
-    megatron: str, hf: str, weight: Transform = SAME, bias: Transform = SAME
+    megatron: str, hf: str, weight: Transform = IDENTITY, bias: Transform = IDENTITY
 ) -> tuple[Parameter, Parameter]:
     """Returns the weight and the bias of a layer."""
     return (

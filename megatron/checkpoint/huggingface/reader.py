@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader, check_shape
-from megatron.checkpoint.huggingface.family import SAME
+from megatron.checkpoint.huggingface.family import IDENTITY
 from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
     check_finite,
@@ -72,14 +72,14 @@ class HuggingFaceReader(StateReader):
         Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for query groups that
         cannot be divided evenly among the ranks."""
         ranks, transform = tp_group.size, self._model.parameters[name].transform
-        dim = spec.shard_dim if transform is SAME else transform.slice_dim
+        dim = spec.shard_dim if transform is IDENTITY else transform.slice_dim
         has_one_rank = ranks == 1 or spec.shard_dim is None
-        splits_groups = transform.of_groups and self._model.model.query_groups % ranks
+        splits_groups = transform.needs_whole_groups and self._model.model.query_groups % ranks
         if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
             return super().read_shard(name, state_name, spec, tp_group)
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._model.parts(name)]
         of_rank = self._model.model
-        if transform.of_groups:
+        if transform.needs_whole_groups:
             of_rank = dataclasses.replace(
                 of_rank,
                 num_attention_heads=of_rank.num_attention_heads // ranks,

@@ -82,10 +82,10 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
 def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
     """Returns whether a checkpoint in --save belongs to the branch from --load with this --branch-at."""
     is_branch = checkpoint.origin.get("branch_at") == options.branch_at
-    return is_branch and is_started_from(checkpoint, options.load)
+    return is_branch and was_started_from(checkpoint, options.load)
 
 
-def is_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
+def was_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
     """Returns whether a checkpoint's run was started from --load, or a checkpoint in it, by its origin's
     path."""
     path = checkpoint.origin.get("path")

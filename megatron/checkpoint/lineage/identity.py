@@ -1,12 +1,12 @@
 """The identity of a run, and its records in `run.json`, `latest` and `latest.json`.
 
-Names such as `global_step4` are the same in every run, so they do not identify a checkpoint. `run.json`
-therefore holds `run_id` (128 random bits, created when a run starts in a --save folder) and `lineage`: the
-earlier checkpoints, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids
-have a lineage of names only; they can still be read.
+Names such as `global_step4` occur in every run, so they do not identify a checkpoint. `run.json` therefore
+holds `run_id` (128 random bits, created when a run starts in a --save folder) and `lineage`: the earlier
+checkpoints, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids have a
+lineage of names only; they can still be read.
 
 `latest` in a --save folder holds the name of the newest checkpoint, as DeepSpeed writes it; users edit it to
-resume from an older one. `latest.json` records what the program itself wrote there. If both agree,
+resume from an older one. `latest.json` records what the program itself wrote into `latest`. If the two agree,
 `latest.json` decides: it is right even if the job was killed after a checkpoint was renamed and before
 `latest` was updated. If they differ, a user has edited `latest`, and `latest` decides.
 """
@@ -142,8 +142,8 @@ def _iteration_of(name: Any) -> int:
 class LatestRecord:
     """The content of `latest.json`.
 
-    latest: the name that `latest` held when this was written. lineage: the run's checkpoints, oldest first,
-    up to the newest complete one. upcoming: a checkpoint that is about to be renamed into place.
+    latest: the name that `latest` held when the record was written. lineage: the run's checkpoints, oldest
+    first, up to the newest complete one. upcoming: a checkpoint that is about to be renamed into place.
     """
 
     latest: str

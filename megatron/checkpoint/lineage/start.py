@@ -22,7 +22,7 @@ from megatron.checkpoint.discovery import (
 from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
-from megatron.checkpoint.lineage.branch import find_branch_point, is_started_from
+from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
@@ -112,7 +112,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         raise
     except UserError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
-    if own is None or not started_from(own.origin, given, config):
+    if own is None or not origin_matches(own.origin, given, config):
         return given
     reason = f"this run has saved it since it started from {given.folder}"
     return _with_reasons(own, reason, own.skip_reason)
@@ -136,7 +136,7 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         return None
     if own is None or not _has_same_load_flags(own.origin, config):
         return None
-    return own if is_started_from(own, config.load) else None
+    return own if was_started_from(own, config.load) else None
 
 
 def _find_given(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -175,7 +175,7 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
+def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
     """Returns whether a run with this origin was started with these flags from the given checkpoint. If
     --load is the folder of the checkpoint's run, earlier checkpoints of that run count too."""
     if not isinstance(origin, dict) or not _has_same_load_flags(origin, config):
@@ -219,7 +219,7 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
             origin = checkpoint.run.get("origin")
         own_record = record if record and record.run_id == run_id else None
         return RunIdentity(run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, own_record))
-    if record is not None and started_from(record.origin, checkpoint, config):
+    if record is not None and origin_matches(record.origin, checkpoint, config):
         # This run has saved to this folder before, but all its checkpoints are damaged.
         return RunIdentity(record.run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, record))
     return RunIdentity(lineage=lineage, origin=origin)
@@ -240,8 +240,8 @@ def _checkpoints_without_run_id(
     save: Path, lineage: Sequence[Any], record: LatestRecord | None
 ) -> frozenset[str]:
     """Returns the checkpoints in --save that belong to the resumed run although they have no run id. They are
-    unfinished, or unreadable but named in `latest` or `latest.json`, or of this lineage and older than run
-    ids."""
+    unfinished, or unreadable but named in `latest` or `latest.json`, or they are in this lineage and were
+    saved before run ids existed."""
     recorded = {read_latest(save), *(entry.name for entry in (record.entries if record else ()))}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
     found = set()

@@ -105,7 +105,7 @@ def test_a_storage_beyond_the_end_of_a_hostile_file_is_refused(tmp_path: Path) -
 def test_a_hostile_name_of_a_class_is_shown_in_one_line(tmp_path: Path) -> None:
     path = file_of(tmp_path / "f.pt", NEW + b"cos\r\x1b[\nevil\n.")
     sentence = refusal(lambda: read_file(path), HostileFileError)
-    assert r"'os\r\x1b[.evil'" in sentence and "No code of it was run" in sentence
+    assert r"'os\r\x1b[.evil'" in sentence and "None of its code was run" in sentence
 
 
 def test_a_hostile_attribute_does_not_replace_the_arguments(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_the_loss_is_that_of_the_weights_in_plain_pytorch(name: str, tmp_path: P
     "pipeline, words",
     [
         (True, "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8"),
-        (False, "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 here"),
+        (False, "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 in this"),
     ],
 )
 def test_the_start_says_how_the_layers_are_numbered(pipeline: bool, words: str, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     choose_checkpoint,
+    origin_matches,
     origin_record,
-    started_from,
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import CheckpointConfig, TrainingConfig
@@ -236,5 +236,5 @@ def test_another_universal_checkpoint_of_the_same_name_is_another_origin(tmp_pat
         for name in ("one", "other")
     )
     options = CheckpointConfig(load=str(tmp_path), universal_checkpoint=True)
-    assert started_from(origin_record(one), one, options)
-    assert not started_from(origin_record(one), other, options)
+    assert origin_matches(origin_record(one), one, options)
+    assert not origin_matches(origin_record(one), other, options)

@@ -95,7 +95,7 @@ def test_no_code_of_a_file_is_run(where, tmp_path):
     }[where]
     torch.save(content, path)
     with pytest.raises(
-        UserError, match=rf"{path} cannot be read: it names \w+\.system, .* No code of it was run"
+        UserError, match=rf"{path} cannot be read: it names \w+\.system, .* None of its code was run"
     ):
         read_file(path)
     assert not mark.exists()

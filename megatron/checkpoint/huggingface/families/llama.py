@@ -43,7 +43,7 @@ def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     return torch.cat(grouped, dim=1).flatten(0, 2)
 
 
-HEADS = Transform(_split_heads, _join_heads, slice_dim=0, of_groups=True)
+HEADS = Transform(_split_heads, _join_heads, slice_dim=0, needs_whole_groups=True)
 # Megatron stacks (value, gate); Hugging Face has two tensors, the gate and the value ("up").
 GATE = Transform(
     lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]), slice_dim=0
