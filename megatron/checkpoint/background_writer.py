@@ -22,9 +22,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import megatron
@@ -99,7 +101,9 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._written: Written | None = None
         self._problem = ""
-        threading.Thread(target=self._receive, name="checkpoint writer", daemon=True).start()
+        self._outbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        for work in (self._receive, self._transmit):
+            threading.Thread(target=work, name="checkpoint writer", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -140,6 +144,7 @@ class BackgroundWriter:
         """Ends the writer process."""
         self._process.kill()
         self._process.wait()
+        self._outbox.put(("end",))  # cannot be sent, which ends the thread
 
     def append(self, data: memoryview, parts: Callable[[int, int], list[_Part]]) -> None:
         """Copies data to the ring. parts: the fragments between two offsets in the data."""
@@ -164,14 +169,16 @@ class BackgroundWriter:
                 )
 
     def _send(self, *message: Any) -> None:
-        try:
-            if not self._problem:
-                self._pipe.send(message)
-                return
-        except OSError:  # the writer has ended; `_receive` says how
-            with self._changed:
-                self._changed.wait_for(lambda: self._problem != "", 1.0)
-        raise OSError(self._problem or "the checkpoint writer does not answer")
+        """Never waits: the messages of a save may not fit in the connection while the writer is busy."""
+        if self._problem:
+            raise OSError(self._problem)
+        self._outbox.put(message)
+
+    def _transmit(self) -> None:
+        """Runs in a thread until the writer ends; `_receive` then says how."""
+        with suppress(OSError):
+            while True:
+                self._pipe.send(self._outbox.get())
 
     def _receive(self) -> None:
         """Runs in a thread until the writer ends."""
@@ -286,4 +293,3 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     _WriterProcess(Connection(connection), mmap.mmap(ring, 0)).run()
-

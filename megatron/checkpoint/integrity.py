@@ -41,8 +41,11 @@ class Check:
 def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
     """Returns the integrity record for `run.json`: digests and the canary loss. Collective."""
     state = digest_state(engine.optimizer, engine.layout)
-    config = engine.run_config
-    loss = canary_loss(engine, vocab_size)
+    return integrity_record(state, canary_loss(engine, vocab_size), engine.run_config)
+
+
+def integrity_record(state: StateDigests, loss: float, config: Config) -> dict[str, Any]:
+    """Returns the integrity record with these digests. loss: the canary loss."""
     return {
         "digests": state.tensors,
         "updates": state.step,

@@ -8,47 +8,35 @@ global sample numbers, and the learning rate is a function of the iteration.
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.compatibility import (
-    check_data,
-    check_external_schedule,
-    check_first_sample,
-    check_model,
-    check_replicas,
-    check_schedule,
-    check_vocabulary,
-    data_line,
-    mismatched_replicas,
-    schedule_line,
-)
-from megatron.checkpoint.digests import UnquantizedDigests
-from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.files import MAY_BE_INTACT, add_checksum
+from megatron.checkpoint.background_save import BackgroundSave, RankResult, SaveOutcome
+from megatron.checkpoint.background_writer import BackgroundWriter
+from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
+from megatron.checkpoint.digests import UnquantizedDigests, combined, rank_digests
+from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum
 from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.integrity import (
     Check,
+    canary_loss,
+    integrity_record,
     make_integrity_record,
     verification_table,
     verify_loaded_state,
 )
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
-from megatron.checkpoint.lineage.start import (
-    check_save_folder,
-    choose_checkpoint,
-    may_replace,
-    share_checkpoint,
-    start_identity,
-)
+from megatron.checkpoint.lineage.start import may_replace, start_identity
 from megatron.checkpoint.publishing import (
     clean_leftovers,
     delete_old_checkpoints,
@@ -56,23 +44,22 @@ from megatron.checkpoint.publishing import (
     publish,
     saving_name,
 )
-from megatron.checkpoint.ranks import (
-    FolderTakenError,
-    describe_files,
-    errors_of_rank_0,
-    first_problem,
-    first_problem_of_ranks,
-    no_heartbeat,
-)
+from megatron.checkpoint.ranks import FolderTakenError, errors_of_rank_0, no_heartbeat
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
-from megatron.config import Config
-from megatron.config.batch import check_remaining_batches
+from megatron.checkpoint.save_files import BackgroundFiles, DirectFiles
+from megatron.checkpoint.selection import find_damage, open_on_all_ranks
+from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.world import of_all_ranks, of_rank_0
 from megatron.optimizer.eight_bit import rule_record
+
+# Moments per element, by the kind of optimizer.
+_NUM_MOMENTS = {"adam": 2, "sgd": 1}
+# What the archives of all files of a rank add to the bytes of its tensors.
+_OVERHEAD_BYTES = 1 << 24
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,98 +68,13 @@ class SaveError(OSError):
     """A checkpoint cannot be written. Earlier complete checkpoints are not affected."""
 
 
-@stop_at_access_error(MAY_BE_INTACT)
-def find_checkpoint(
-    config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
-) -> Checkpoint | None:
-    """Returns the checkpoint that --load resumes from; None if the run initializes from scratch.
-
-    Raises UserError if the checkpoint is of a different model, if its data or learning-rate schedule differ
-    from this run's and no flag allows it, if --save belongs to another run, or if a file cannot be read now.
-    damaged: path of each checkpoint to skip -> the reason.
-    """
-    # An evaluation uses the checkpoint in --load, not a newer one in --save.
-    options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
-    checkpoint = choose_checkpoint(options, damaged)
-    if checkpoint is None and config.checkpoint.load and config.training.no_train:
-        raise UserError(
-            f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
-        )
-    if checkpoint is None and config.checkpoint.finetune:
-        raise UserError(
-            f"--load {config.checkpoint.load} holds no checkpoint: --finetune needs one to start from"
-        )
-    check_save_folder(checkpoint, config)
-    if not config.training.no_train:
-        check_first_sample(checkpoint, config)
-        check_remaining_batches(config, 0 if checkpoint is None else checkpoint.start_state.consumed_samples)
-    if checkpoint is not None:
-        check_replicas(checkpoint, config)
-    if checkpoint is not None and checkpoint.is_external:
-        open_reader(checkpoint).check_external(config, vocab_size)
-        check_external_schedule(checkpoint, config)
-    elif checkpoint is not None:
-        check_model(checkpoint, config, vocab_size)
-        check_vocabulary(checkpoint, fingerprint)
-        check_data(checkpoint, config, fingerprint)
-        check_schedule(checkpoint, config)
-    return checkpoint
-
-
-def select_valid_checkpoint(
-    checkpoint: Checkpoint | None,
-    config: Config,
-    vocab_size: int,
-    fingerprint: dict[str, Any],
-    heartbeat: Callable[[], None] = no_heartbeat,
-) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint
-    before it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat:
-    called after each file. Collective."""
-    damaged: dict[str, str] = {}
-    while True:
-        checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0)
-        problem = None if checkpoint is None else _find_damage(checkpoint, heartbeat)
-        if checkpoint is None or problem is None:
-            return checkpoint
-        damaged[str(checkpoint.folder)] = problem
-        with errors_of_rank_0(f"--load {config.checkpoint.load}"):
-            if dist.get_rank() == 0:
-                checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
-
-
-@stop_at_access_error(MAY_BE_INTACT)
-def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
-    """Reads the files that must be intact before loading. Returns the first problem. Collective."""
-    reader = open_reader(checkpoint)
-    names: list[str] = []
-    with errors_of_rank_0():
-        if dist.get_rank() == 0:
-            names = reader.files_to_verify()
-    return first_problem(names, reader.file_problem, heartbeat)
-
-
-def _open_on_all_ranks(folder: Path) -> Checkpoint | None:
-    """Returns the checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on
-    every rank if one rank cannot read it now. Collective."""
-    checkpoint = problem = None
-    try:
-        checkpoint = open_checkpoint(folder)
-    except UserError:
-        pass
-    except OSError as error:
-        problem = str(error)
-    if (found := first_problem_of_ranks(problem)) is not None:
-        raise UserError(f"rank {found[0]} cannot read checkpoint {folder} now ({found[1]})")
-    return checkpoint
-
-
 class CheckpointManager:
     """Starts a run from a checkpoint, saves its checkpoints to --save, and rolls it back to them.
 
     folder: --save, or any folder if the run does not save. vocab_size: without padding. eod: id of the
     end-of-document token, if known. fingerprint: identifies the data. owner: the ownership of the folder, on
     rank 0; None if no other job can write there. heartbeat: called after each file that is read or synced.
+    store: the store of the ranks, for saves in the background; None for a single process.
     """
 
     def __init__(
@@ -184,6 +86,7 @@ class CheckpointManager:
         fingerprint: dict[str, Any],
         owner: FolderOwner | None = None,
         heartbeat: Callable[[], None] = no_heartbeat,
+        store: dist.Store | None = None,
     ) -> None:
         self.engine = engine
         self.folder = Path(folder)
@@ -194,6 +97,13 @@ class CheckpointManager:
         self.heartbeat = heartbeat
         # The run that the next checkpoint belongs to; on rank 0 only, once the run has started or saved.
         self.identity: RunIdentity | None = None
+        self._store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
+        self._writer: BackgroundWriter | None = None
+        self._in_flight: BackgroundSave | None = None
+        self._num_saves = 0
+        self._outcomes: list[SaveOutcome] = []
+        self._last_outcome: SaveOutcome | None = None
+        self._deletion: threading.Thread | None = None
 
     def ownership_lost_reason(self) -> str | None:
         """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
@@ -217,6 +127,7 @@ class CheckpointManager:
 
     def rollback(self) -> Checkpoint | None:
         """Loads and returns the run's newest valid checkpoint; None if there is none yet. Collective."""
+        self.finish_save()
         checkpoint = self.newest_valid(self.engine.run_config.checkpoint.allow_replica_mismatch)
         if checkpoint is not None:
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
@@ -224,62 +135,172 @@ class CheckpointManager:
                 self.identity = self.identity.rolled_back_to(checkpoint.folder.name)
         return checkpoint
 
-    def save(self, state: TrainingState) -> Path:
+    def save(self, state: TrainingState, in_background: bool = False) -> Path | None:
         """Writes `global_step<iteration>` in --save, then updates `latest`. Returns its folder. Collective.
 
         The checkpoint is written under a temporary name and renamed when it is complete. Only then does it
         replace an existing checkpoint of the same step. Raises SaveError on the rank that cannot write, or on
         all ranks if rank 0 cannot read the folder before the save. Raises FolderTakenError on all ranks if
         the folder, or the checkpoint of this name in it, belongs to another run.
+
+        in_background: returns None once the state is copied; `poll` and `finish_save` complete the
+        checkpoint, and a failure is an outcome. The save after a failed one is not in the background. A save
+        first waits for the save in flight.
         """
+        self.finish_save()
+        if in_background and self._last_outcome is not None and self._last_outcome.problem:
+            in_background, self._last_outcome = False, None
         engine, folder, name = self.engine, self.folder, f"global_step{state.iteration}"
+        started = time.monotonic()
         if engine.global_rank == 0 and self.identity is None:
             self.identity = RunIdentity()
-        specs = _all_specs(engine)
-        info = derive_info(specs, self.vocab_size)
+        run = self._run_record(state)
+        extra = client_state(run[INFO_KEY], engine.run_config, asdict(state))
         try:
             saving = folder / self._begin_save(name)
-            # `publish` writes `latest`: DeepSpeed would write it before the other ranks have finished their
-            # files.
-            extra = client_state(info, engine.run_config, asdict(state))
-            engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
-            dist.barrier()
-            files = describe_files(saving, self.heartbeat)
-            integrity_record = make_integrity_record(engine, self.vocab_size)
-            run = {
-                "state": asdict(state),
-                "config": engine.run_config.to_dict(),
-                "layout": layout_record(engine.run_config),
-                "optimizer_state": _optimizer_state_record(engine.run_config),
-                "stages": engine.module.stages_record(),
-                "versions": {name: version(name) for name in ("torch", "deepspeed")},
-                "vocab_size": self.vocab_size,
-                "eod": self.eod,
-                "data": self.fingerprint,
-                "parameters": {name: spec_record(spec) for name, spec in specs.items()},
-                "certificate": integrity_record,
-                INFO_KEY: info,
-                "files": files,
-            }
-            if lacking := missing_files(files, run):
-                raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
+            if in_background:
+                self._in_flight = self._start_save(state, saving, run, extra, started)
+                return None
+            files = DirectFiles(self.heartbeat)
+            engine.save_files(str(folder), saving.name, extra, files)
+            of_ranks = of_all_ranks(files.files)
+            run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
                 self._check_owner()
-            if self.identity is not None:
-                run = add_checksum({**run, **self.identity.record()})
-                write_json(saving / RUN_FILE, run)
-                entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
-                self.identity = publish(saving, entry, self.identity)
+            self._publish(saving, state, run, of_ranks)
         except (OSError, RuntimeError) as error:
             if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
             raise SaveError(
                 f"checkpoint {folder / name} cannot be written ({error}; {_free_space_text(folder)})"
             ) from error
-        self._delete_old(name, integrity_record["unequal_copies"])
+        self._delete_old(name, run["certificate"]["unequal_copies"])
         dist.barrier()
         return folder / name
+
+    def _run_record(self, state: TrainingState) -> dict[str, Any]:
+        """Returns the content of `run.json` without the files, the integrity record and the run's identity.
+        Collective."""
+        config, specs = self.engine.run_config, _all_specs(self.engine)
+        return {
+            "state": asdict(state),
+            "config": config.to_dict(),
+            "layout": layout_record(config),
+            "optimizer_state": _optimizer_state_record(config),
+            "stages": self.engine.module.stages_record(),
+            "versions": {name: version(name) for name in ("torch", "deepspeed")},
+            "vocab_size": self.vocab_size,
+            "eod": self.eod,
+            "data": self.fingerprint,
+            "parameters": {name: spec_record(spec) for name, spec in specs.items()},
+            INFO_KEY: derive_info(specs, self.vocab_size),
+        }
+
+    def _publish(
+        self, saving: Path, state: TrainingState, run: dict[str, Any], of_ranks: Sequence[Files]
+    ) -> Files:
+        """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: the files of each rank.
+        Returns all files. Raises OSError, on every rank, if one is missing."""
+        files = {name: facts for own in of_ranks for name, facts in sorted(own.items())}
+        if lacking := missing_files(files, run):
+            raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
+        if self.identity is not None:
+            run = add_checksum({**run, "files": files, **self.identity.record()})
+            write_json(saving / RUN_FILE, run)
+            name = f"global_step{state.iteration}"
+            entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
+            self.identity = publish(saving, entry, self.identity)
+        return files
+
+    # --- saves in the background ---
+
+    def _start_save(
+        self, state: TrainingState, saving: Path, run: dict[str, Any], extra: dict[str, Any], started: float
+    ) -> BackgroundSave:
+        """Copies the state for the writer process. Collective."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if self._writer is None:
+            self._writer = BackgroundWriter(self._ring_bytes(), self.heartbeat)
+        files = BackgroundFiles(self._writer, {part.name: part for part in optimizer.local_param_states()})
+        engine.save_files(str(self.folder), saving.name, extra, files)
+        problem = files.end(optimizer.state_dict)
+        digests = rank_digests(optimizer, engine.layout, lambda part: files.digests.get(part.name, {}))
+        loss = canary_loss(engine, self.vocab_size)
+        self._num_saves += 1
+        writer = None if problem else self._writer
+        place = (self._num_saves, state, saving, run, loss, digests)
+        return BackgroundSave(*place, writer, self._store, started, problem)
+
+    def _ring_bytes(self) -> int:
+        """The memory for the copy of this rank's state: all of it, or --async-save-memory-gb."""
+        options = self.engine.run_config.checkpoint
+        weights = sum(p.numel() * p.element_size() for p in self.engine.module.parameters())
+        masters = sum(flat.master.numel() for flat in self.engine.optimizer.flat)
+        needed = weights + 4 * masters * (1 + _NUM_MOMENTS[self.engine.run_config.optimizer.moments_kind])
+        limit = options.async_save_memory_gb
+        return needed + _OVERHEAD_BYTES if limit is None else min(needed + _OVERHEAD_BYTES, int(limit * 1e9))
+
+    def poll(self) -> None:
+        """Goes on with the save in flight, if there is one: reports to rank 0 that this rank's files are on
+        the disk; rank 0 completes the checkpoint once all have reported. Does not wait. Not collective."""
+        save = self._in_flight
+        if save is None or save.outcome is not None or not save.report() or dist.get_rank() != 0:
+            return
+        if (results := save.results()) is not None:
+            save.outcome = self._complete(save, results)
+            self._outcomes.append(save.outcome)
+
+    def finish_save(self) -> SaveOutcome | None:
+        """Waits for the save in flight and completes it. Returns how it ended, on all ranks; None if there is
+        none. Collective."""
+        save = self._in_flight
+        if save is None:
+            self._wait_for_deletion()
+            return None
+        while not save.report(wait_s=1.0):
+            self.heartbeat()
+        dist.barrier()
+        self.poll()
+        is_known = save.outcome is not None
+        save.outcome = of_rank_0(save.outcome)
+        assert save.outcome is not None
+        if not is_known:
+            self._outcomes.append(save.outcome)
+        self._last_outcome, self._in_flight = save.outcome, None
+        if save.outcome.problem and self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._wait_for_deletion()
+        return save.outcome
+
+    def take_outcomes(self) -> list[SaveOutcome]:
+        """Returns the saves in the background that have ended since the last call: on rank 0 once they are
+        complete, on other ranks after `finish_save`."""
+        taken, self._outcomes = self._outcomes, []
+        return taken
+
+    def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
+        """Completes the checkpoint on rank 0. A failure is an outcome, since the other ranks train."""
+        name = f"global_step{save.state.iteration}"
+        folder = self.folder / name
+        problems = [f"rank {rank}: {result.problem}" for rank, result in enumerate(results) if result.problem]
+        if problems:
+            return SaveOutcome(folder, save.state.iteration, problems[0])
+        digests = combined([result.digests for result in results])
+        record = integrity_record(digests, save.canary_loss, self.engine.run_config)
+        try:
+            self._check_owner()
+            run = {**save.run, "certificate": record}
+            files = self._publish(save.saving, save.state, run, [result.files for result in results])
+        except (OSError, FolderTakenError) as error:
+            return SaveOutcome(folder, save.state.iteration, str(error))
+        if record["unequal_copies"]:  # a resume may need an older checkpoint
+            self._warn_of_mismatch(name, record["unequal_copies"])
+        else:
+            self._delete_in_background(None)
+        num_bytes = sum(facts["bytes"] for facts in files.values())
+        return SaveOutcome(folder, save.state.iteration, "", num_bytes, time.monotonic() - save.started)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
@@ -296,10 +317,10 @@ class CheckpointManager:
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         for name in of_rank_0(names):  # rank 0 keeps the identity
-            checkpoint = _open_on_all_ranks(self.folder / name)
+            checkpoint = open_on_all_ranks(self.folder / name)
             good = checkpoint is not None and (allow_replica_mismatch or not mismatched_replicas(checkpoint))
             if all(of_all_ranks(good)) and checkpoint is not None:
-                if _find_damage(checkpoint, self.heartbeat) is None:
+                if find_damage(checkpoint, self.heartbeat) is None:
                     return checkpoint
         return None
 
@@ -310,6 +331,7 @@ class CheckpointManager:
         with errors_of_rank_0():
             if self.identity is not None:
                 self._check_owner()
+                self._wait_for_deletion()
                 options = self.engine.run_config.checkpoint
                 if not (options.overwrite_checkpoints or may_replace(self.folder, name, self.identity)):
                     raise FolderTakenError(
@@ -333,23 +355,39 @@ class CheckpointManager:
         mismatched: replicas that differ in `name`. A resume rejects such a checkpoint, so the newest
         checkpoint that a resume accepts is kept as well. If there is none, nothing is deleted.
         """
-        folder, options = self.folder, self.engine.run_config.checkpoint
         protected: Checkpoint | None = None
         if mismatched:
-            if self.engine.global_rank == 0:
-                _LOG.warning(
-                    "%s: replicas on several ranks are not equal: %s", folder / name, "; ".join(mismatched)
-                )
-            if options.keep_last is not None:
+            self._warn_of_mismatch(name, mismatched)
+            if self.engine.run_config.checkpoint.keep_last is not None:
                 protected = self.newest_valid(allow_replica_mismatch=False)
                 if protected is None:
                     return
-        if self.identity is not None:
-            kept = protected.folder.name if protected is not None else None
-            try:
-                delete_old_checkpoints(folder, self.identity, options, kept)
-            except OSError as error:  # the other ranks wait for this rank
-                _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
+        self._delete_in_background(protected.folder.name if protected is not None else None)
+
+    def _warn_of_mismatch(self, name: str, mismatched: list[str]) -> None:
+        if self.engine.global_rank == 0:
+            _LOG.warning(
+                "%s: replicas on several ranks are not equal: %s", self.folder / name, "; ".join(mismatched)
+            )
+
+    def _delete_in_background(self, protected: str | None) -> None:
+        """Starts to delete old checkpoints, on rank 0: terabytes take minutes. protected: is kept."""
+        if self.identity is not None and self.engine.run_config.checkpoint.keep_last is not None:
+            facts = (self.folder, self.identity, self.engine.run_config.checkpoint, protected)
+            self._deletion = threading.Thread(target=_delete, args=facts, name="deletion of checkpoints")
+            self._deletion.start()
+
+    def _wait_for_deletion(self) -> None:
+        while self._deletion is not None and self._deletion.is_alive():
+            self.heartbeat()
+            self._deletion.join(1.0)
+
+
+def _delete(folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:
+    try:
+        delete_old_checkpoints(folder, identity, options, protected)
+    except OSError as error:
+        _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
 
 
 def layout_record(config: Config) -> dict[str, Any]:

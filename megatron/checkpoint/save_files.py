@@ -6,7 +6,7 @@ Both compute the SHA-256 of a file while they write it. The archives have no CRC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class BackgroundFiles(TorchCheckpointEngine):
         self.digests: dict[str, dict[str, int]] = {}
         self._writer, self._parts = writer, parts
         self._has_optimizer_state = False
+        self._problem = ""
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Does nothing: DeepSpeed's class logs."""
@@ -62,14 +63,31 @@ class BackgroundFiles(TorchCheckpointEngine):
         """Copies the content of a file for the writer; called by DeepSpeed."""
         states = [state_dict[key] for key in _OPTIMIZER_KEYS if state_dict.get(key) is not None]
         fragments = [fragment for state in states for fragment in self._fragments(state)]
-        self._writer.write_file(Path(path), fragments, lambda file: _save(state_dict, file))
+        self._write(Path(path), fragments, state_dict)
 
-    def digest_only(self, optimizer_state: dict[str, Any]) -> None:
-        """Computes the digests of a state that this rank does not write, if it has not written its own:
-        without ZeRO only the first replica writes the optimizer's state, and all replicas are compared."""
+    def _write(self, path: Path | None, fragments: Sequence[StoredFragment], state: Any) -> None:
+        """After a failure it does nothing: this rank still takes part in the collectives of the save."""
+        try:
+            if not self._problem:
+                self._writer.write_file(path, fragments, lambda file: _save(state, file))
+        except OSError as error:
+            self._problem = str(error)
+
+    def end(self, optimizer_state: Callable[[], dict[str, Any]]) -> str:
+        """Ends the files of the save. Returns why this rank's part has failed; "" if it has not so far.
+
+        optimizer_state: returns the state of this rank, of which only the digests are computed if this rank
+        has not written it. Without ZeRO only the first replica writes, and all replicas are compared.
+        """
         if not self._has_optimizer_state:
-            fragments = self._fragments(optimizer_state)
-            self._writer.write_file(None, fragments, lambda file: _save(optimizer_state, file))
+            state = optimizer_state()
+            self._write(None, self._fragments(state), state)
+        try:
+            if not self._problem:
+                self._writer.end_save()
+        except OSError as error:
+            self._problem = str(error)
+        return self._problem
 
     def _fragments(self, state: dict[str, Any]) -> list[StoredFragment]:
         """The fragments in the optimizer's state. Computes the digests of those on a device."""

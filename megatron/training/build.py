@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed import Store
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
@@ -137,6 +138,7 @@ def build_trainer(
     *,
     fingerprint: dict[str, Any] | None = None,
     owner: FolderOwner | None = None,
+    store: Store | None = None,
     tasks: Any = None,
     data: Callable[[Config, ParallelLayout, RunLength, Vocabulary], RunData] = open_data,
     trainer: type[Trainer] = Trainer,
@@ -148,7 +150,7 @@ def build_trainer(
     watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""
     checkpoints = CheckpointManager(
-        engine, saved_to, vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat
+        engine, saved_to, vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat, store
     )
     opened = data(config, engine.layout, length, vocab)
     return trainer(

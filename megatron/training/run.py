@@ -5,7 +5,9 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron.checkpoint import manager
+from torch.distributed import Store
+
+from megatron.checkpoint import selection
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
 from megatron.cluster import processes
@@ -53,19 +55,19 @@ def run(
         with announce_errors():
             fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
             folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), _print))
-            checkpoint = manager.find_checkpoint(config, vocab.size, fingerprint)
+            checkpoint = selection.find_checkpoint(config, vocab.size, fingerprint)
             tasks = load_tasks(config)
 
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
-    rank = _connect(config, watchdog)
+    rank, store = _connect(config, watchdog)
     if fingerprint is None:
         fingerprint = run_fingerprint(config, length, vocab)
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *check_kernels(config.training.require_kernels)]
         notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
-        checkpoint = manager.select_valid_checkpoint(
+        checkpoint = selection.select_valid_checkpoint(
             checkpoint, config, vocab.size, fingerprint, watchdog.heartbeat
         )
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
@@ -89,6 +91,7 @@ def run(
         watchdog,
         fingerprint=fingerprint,
         owner=folder_owner,
+        store=store,
         tasks=tasks,
     )
     with watchdog.phase(Phase.LOAD):
@@ -108,15 +111,16 @@ def _print(line: str) -> None:
     print(printable(line), flush=True)
 
 
-def _connect(config: Config, watchdog: Watchdog) -> int:
-    """Connects the processes and creates their process group; returns the global rank. The watchdog watches
-    from the moment that all have connected: then a rank that dies leaves the others waiting for it."""
+def _connect(config: Config, watchdog: Watchdog) -> tuple[int, Store]:
+    """Connects the processes and creates their process group; returns the global rank and the store. The
+    watchdog watches from the moment that all have connected: then a rank that dies leaves the others waiting
+    for it."""
     store = processes.connect(config)
     watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         rank = processes.init_distributed(config, store)
     watchdog.set_device_facts(waiting_facts, flight_record)
-    return rank
+    return rank, store
 
 
 def make_output_folders(config: Config) -> None:

@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron.checkpoint.compatibility import starts_at_zero
-from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
 from megatron.config.fields import option_name

@@ -130,12 +130,17 @@ class Trainer:
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 state = self._evaluate_interval(state, len(self.data.valid))
             if save_interval and state.iteration % save_interval == 0:
-                self.checkpoint(state)
+                self.checkpoint(state, in_background=self.config.checkpoint.async_save)
                 saved = state
+            self.checkpoints.poll()
+            self._announce_saves()
             self._evaluate_tasks(state)
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
         self.engine.optimizer.wait_for_params()  # a rank that ends the process would interrupt the others
-        if self.config.checkpoint.save and saved != state:
+        with self.watchdog.phase(Phase.SAVE):
+            last = self.checkpoints.finish_save()
+        self._announce_saves()
+        if self.config.checkpoint.save and (saved != state or (last is not None and last.problem)):
             self.checkpoint(state)
         self._print_exit_reason()
         return state
@@ -217,29 +222,57 @@ class Trainer:
             self.metrics.print(text)
         return self.stability.post_step(reached)
 
-    def checkpoint(self, state: TrainingState) -> None:
-        """Saves a checkpoint and prints its path."""
+    def checkpoint(self, state: TrainingState, in_background: bool = False) -> None:
+        """Saves a checkpoint and prints its path. in_background: returns once the state is copied;
+        `_announce_saves` prints the path when the checkpoint is complete."""
         self.exit_code = None
         started = time.perf_counter()
         try:
             with self.watchdog.phase(Phase.SAVE):
-                folder = self.checkpoints.save(state)
+                self.checkpoints.finish_save()
+                self._announce_saves()
+                waited = time.perf_counter() - started
+                folder = self.checkpoints.save(state, in_background)
         except FolderTakenError as error:
             raise RunStopped(str(error)) from error
         except SaveError as error:
             remedy = after_failed_save(self.resumable_iteration, self.config.checkpoint)
             raise RankStopped(f"{error}: {remedy}") from error
-        self.resumable_iteration = state.iteration
         seconds = time.perf_counter() - started
-        self.watchdog.report.note(saved_iteration=state.iteration)
-        if not self.config.checkpoint.load:
-            self.watchdog.report.note(load_to_resume=self.config.checkpoint.save)
+        if folder is None:
+            why = f", {waited:.1f} s of them for the save before" if waited >= 0.1 else ""
+            self.metrics.print(
+                f"saving iteration {state.iteration} in the background: training waited {seconds:.1f} s{why}"
+            )
+            return
+        self._note_saved(state.iteration)
         if self.engine.global_rank != 0:
             return  # on a network file system it may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
         )
+
+    def _announce_saves(self) -> None:
+        """Prints the saves in the background that have ended."""
+        for outcome in self.checkpoints.take_outcomes():
+            if outcome.problem:
+                self.metrics.print(
+                    f"warning: checkpoint {outcome.folder} was not saved ({outcome.problem}): the next save "
+                    "is not in the background"
+                )
+                continue
+            self._note_saved(outcome.iteration)
+            self.metrics.print(
+                f"saved {outcome.folder} in the background, {outcome.num_bytes / 1e6:,.1f} MB, "
+                f"{outcome.seconds:.1f} s after its begin"
+            )
+
+    def _note_saved(self, iteration: int) -> None:
+        self.resumable_iteration = iteration
+        self.watchdog.report.note(saved_iteration=iteration)
+        if not self.config.checkpoint.load:
+            self.watchdog.report.note(load_to_resume=self.config.checkpoint.save)
 
     def evaluate_at_end(self, state: TrainingState) -> None:
         """Evaluates on validation and test data after the last iteration, or with --eval-only; not after an

@@ -1,6 +1,7 @@
 """A run of ten steps: saved after five on one layout, continued on another, and uninterrupted."""
 
-from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.selection import find_checkpoint
 from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.layouts import (
     VOCAB,

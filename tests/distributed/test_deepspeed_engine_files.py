@@ -13,8 +13,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from megatron.checkpoint.formats.universal import UniversalReader
-from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.checkpoint.to_universal import convert, open_source
 from megatron.model.single_process import model_specs
 from tests.support.checkpoints import FINGERPRINT

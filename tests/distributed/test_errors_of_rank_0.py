@@ -5,7 +5,8 @@ from dataclasses import replace
 from unittest import mock
 
 from megatron.checkpoint import manager
-from megatron.checkpoint.manager import SaveError, select_valid_checkpoint
+from megatron.checkpoint.manager import SaveError
+from megatron.checkpoint.selection import select_valid_checkpoint
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import VOCAB, Row, build_engine, config_of

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.checkpoint.to_universal import convert, open_source
 from tests.reference.plain_gpt import train_plain_gpt
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after

@@ -9,7 +9,8 @@ import torch
 
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.files import add_checksum
-from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
 from tests.support.layouts import VOCAB, Row, build_engine, config_of, train

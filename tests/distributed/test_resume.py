@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.manager import SaveError, find_checkpoint, load_checkpoint, select_valid_checkpoint
+from megatron.checkpoint.manager import SaveError, load_checkpoint
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 from megatron.data.gpt_dataset import VOCABULARY_KEY
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after

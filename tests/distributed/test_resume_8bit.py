@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
+from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.checkpoint.to_universal import convert, open_source
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of

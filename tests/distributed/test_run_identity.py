@@ -10,7 +10,8 @@ from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
-from megatron.checkpoint.manager import FolderTakenError, SaveError, find_checkpoint
+from megatron.checkpoint.manager import FolderTakenError, SaveError
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.errors import UserError
 from tests.distributed.test_integrity_record import make_copies_unequal
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after

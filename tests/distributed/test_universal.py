@@ -11,8 +11,9 @@ import torch
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
-from megatron.checkpoint.manager import find_checkpoint, load_checkpoint, select_valid_checkpoint
+from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
+from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 from megatron.checkpoint.to_universal import convert, open_source
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
@@ -186,6 +187,8 @@ def is_equal(one, other):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_equal, one, other))
     return one == other
 
 

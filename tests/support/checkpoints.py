@@ -24,9 +24,12 @@ def state_after(steps: int) -> TrainingState:
 
 def make_manager(engine: GPTEngine, folder: Path, owner: FolderOwner | None = None) -> CheckpointManager:
     """Saves checkpoints of the engine to the folder, and loads them."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
     from megatron.checkpoint.manager import CheckpointManager
 
-    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner)
+    store = _get_default_store()
+    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner, store=store)
 
 
 def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:

@@ -74,7 +74,7 @@ def start_and_be_killed(
 ) -> None:
     """Resumes, then trains and saves after each step; rank `victim` dies `instant` seconds after it began one
     of the `saves` saves. Rank 0 records its actions in the journal. Inside `run_world`."""
-    from megatron.checkpoint.manager import find_checkpoint, select_valid_checkpoint
+    from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 
     folders = {"load": str(checkpoints), "save": str(checkpoints)}
     config = config_of(ROW, checkpoint={**folders, "keep_last": 2})

@@ -32,6 +32,20 @@ class CheckpointConfig(Section):
         help="iterations between checkpoints",
         needs={"checkpoint.save": "set the checkpoint folder, or remove it"},
     )
+    async_save: bool = flag(
+        False,
+        help="save in the background: training waits only until the state is copied to host memory, and a "
+        "process beside each rank writes the files. The last save of a run is not in the background",
+        needs={"checkpoint.save_interval": "set the interval, or remove --async-save"},
+    )
+    async_save_memory_gb: float | None = flag(
+        None,
+        above=0.0,
+        help="host memory per rank, in GB, for the copy of --async-save; with less than the state needs, "
+        "training waits longer",
+        derived="as much as the state needs",
+        needs={"checkpoint.async_save": "set --async-save, or remove --async-save-memory-gb"},
+    )
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),

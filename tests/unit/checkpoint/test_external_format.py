@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.checkpoint.formats import registry
 from megatron.checkpoint.formats.state import StateReader, check_shape
-from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import Config
 from megatron.config.registries import Registry
 from megatron.errors import UserError

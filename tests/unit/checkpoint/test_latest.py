@@ -13,8 +13,8 @@ from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import identity as identity_module
 from megatron.checkpoint.lineage.identity import read_record
-from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import describe_start
+from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError
 from tests.unit.checkpoint.saved_runs import (

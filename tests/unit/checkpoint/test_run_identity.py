@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint import manager
+from megatron.checkpoint import selection
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.lineage import start
@@ -221,10 +221,10 @@ def test_an_evaluation_uses_load_and_training_resumes_from_save(no_train, tmp_pa
         chosen.append(choose_checkpoint(options, damaged))
         raise Killed
 
-    monkeypatch.setattr(manager, "choose_checkpoint", choose)
+    monkeypatch.setattr(selection, "choose_checkpoint", choose)
     options = CheckpointConfig(load=str(old), save=str(new))
     with pytest.raises(Killed):
-        manager.find_checkpoint(
+        selection.find_checkpoint(
             config_of(Row(), training={"no_train": no_train}, checkpoint=vars(options)), 1, {}
         )
     assert chosen[0].folder == (old / "global_step2" if no_train else new / "global_step4")

@@ -1,0 +1,113 @@
+"""Which checkpoint a run starts from: the newest valid one that fits the flags."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.compatibility import (
+    check_data,
+    check_external_schedule,
+    check_first_sample,
+    check_model,
+    check_replicas,
+    check_schedule,
+    check_vocabulary,
+)
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import MAY_BE_INTACT
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.lineage.start import check_save_folder, choose_checkpoint, share_checkpoint
+from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, first_problem_of_ranks, no_heartbeat
+from megatron.checkpoint.record import Checkpoint
+from megatron.config import Config
+from megatron.config.batch import check_remaining_batches
+from megatron.errors import UserError, stop_at_access_error
+
+
+@stop_at_access_error(MAY_BE_INTACT)
+def find_checkpoint(
+    config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
+) -> Checkpoint | None:
+    """Returns the checkpoint that --load resumes from; None if the run initializes from scratch.
+
+    Raises UserError if the checkpoint is of a different model, if its data or learning-rate schedule differ
+    from this run's and no flag allows it, if --save belongs to another run, or if a file cannot be read now.
+    damaged: path of each checkpoint to skip -> the reason.
+    """
+    # An evaluation uses the checkpoint in --load, not a newer one in --save.
+    options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
+    checkpoint = choose_checkpoint(options, damaged)
+    if checkpoint is None and config.checkpoint.load and config.training.no_train:
+        raise UserError(
+            f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
+        )
+    if checkpoint is None and config.checkpoint.finetune:
+        raise UserError(
+            f"--load {config.checkpoint.load} holds no checkpoint: --finetune needs one to start from"
+        )
+    check_save_folder(checkpoint, config)
+    if not config.training.no_train:
+        check_first_sample(checkpoint, config)
+        check_remaining_batches(config, 0 if checkpoint is None else checkpoint.start_state.consumed_samples)
+    if checkpoint is not None:
+        check_replicas(checkpoint, config)
+    if checkpoint is not None and checkpoint.is_external:
+        open_reader(checkpoint).check_external(config, vocab_size)
+        check_external_schedule(checkpoint, config)
+    elif checkpoint is not None:
+        check_model(checkpoint, config, vocab_size)
+        check_vocabulary(checkpoint, fingerprint)
+        check_data(checkpoint, config, fingerprint)
+        check_schedule(checkpoint, config)
+    return checkpoint
+
+
+def select_valid_checkpoint(
+    checkpoint: Checkpoint | None,
+    config: Config,
+    vocab_size: int,
+    fingerprint: dict[str, Any],
+    heartbeat: Callable[[], None] = no_heartbeat,
+) -> Checkpoint | None:
+    """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint
+    before it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat:
+    called after each file. Collective."""
+    damaged: dict[str, str] = {}
+    while True:
+        checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0)
+        problem = None if checkpoint is None else find_damage(checkpoint, heartbeat)
+        if checkpoint is None or problem is None:
+            return checkpoint
+        damaged[str(checkpoint.folder)] = problem
+        with errors_of_rank_0(f"--load {config.checkpoint.load}"):
+            if dist.get_rank() == 0:
+                checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
+
+
+@stop_at_access_error(MAY_BE_INTACT)
+def find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
+    """Reads the files that must be intact before loading. Returns the first problem. Collective."""
+    reader = open_reader(checkpoint)
+    names: list[str] = []
+    with errors_of_rank_0():
+        if dist.get_rank() == 0:
+            names = reader.files_to_verify()
+    return first_problem(names, reader.file_problem, heartbeat)
+
+
+def open_on_all_ranks(folder: Path) -> Checkpoint | None:
+    """Returns the checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on
+    every rank if one rank cannot read it now. Collective."""
+    checkpoint = problem = None
+    try:
+        checkpoint = open_checkpoint(folder)
+    except UserError:
+        pass
+    except OSError as error:
+        problem = str(error)
+    if (found := first_problem_of_ranks(problem)) is not None:
+        raise UserError(f"rank {found[0]} cannot read checkpoint {folder} now ({found[1]})")
+    return checkpoint

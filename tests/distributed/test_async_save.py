@@ -1,0 +1,104 @@
+"""Saves in the background: what a save at once writes, whatever training does meanwhile; a writer that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.manager import load_checkpoint
+from tests.distributed.test_universal import is_equal, torch_files_in
+from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.layouts import Row, build_engine, config_of, train
+from tests.support.pool import run_world
+
+STEPS = 2
+ROWS = {
+    "one process": Row(),
+    "TP 2 x PP 2": Row(tp=2, pp=2),
+    "DP 4, no ZeRO": Row(dp=4),
+    "DP 2, ZeRO-1": Row(dp=2, zero=1),
+    "DP 2, ZeRO-3, bf16": Row(dp=2, zero=3, precision="bf16"),
+    "PP 2 x DP 2, fp16": Row(pp=2, dp=2, zero=1, precision="fp16"),
+}
+
+
+def save_twice(row: Row, folder: Path, memory_gb: float | None) -> None:
+    """Saves at once in 'direct', and in the background in 'background', with a step before it is complete."""
+    engine = build_engine(config_of(row, checkpoint={"async_save_memory_gb": memory_gb}))
+    train(engine, range(STEPS))
+    make_manager(engine, folder / "direct").save(state_after(STEPS))
+    manager = make_manager(engine, folder / "background")
+    assert manager.save(state_after(STEPS), in_background=True) is None
+    train(engine, [STEPS])
+    outcome = manager.finish_save()
+    assert outcome is not None and outcome.problem == "" and outcome.num_bytes > 0
+    assert manager.take_outcomes() == [outcome] and manager.finish_save() is None
+    found = open_checkpoint(folder / "background" / f"global_step{STEPS}")
+    checks = load_checkpoint(engine, found, FINGERPRINT)
+    assert any("equal to the last bit" in check.result for check in checks)
+    # The layer files are shared by the replicas, and each is written once.
+    names = [name for name in found.run["files"] if name.startswith("layer_")]
+    assert len(names) == len(list(found.folder.glob("layer_*"))) > 0
+
+
+@pytest.mark.gate(rows=4, also=["DP 4, no ZeRO"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_save_in_the_background_writes_what_a_save_at_once_writes(name: str, tmp_path: Path) -> None:
+    """With memory for the state, and with the memory of a small part of it."""
+    row = ROWS[name]
+    for memory_gb in (None, 2e-5):
+        folder = tmp_path / str(memory_gb)
+        folder.mkdir()
+        run_world(row.world_size, save_twice, row, folder, memory_gb)
+        direct, background = (folder / kind / f"global_step{STEPS}" for kind in ("direct", "background"))
+        assert is_equal(torch_files_in(direct), torch_files_in(background))
+        runs = [open_checkpoint(path).run for path in (direct, background)]
+        for run in runs:
+            for key in ("run_id", "sha256", "attempt"):
+                run.pop(key, None)
+        assert runs[0] == runs[1]
+        assert open_reader(open_checkpoint(background)).verify()[1] == []
+
+
+def lose_the_writer(folder: Path, victim: int, moment: str) -> list[Any]:
+    """Saves in the background three times. The writer of a rank is killed in the second save."""
+    engine = build_engine(config_of(Row(dp=2, zero=1)))
+    manager = make_manager(engine, folder)
+    ends = []
+    for step in range(3):
+        train(engine, [step])
+        kill = lambda number: None  # noqa: E731
+        if step == 1:
+            manager.finish_save()
+            if engine.global_rank == victim:
+                kill = partial(os.kill, manager._writer.pid)
+        kill(signal.SIGKILL if moment == "before the copy" else signal.SIGSTOP)
+        saved = manager.save(state_after(step + 1), in_background=True)
+        if moment == "after the copy":
+            kill(signal.SIGKILL)
+        manager.poll()
+        ends.append(None if saved is None else saved.name)
+    manager.finish_save()
+    problems = [(outcome.iteration, outcome.problem) for outcome in manager.take_outcomes()]
+    return [ends, problems]
+
+
+@pytest.mark.parametrize("moment", ["before the copy", "after the copy"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_save_whose_writer_dies_is_reported_and_the_next_one_is_at_once(
+    victim: int, moment: str, tmp_path: Path
+) -> None:
+    for ends, problems in run_world(2, lose_the_writer, tmp_path, victim, moment, timeout=30.0):
+        assert ends == [None, None, "global_step3"]
+        (first, second) = problems
+        assert first == (1, "")
+        assert second == (2, f"rank {victim}: the checkpoint writer has ended with exit code -9")
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step1", "global_step3"]
+    assert not list(tmp_path.glob("saving-*"))
