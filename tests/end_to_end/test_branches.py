@@ -198,7 +198,7 @@ def test_a_branch_point_that_is_not_there_is_one_sentence(tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_schedule_of_the_page_is_the_one_that_its_command_prints() -> None:
-    page = (ROOT / "docs" / "schedules.md").read_text()
+    page = (ROOT / "docs" / "learning_rate.md").read_text()
     command, line = re.findall(r"^```\w+\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
     words = command.replace("\\\n", " ").split()
     printed = subprocess.run(
