@@ -125,5 +125,5 @@ def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
         )
     if checkpoint.no_optimizer:
         note = f"; the optimizer state starts fresh (--no-load-optim){note}"
-    start = "starting a decay branch (--branch-at)" if checkpoint.is_branch_point else "starting"
+    start = "starting a cooldown branch (--branch-at)" if checkpoint.is_branch_point else "starting"
     return f"{start} from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{note}"

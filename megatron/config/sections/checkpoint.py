@@ -63,7 +63,7 @@ class CheckpointConfig(Section):
         metavar="ITERATION",
         help="start a decay branch: resume the checkpoint of this iteration in --load, of a stable phase, in "
         "a new run in --save whose learning rate decays from there on over --lr-wsd-decay-iters or -samples; "
-        "the same command, given again, resumes from --save. See docs/schedules.md",
+        "the same command, given again, resumes from --save. See docs/learning_rate.md",
     )
     no_load_optim: bool = flag(
         False,
