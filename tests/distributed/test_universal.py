@@ -346,7 +346,7 @@ def test_a_damaged_file_of_another_programs_checkpoint_is_named_before_it_is_loa
     assert run_world(2, select, blooms) == [None, None]
     flip_a_byte(blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg.pt")
     for sentence in run_world(2, select, blooms):
-        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; give another" in sentence
+        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; pass another" in sentence
 
 
 @pytest.mark.full
