@@ -1,4 +1,4 @@
-"""Errors that the user can mend, and the exit of a program on them."""
+"""Errors that the user can fix, and how a program exits on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 USER_ERROR_EXIT_CODE = 2
-# Seconds in which rank 0 prints an error that another rank has found first.
+# How long another rank waits before it exits, in seconds, so that rank 0 can print the error.
 _RANK_0_PRINTS_S = 5.0
-# What an OSError can say about the access to a file, rather than about the file itself.
-_OF_ACCESS = frozenset(
+# Error numbers that say that a file cannot be accessed. They say nothing about its content.
+_ACCESS_ERRNOS = frozenset(
     {
         *(errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
@@ -28,20 +28,19 @@ _OF_ACCESS = frozenset(
 
 
 class UserError(Exception):
-    """What the user can mend: a setting, a file, a disk. One sentence: the value, what was expected, and what
-    to change.
+    """An error that the user can fix. The message names the value, what was expected, and what to change.
 
-    Deliberately not a ValueError, which argparse catches and replaces by its own message.
+    It is not a ValueError, because argparse catches ValueErrors and prints its own message.
     """
 
 
 class ConfigError(UserError):
-    """An invalid setting; the sentence names the flag to change."""
+    """An invalid setting. The message names the flag to change."""
 
 
 def printable(text: str) -> str:
-    """The text with escapes, as \\x1b, for characters that could move a terminal's cursor or hide other text.
-    Line breaks and tabs stay. For texts with names from files, hosts or the environment."""
+    """Returns the text with escapes such as \\x1b for characters that could move a terminal's cursor or hide
+    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t"
@@ -51,21 +50,21 @@ def printable(text: str) -> str:
 
 
 def one_line(text: object, limit: int = 200) -> str:
-    """Another error, or a value from a file, for an error message: one line, short, printable."""
+    """Returns an error's text, or a value from a file, as one short printable line for an error message."""
     lines = str(text).strip().splitlines() or [type(text).__name__]
     line = printable(lines[0][: limit + 1])
     return line if len(line) <= limit else f"{line[:limit]}..."
 
 
 def is_access_error(error: BaseException) -> bool:
-    """Whether an error only says that a file cannot be read or written: an I/O error, a missing permission,
-    too many open files, a full disk. It says nothing about the file's content."""
-    return isinstance(error, OSError) and error.errno in _OF_ACCESS
+    """Returns whether an error says only that a file cannot be accessed: an I/O error, a missing permission,
+    too many open files, a full disk. Such an error says nothing about the content of the file."""
+    return isinstance(error, OSError) and error.errno in _ACCESS_ERRNOS
 
 
 @contextmanager
 def stop_at_access_error(consequence: str = "") -> Iterator[None]:
-    """Raises UserError for an error of access in the block. consequence: the end of its sentence."""
+    """Turns an access error in the block into a UserError. consequence: appended to its message."""
     try:
         yield
     except OSError as error:
@@ -84,8 +83,9 @@ def _access_sentence(error: OSError) -> str:
 
 @contextmanager
 def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Ends the program with exit code 2 on a UserError, an error of access or too long a name. Every rank
-    exits, see `exit_with_error`. Only the rank that has an error of access knows it, and prints it."""
+    """Ends the program with exit code 2 on a UserError, an access error or a file name that is too long. All
+    ranks raise the same UserError, and only rank 0 prints it (see `exit_with_error`). An access error may
+    occur on one rank only, so that rank prints it."""
     try:
         yield
     except UserError as error:
@@ -97,11 +97,11 @@ def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:
-    """Ends this rank with an error that rank 0 has too, or is sent. Only global rank 0 (environment variable
-    RANK, 0 if unset or empty) prints the sentence."""
+    """Ends this rank with an error that rank 0 has as well. Only global rank 0 (environment variable RANK, 0
+    if unset or empty) prints the message."""
     if (env.get("RANK") or "0") == "0":
         print(printable(f"error: {sentence}"), file=sys.stderr, flush=True)
     else:
-        # The launcher ends rank 0 as soon as this rank has ended, and all others as soon as rank 0 has.
+        # The launcher ends all other ranks as soon as one rank has exited: rank 0 must print first.
         time.sleep(_RANK_0_PRINTS_S)
     sys.exit(code)

@@ -1,8 +1,8 @@
-"""Small files: bounded reads of files that anybody may have written, atomic and synced writes.
+"""Small files: size-limited reads of untrusted files, and atomic, synced writes.
 
-Symbolic links are followed for reading, since users keep files on other disks and the caches of Hugging Face
-consist of links. The target must be a regular file: a device or a pipe is never opened.
-Links are not followed for writing: in a folder that others can write to, a link could name any of your files.
+Reads follow symbolic links: users keep files on other disks, and the caches of Hugging Face consist of links.
+The target must be a regular file: a device or a pipe is never opened. Writes do not follow links: in a folder
+that others can write to, a link could point to any of your files.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from typing import Any, BinaryIO
 
 from megatron.errors import UserError
 
-# The run.json of a run with thousands of files and parameters has 2 MB. Nested lists take 30 times the size
-# of their text in memory.
+# The run.json of a run with thousands of files is 2 MB. In memory, nested lists take 30 times their text.
 MAX_JSON_BYTES = 1 << 23
 MAX_JSON_DEPTH = 64
 
 
 class HostileFileError(UserError):
-    """A file that no Megatron program writes, by accident or on purpose: it requires a path outside its
-    folder, code execution, or far more memory or time than its size explains."""
+    """A file that may be malicious: it requires a path outside its folder, code execution, or far more memory
+    or time than its size explains. No Megatron program writes such a file."""
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Opens a file for reading. OSError if it does not exist, or if it is not a regular file."""
+    """Opens a file for reading. Raises OSError if it does not exist or is not a regular file."""
     return os.fdopen(_open_regular(path, os.O_RDONLY), "rb")
 
 
 def open_own(path: Path | str, flags: int = os.O_TRUNC) -> int:
-    """Opens a file for reading and writing, and creates it; returns its descriptor. OSError for a symbolic
-    link, and for what is not a regular file. Before a file with a second name (a hard link, as `cp -al` makes
-    it) is emptied, a new one replaces it."""
+    """Opens a file for reading and writing, creating it if needed, and returns its descriptor. A file with a
+    second name (a hard link, as `cp -al` makes) is replaced by a new file instead of being truncated. Raises
+    OSError for a symbolic link, and for anything else that is not a regular file."""
     own = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags & ~os.O_TRUNC
     descriptor = _open_regular(path, own)
     if flags & os.O_TRUNC:
-        # The file is emptied only after the checks.
+        # Truncate only after the checks.
         if os.fstat(descriptor).st_nlink > 1:
             os.close(descriptor)
             os.unlink(path)
@@ -52,7 +51,7 @@ def open_own(path: Path | str, flags: int = os.O_TRUNC) -> int:
 
 
 def _open_regular(path: Path | str, flags: int) -> int:
-    # O_NONBLOCK: opening a pipe would wait for its other end.
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -66,8 +65,8 @@ def _open_regular(path: Path | str, flags: int) -> int:
 
 
 def open_stream(path: Path) -> int | None:
-    """The descriptor of a device, a pipe, or an open file of this process (/dev/stdout); None for any other
-    path. OSError for a pipe that nobody reads."""
+    """Opens a device, a pipe, or an open file of this process (/dev/stdout) for writing. Returns its
+    descriptor, or None for any other path. Raises OSError for a pipe that nobody reads."""
     try:
         status = path.stat()
     except OSError:
@@ -80,27 +79,27 @@ def open_stream(path: Path) -> int | None:
         with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
             if os.path.samestat(status, os.fstat(stream.fileno())):
                 stream.flush()
-                return os.dup(stream.fileno())  # opened again, a redirected output would begin at its start
+                return os.dup(stream.fileno())  # reopening a redirected output would overwrite its start
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Reads a whole file. OSError if it cannot be read, HostileFileError if it is larger than the limit."""
+    """Reads a whole file. Raises OSError if it cannot be read, HostileFileError if it exceeds the limit."""
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
         if len(content) > limit_bytes:
             size = os.fstat(file.fileno()).st_size
-            raise HostileFileError(f"{path} has {size:,} bytes, expected {limit_bytes:,} at most")
+            raise HostileFileError(f"{path} has {size:,} bytes: expected {limit_bytes:,} at most")
     return content
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file.
+    """Returns the value in a JSON file.
 
-    Raises OSError if it cannot be read, ValueError if it does not hold JSON, and HostileFileError if it is
-    larger or nested more deeply than any file of this kind.
+    Raises OSError if the file cannot be read, ValueError if it does not hold JSON, and HostileFileError if it
+    is larger than MAX_JSON_BYTES or nested more deeply than MAX_JSON_DEPTH.
     """
     content = read_small(path)
     try:
@@ -114,12 +113,13 @@ def read_json(path: Path) -> Any:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether it has no more than MAX_JSON_DEPTH levels. ValueError for a string that cannot be printed."""
+    """Returns whether a value has at most MAX_JSON_DEPTH levels. Raises ValueError for unprintable
+    strings."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         for entry in level:
             if isinstance(entry, str) and not entry.isascii():
-                entry.encode()  # half a surrogate pair fails, with a ValueError
+                entry.encode()  # half a surrogate pair raises a ValueError
         containers = [entry for entry in level if isinstance(entry, (dict, list))]
         level = [child for entry in containers for child in entry]
         level += [child for entry in containers if isinstance(entry, dict) for child in entry.values()]
@@ -128,32 +128,32 @@ def _is_shallow(value: Any) -> bool:
     return False
 
 
-MOST_COUNT = 2**53
-"""The largest integer of a file that is believed: beyond it JSON readers round."""
+MAX_COUNT = 2**53
+"""The largest integer that is accepted from a file: JSON readers round larger ones."""
 Check = Callable[[Any], bool]
-"""Whether a value from a file, which others may have written, is of the expected type."""
+"""Returns whether a value from an untrusted file has the expected type."""
 
 
-def is_count(value: Any, least: int = 0, most: int = MOST_COUNT) -> bool:
-    """Whether it is an integer from `least` to `most`."""
+def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
+    """Returns whether a value is an integer from `least` to `most`."""
     return type(value) is int and least <= value <= most
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a text."""
+    """Returns whether a value is a string."""
     return isinstance(value, str)
 
 
 def list_of(check: Check) -> Check:
-    """The check of a list whose entries pass a check."""
+    """Returns the check for a list in which every entry passes `check`."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a small file through a temporary file, a sync and a rename: it is complete, or unchanged.
+    """Writes a small file atomically: a temporary file, a sync and a rename. It is complete, or unchanged.
 
     A link is replaced; its target does not change. A device or a pipe is written directly. Characters that
-    UTF-8 lacks, as in the name of a file with bytes of another encoding, are written as escapes.
+    UTF-8 cannot encode are written as escapes; they occur in file names with bytes of another encoding.
     """
     if isinstance(content, str):
         content = content.encode(errors="backslashreplace")
@@ -175,14 +175,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
-    """Writes a JSON file as `write_atomically`."""
+    """Writes a JSON file with `write_atomically`."""
     write_atomically(path, json.dumps(value, indent=indent) + "\n")
 
 
 @contextmanager
 def expect_layout(path: Path, what: str) -> Iterator[None]:
-    """Turns errors inside the block, caused by unexpected types or keys in a file, into a UserError that
-    names the file. what: what the file was expected to contain, in words."""
+    """Turns errors in the block that come from unexpected types or keys in a file into a UserError that names
+    the file. what: describes what the file was expected to contain, for the message."""
     try:
         yield
     except (
@@ -203,8 +203,8 @@ def expect_layout(path: Path, what: str) -> Iterator[None]:
 def sync_file(path: Path) -> None:
     """Flushes a file's content, or a folder's list of names, to the disk.
 
-    After a power failure a rename is lost unless its folder was synced. Some network file systems refuse to
-    sync a folder, and write names at once.
+    A power failure undoes a rename unless its folder was synced. Some network file systems cannot sync a
+    folder, but write names at once.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -225,7 +225,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def rename_synced(source: Path, target: Path) -> None:
-    """Renames within a file system and flushes the new name to the disk."""
+    """Renames within one file system and flushes the new name to the disk."""
     os.rename(source, target)
     sync_file(target.parent)
     if source.parent != target.parent:

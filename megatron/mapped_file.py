@@ -1,7 +1,6 @@
-"""Files mapped into memory without a descriptor: a run may map more files than a process may have open.
+"""Maps files into memory without keeping a descriptor: a run may map more files than a process may have open.
 
-Python's mmap and numpy's memmap keep a duplicate of the descriptor as long as the mapping exists (until
-Python 3.13's `trackfd`).
+Before Python 3.13 (`trackfd`), Python's mmap and numpy's memmap keep a descriptor for each mapping.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
-# Without it Linux may refuse a mapping for writing that is larger than the memory.
+# Without this flag Linux may reject a writable mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
 
 
 class _Mapping:
-    """A mapping that lives as long as an array of it."""
+    """A memory mapping that lives as long as a numpy array uses it."""
 
     def __init__(self, address: int, num_bytes: int, writable: bool) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -38,15 +37,15 @@ class _Mapping:
             "typestr": "|u1",
             "data": (address, not writable),
         }
-        # At the end of the process threads may still read it, and the system unmaps it.
+        # Not unmapped at exit: threads may still read the mapping, and the system unmaps it anyway.
         weakref.finalize(self, _LIBC.munmap, address, num_bytes).atexit = False
 
 
 def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:
-    """The bytes of a file.
+    """Maps a file into memory and returns its bytes.
 
-    copy_on_write: the array may be written to, which does not change the file. OSError if the file cannot be
-    opened or mapped, or is not a regular file.
+    copy_on_write: the array is writable; writing to it does not change the file. Raises OSError if the file
+    cannot be opened or mapped, or is not a regular file.
     """
     access, flags = mmap.PROT_READ, mmap.MAP_SHARED
     if copy_on_write:
@@ -63,8 +62,9 @@ def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.ui
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Takes pages of a mapping that was not written to out of the resident memory of the process. They are
-    read again when they are accessed. Without it a pass over a file makes all of it resident."""
+    """Removes pages of a mapping from the resident memory of the process. They are read again when they are
+    accessed. Without this call, reading a file once makes all of it resident. Not for mappings that were
+    written to."""
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + num_bytes
     if (length := end // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
         _LIBC.madvise(first, length, mmap.MADV_DONTNEED)

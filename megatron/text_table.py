@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]], left_align: Sequence[int] = (0,)) -> str:
-    """Rows of equal length as aligned lines. left_align: indices of the left-aligned columns (-1: the last);
-    the other columns are right-aligned."""
+    """Formats rows of equal length as aligned lines. left_align: indices of the left-aligned columns (-1: the
+    last); the other columns are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     left = {column % len(widths) for column in left_align}
     return "\n".join(
@@ -18,13 +18,13 @@ def format_table(rows: Sequence[Sequence[str]], left_align: Sequence[int] = (0,)
 
 
 def first_few(names: Iterable[str], limit: int = 3) -> str:
-    """'a, b, c and 4 more': at most `limit` names, in their order."""
+    """Lists at most `limit` names in their order: 'a, b, c and 4 more'."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """[3, 4, 5, 8] -> '3-5, 8'."""
+    """Formats integers as ranges: [3, 4, 5, 8] -> '3-5, 8'."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -35,5 +35,5 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def rank_list(ranks: Collection[int]) -> str:
-    """'rank 3', 'ranks 0-2, 5'."""
+    """Formats ranks for a message: 'rank 3', 'ranks 0-2, 5'."""
     return f"rank{'s' if len(ranks) > 1 else ''} {number_ranges(ranks)}"

@@ -1,4 +1,4 @@
 """Units of sizes."""
 
 GIB = 2**30
-"""Bytes of a GiB."""
+"""Bytes in a GiB."""

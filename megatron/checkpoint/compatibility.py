@@ -1,4 +1,4 @@
-"""Whether a run may resume from a checkpoint: model, data and learning-rate schedule are compared."""
+"""Decides whether a run may resume from a checkpoint, by its model, data and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 
 
 def starts_at_zero(checkpoint: Checkpoint) -> bool:
-    """Whether a run starts from it at sample 0: it was imported from Hugging Face, or --finetune is given.
-    Any data, schedule and training settings are accepted then."""
+    """Returns whether a run starts from this checkpoint at sample 0, because it was imported from Hugging
+    Face or --finetune is given. Such a run may use any data, schedule and training settings."""
     return not checkpoint.start_state.consumed_samples
 
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Raises UserError, with the differences, for a checkpoint of another model."""
-    # The vocabulary is compared by its size before padding: padding is removed or added.
+    """Raises UserError if the checkpoint is of a different model. The message lists the differences."""
+    # Vocabulary sizes are compared without padding, which loading removes or adds.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
     names = {field.name for field in fields(config.model)} if starts_at_zero(checkpoint) else now.keys()
     differences = [
@@ -35,7 +35,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Raises UserError for another vocabulary of the same size, if both digests are known."""
+    """Raises UserError if vocabularies of equal size differ. Compares nothing if a digest is missing."""
     saved, now = (data.get(VOCABULARY_KEY) for data in (checkpoint.run.get("data", {}), fingerprint))
     if saved and now and saved != now:
         raise UserError(
@@ -46,28 +46,28 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
 
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
-    """Raises UserError for other data, in which the saved position is meaningless, unless
-    --override-data."""
+    """Raises UserError if the data differ from the checkpoint's, unless --override-data is given. In
+    different data the saved position has no meaning."""
     differences = _data_differences(checkpoint, fingerprint)
     if not differences or config.checkpoint.override_data:
         return
     if same_data(checkpoint.run["data"], fingerprint):
         raise UserError(
-            f"checkpoint {checkpoint.folder} is of a run over {_train_samples(checkpoint.config):,} training "
-            f"samples, this run is over {_train_samples(config):,}: that is another number of epochs of the "
-            f"same data ({'; '.join(differences)}), which are shuffled together, so the order of the samples "
-            "differs: keep the length of that run (--global-batch-size, --train-iters, --train-samples, "
-            "--train-tokens), or pass --override-data to continue in the new order from the same sample"
+            f"checkpoint {checkpoint.folder}: the order of the samples would change. Its run has "
+            f"{_train_samples(checkpoint.config):,} training samples, this run "
+            f"{_train_samples(config):,}: another number of epochs of the same data "
+            f"({'; '.join(differences)}). All epochs are shuffled together. Keep the length of the "
+            "checkpoint's run (--global-batch-size, --train-iters, --train-samples, --train-tokens), or pass "
+            "--override-data to continue in the new order from the saved sample"
         )
     raise UserError(
         f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "
-        "data flags of that run, or --override-data to continue with these data from the same sample "
-        "number"
+        "data flags of its run, or --override-data to continue with the new data from the saved sample"
     )
 
 
 def _train_samples(config: Config) -> int:
-    """The training samples of the whole run."""
+    """Returns the training samples of the whole run."""
     batches = BatchSchedule.from_config(config.batch)
     return batches.consumed_after(
         batches.total_iterations(config.training, config.model.seq_length, config.curriculum)
@@ -79,13 +79,13 @@ def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
     consumed = 0 if checkpoint is None else checkpoint.start_state.consumed_samples
     if consumed < config.data.data_first_sample:
         raise UserError(
-            f"--data-first-sample {config.data.data_first_sample}, and the run starts at sample {consumed}: "
-            "remove the flag, or load a later checkpoint"
+            f"--data-first-sample {config.data.data_first_sample}: the run starts before it, at sample "
+            f"{consumed}. Remove the flag, or load a later checkpoint"
         )
 
 
 def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
-    """How the data compare with those of the checkpoint, for the log."""
+    """Describes how the data compare with the checkpoint's, for the log."""
     first = fingerprint.get("first_sample", 0)
     if checkpoint.weights_only:
         return "from sample 0 (--finetune)"
@@ -93,7 +93,7 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
         return "from sample 0: the checkpoint has consumed none"
     position = f"from sample {checkpoint.state.consumed_samples - first:,}"
     if checkpoint.is_external:
-        return f"not compared, {position}: the program that saved it did not record them"
+        return f"not compared, {position}: the framework that saved the checkpoint did not record its data"
     if differences := _data_differences(checkpoint, fingerprint):
         what = (
             "the same data in another order"
@@ -109,18 +109,19 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
 
 
 def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
-    """The parameters and moments whose replicas on several ranks differed when the checkpoint was saved."""
+    """Returns the parameters and moments whose replicas on several ranks differed at the save."""
     return list(checkpoint.run.get("certificate", {}).get("unequal_copies", []))
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError if replicas of a parameter differed, unless --allow-replica-mismatch."""
+    """Raises UserError if replicas differed when the checkpoint was saved, unless
+    --allow-replica-mismatch."""
     mismatched = mismatched_replicas(checkpoint)
     if mismatched and not config.checkpoint.allow_replica_mismatch:
         raise UserError(
             f"checkpoint {checkpoint.folder}: when it was saved, replicas on several ranks were not equal "
-            f"({'; '.join(mismatched[:3])}; {len(mismatched)} in all): load an older one, or use the first "
-            "rank's replicas with --allow-replica-mismatch"
+            f"({'; '.join(mismatched[:3])}; {len(mismatched)} in all): load an older checkpoint, or pass "
+            "--allow-replica-mismatch to use the first rank's replicas"
         )
 
 
@@ -128,13 +129,13 @@ def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
     """Raises UserError for --use-checkpoint-lr-scheduler with a checkpoint that has no schedule."""
     if config.schedule.use_checkpoint_lr_scheduler:
         raise UserError(
-            f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another program "
-            "and its schedule is not known: drop the flag and give the --lr flags that it was trained with"
+            f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another framework "
+            "and its schedule is not known. Remove the flag, and set the --lr flags that it was trained with"
         )
 
 
 def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError for another learning-rate schedule, unless a flag selects one of the two."""
+    """Raises UserError if the schedule differs from the checkpoint's and no flag selects one of the two."""
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
     saved, now = schedule_of(checkpoint.config), schedule_of(config)
@@ -142,13 +143,13 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     if saved != now and not which:
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
-            "--override-lr-scheduler uses that of the flags, --use-checkpoint-lr-scheduler that of the "
-            "checkpoint"
+            "pass --override-lr-scheduler to use the schedule of the flags, or --use-checkpoint-lr-scheduler "
+            "to use the checkpoint's"
         )
 
 
 def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
-    """The schedule of a run that resumes from `checkpoint`, or of a new run if it is None."""
+    """Returns the schedule of a run that resumes from `checkpoint` (None: of a new run)."""
     use_checkpoint = config.schedule.use_checkpoint_lr_scheduler
     if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
         return schedule_of(checkpoint.config)
@@ -156,7 +157,7 @@ def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningR
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
-    """How the schedules compare and which one is used, for the log."""
+    """Describes how the schedules compare and which one is used, for the log."""
     if checkpoint.weights_only:
         return "the schedule of the flags, from its start (--finetune)"
     if checkpoint.is_branch_point:
@@ -176,6 +177,6 @@ def _has_schedule(checkpoint: Checkpoint) -> bool:
 
 
 def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:
-    """The settings that differ, in words."""
+    """Describes the settings that differ, for a message."""
     old, new = asdict(saved), asdict(now)
     return "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])

@@ -1,9 +1,9 @@
 """Digests of global parameters and moments, equal on every layout.
 
-The digest of a tensor is the sum over its elements of (their 32 bits) x (an odd 64-bit key, a hash of the
-position in the global tensor), modulo 2^64. A sum does not depend on its order, so each rank sums its own
-elements. One changed element always changes the digest, because an odd key has an inverse. Several changes
-cancel with a probability of about 2^-60. The digest detects errors, not forgeries.
+The digest of a tensor is a sum over its elements, modulo 2^64. Each element adds its 32 bits times an odd
+64-bit key, which is a hash of its position in the global tensor. The order of a sum does not matter, so each
+rank sums its own elements. One changed element always changes the digest, because an odd key has an inverse.
+Several changes cancel with a probability of about 2^-60. The digest detects errors, not forgeries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.mpu.random import mix64
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.zero import LocalParamState
 
-# Elements per step: their positions and keys fit in a core's cache.
+# Elements per chunk: their positions and keys fit in a core's cache.
 CHUNK = 1 << 16
 _WORD = 1 << 64
 
@@ -33,24 +33,24 @@ class StateDigests:
     """Digests of the state of all optimizers of a run."""
 
     tensors: dict[str, dict[str, str]]
-    """Digest in hex by kind ('fp32', 'exp_avg', ...) and parameter."""
+    """State ('fp32', 'exp_avg', ...) -> parameter -> digest in hex."""
     step: float | None
     """Number of updates, if the optimizer counts them."""
     quantized: frozenset[str]
     """The parameters with 8-bit moments."""
     mismatched: tuple[str, ...]
-    """'<kind> of <parameter>' whose replicas on several ranks differ."""
+    """'<state> of <parameter>' for each state whose replicas on several ranks differ."""
 
 
 class UnquantizedDigests:
-    """This rank's part of the digests of moments as read from a checkpoint, before they are rounded to 8
-    bits: parameter -> kind -> digest."""
+    """This rank's part of the digests of moments as read from a checkpoint, before the moments are rounded to
+    8 bits: parameter -> state -> digest."""
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, int]] = {}
 
     def add(self, part: LocalParamState) -> None:
-        """Adds the digest of a part of one moment."""
+        """Adds the digests of a part of a parameter's moments."""
         digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
         self.parts.setdefault(part.name, {}).update(digests)
 
@@ -58,9 +58,9 @@ class UnquantizedDigests:
 def digest_state(
     optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, unquantized: UnquantizedDigests | None = None
 ) -> StateDigests:
-    """Digests of the optimizer state of all ranks. Collective; every rank gets the result.
+    """Returns the digests of the optimizer state of all ranks, on every rank. Collective.
 
-    unquantized: digests that are used for the moments that it contains.
+    unquantized: replaces the digests of the moments that it contains.
     """
     read_parts = unquantized.parts if unquantized is not None else {}
     place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
@@ -88,12 +88,13 @@ def digest_state(
 def fragment_digests(
     spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
-    """What the elements start, start + 1, ... of this rank's shard add to the digests of the global tensors.
+    """Returns the contribution of a fragment of this rank's shard to the digests of the global tensors.
 
-    values: flat fp32 tensors of one length, by kind. Padded rows of the vocabulary add 0.
+    start: index of the fragment's first element in the shard. values: state -> flat fp32 tensor; all have one
+    length. Padded rows of the vocabulary add 0.
     """
     length, device = next((value.numel(), value.device) for value in values.values())
-    sums = {kind: torch.zeros((), dtype=torch.int64, device=device) for kind in values}
+    sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
     num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
     for first in range(0, length, CHUNK):
         last = min(first + CHUNK, length)
@@ -102,13 +103,13 @@ def fragment_digests(
         keys = mix64(positions) | 1
         if num_valid_elements is not None:
             keys *= positions < num_valid_elements
-        for kind, value in values.items():
-            sums[kind] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
-    return {kind: int(total) % _WORD for kind, total in sums.items()}
+        for state, value in values.items():
+            sums[state] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
+    return {state: int(total) % _WORD for state, total in sums.items()}
 
 
 def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
-    """Positions in this rank's flat shard -> positions in the flat global tensor."""
+    """Converts positions in this rank's flat shard to positions in the flat global tensor."""
     dim = spec.shard_dim
     if dim is None or tp_group.size == 1:
         return local
@@ -125,24 +126,26 @@ def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> 
 
 
 def _combined(records: list[Any]) -> StateDigests:
-    """Sums the parts of each replica, and compares the replicas: tied weights on several stages, replicated
-    parameters on TP ranks, and without ZeRO everything on data-parallel ranks."""
-    copies: dict[tuple[str, str], dict[Any, int]] = {}
+    """Sums the parts of each replica and compares the replicas. Tied weights have replicas on several stages,
+    replicated parameters on TP ranks, and without ZeRO all parameters on data-parallel ranks."""
+    replicas: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
     quantized: set[str] = set()
     for place, tp_rank, own, sharded, rank_quantized, rank_steps in records:
         steps |= rank_steps
         quantized |= rank_quantized
         for name, digests in own.items():
-            copy = place if name in sharded else (*place, tp_rank)
-            for kind, part in digests.items():
-                sums = copies.setdefault((kind, name), {})
-                sums[copy] = (sums.get(copy, 0) + part) % _WORD
+            replica = place if name in sharded else (*place, tp_rank)
+            for state, part in digests.items():
+                sums = replicas.setdefault((state, name), {})
+                sums[replica] = (sums.get(replica, 0) + part) % _WORD
     tensors: dict[str, dict[str, str]] = {}
-    for (kind, name), sums in sorted(copies.items()):
+    for (state, name), sums in sorted(replicas.items()):
         # A checkpoint is read from the first stage and TP rank that hold a parameter.
-        tensors.setdefault(kind, {})[name] = f"{sums[min(sums)]:016x}"
-    mismatched = [f"{kind} of {name}" for (kind, name), sums in copies.items() if len(set(sums.values())) > 1]
+        tensors.setdefault(state, {})[name] = f"{sums[min(sums)]:016x}"
+    mismatched = [
+        f"{state} of {name}" for (state, name), sums in replicas.items() if len(set(sums.values())) > 1
+    ]
     if len(steps) > 1:
         mismatched.append(f"number of updates ({', '.join(str(int(step)) for step in sorted(steps))})")
     return StateDigests(tensors, min(steps, default=None), frozenset(quantized), tuple(sorted(mismatched)))

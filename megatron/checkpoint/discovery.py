@@ -45,25 +45,25 @@ from megatron.text_table import first_few
 
 
 class MissingCheckpointError(UserError):
-    """`latest` names a checkpoint that does not exist, and a user wrote that name: no other is resumed."""
+    """A user wrote a name into `latest` that does not exist. No other checkpoint is used instead."""
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """The checkpoint that a run resumes from; None if the folder holds none.
+    """Returns the checkpoint that a run resumes from; None if the folder holds none.
 
-    It is the one that `latest` names, or a newer one of the run if the job was killed before it updated
-    `latest`. If that one is damaged, it is the newest complete one in its lineage. If `folder` itself is a
-    checkpoint, it is that one.
+    `latest` names this checkpoint, unless the job was killed after it had saved a newer one and before it
+    updated `latest`. If the checkpoint is damaged, the newest complete one in its lineage is returned. If
+    `folder` itself is a checkpoint, it is returned.
 
-    damaged: path of each checkpoint to skip -> the reason. Raises UserError if there are checkpoints and
-    none is complete, if a user set `latest` to none of them, or if it is ambiguous which of several runs to
-    resume. Raises OSError if a file of a checkpoint to resume from cannot be read now.
+    damaged: path of each checkpoint to skip -> the reason. Raises UserError if the folder holds checkpoints
+    but no complete one, if a user set `latest` to a name that does not exist, or if it is ambiguous which of
+    several runs to resume. Raises OSError if a file of a checkpoint to resume from cannot be read now.
     """
     folder, damaged = Path(folder), damaged or {}
     check_program(folder)
     if (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
         if str(folder) in damaged:
-            raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; give another one to --load")
+            raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; pass another checkpoint to --load")
         return open_checkpoint(folder)
     names = native_names(folder)
     latest, record = read_latest(folder), read_record(folder)
@@ -73,11 +73,13 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         missing = f"{folder / LATEST_FILE} names {latest}, which does not exist; the folder holds "
         missing += first_few(reversed(names), 10) if names else "none: remove it to start from scratch"
         if record is None or latest not in record.written_names:
-            also = (
-                ": write the name of the checkpoint to resume from into it, or remove it to resume from the"
-            )
-            raise MissingCheckpointError(f"{missing}{also} newest one" if names else missing)
-        # The program wrote that name: the folder was removed since, or the job was killed in `publish`.
+            if names:
+                missing += (
+                    f": write one of these names into {LATEST_FILE}, or remove {LATEST_FILE} to resume "
+                )
+                missing += "from the newest checkpoint"
+            raise MissingCheckpointError(missing)
+        # This program wrote that name: the checkpoint was deleted later, or the job was killed in `publish`.
         skip_reason.append(missing)
         del lineage[latest]
     for name, sha256 in lineage.items():
@@ -105,10 +107,10 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
 def _candidates(
     folder: Path, latest: str | None, record: LatestRecord | None, names: Mapping[str, Path]
 ) -> tuple[dict[str, str | None], str]:
-    """(name -> digest of the run's checkpoints in the order in which they are tried, why the first one is not
-    the one that `latest` names, or ""). A digest of None accepts any."""
-    # The program writes `latest` before its record. A newer `latest` was edited, or the job was killed
-    # between the two: in both cases it names the right checkpoint.
+    """Returns the run's checkpoints in the order in which they are tried, as name -> digest, and why the
+    first one is not the one that `latest` names ("" if it is). A digest of None accepts any."""
+    # The program writes `latest` before latest.json. If `latest` is newer, a user edited it, or the job was
+    # killed between the two writes. In both cases `latest` names the right checkpoint.
     is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)
     if record is not None and (latest is None or latest in record.written_names) and not is_newer:
         entries = [*record.lineage]
@@ -144,7 +146,7 @@ def _candidates(
 
 
 def _is_newer(file: Path, other: Path) -> bool:
-    """Whether a file was written after another one in the same folder, by the clock of its file system."""
+    """Returns whether a file is newer than another one in its folder, by the file system's clock."""
     try:
         return file.stat().st_mtime_ns > other.stat().st_mtime_ns
     except FileNotFoundError:
@@ -156,8 +158,8 @@ def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:
 
 
 def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
-    """The checkpoints of a folder without a usable `latest`, if all of them are in one lineage. UserError
-    if not: the highest number may belong to another run."""
+    """Returns the checkpoints of a folder without a usable `latest`, if all are in one lineage. Otherwise
+    raises UserError: the one with the highest number may belong to a different run."""
     described = _readable_checkpoints(folder, names)
     parents = {
         (entry.name, entry.sha256)
@@ -173,13 +175,13 @@ def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | 
         which = ", ".join(f"{tip.entry.name} (run {(tip.run_id or 'without id')[:10]})" for tip in tips)
         raise UserError(
             f"{folder / LATEST_FILE} names no checkpoint that can be read, and {which} are of different runs "
-            "or branches: write the name of the one to resume from into it"
+            f"or branches: write the name of the checkpoint to resume from into {LATEST_FILE}"
         )
     return _newest_first([*_lineage_of(tips[0], described), tips[0].entry]) if tips else {}
 
 
 def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint]) -> list[LineageEntry]:
-    """The lineage of a checkpoint. Checkpoints from before lineages in one folder count as one run."""
+    """Returns the lineage of a checkpoint. Old checkpoints without lineage count as one run per folder."""
     if "lineage" in checkpoint.run:
         return list(checkpoint.lineage)
     same = (other.entry for other in all_described.values() if "lineage" not in other.run)
@@ -189,7 +191,7 @@ def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint])
 
 
 def _newer_checkpoints(folder: Path, checkpoint: Checkpoint, names: Iterable[str], reasons: str) -> list[str]:
-    """Why the checkpoints with a higher number than the selected one are not used."""
+    """Returns why the checkpoints with a higher number than the selected one are not used."""
     step = checkpoint.state.iteration
     saving = sorted(path.name for path in folder.glob(f"{SAVING}global_step*"))
     unfinished = [f"{name} was never finished" for name in saving if step_of(name) > step]
@@ -198,7 +200,7 @@ def _newer_checkpoints(folder: Path, checkpoint: Checkpoint, names: Iterable[str
 
 
 def native_names(folder: Path) -> dict[str, Path]:
-    """Name -> current path of the native checkpoints in a folder, complete or not."""
+    """Returns the native checkpoints in a folder, complete or not: name -> current path."""
     if not folder.is_dir():
         return {}
     names = {
@@ -210,7 +212,7 @@ def native_names(folder: Path) -> dict[str, Path]:
 
 
 def _is_native(path: Path) -> bool:
-    """Whether it is the folder of a native checkpoint. One that cannot be accessed now may be."""
+    """Returns whether a folder is a native checkpoint; True if it cannot be accessed now."""
     try:
         return path.is_dir() and format_of(path) == NATIVE
     except OSError:
@@ -218,7 +220,7 @@ def _is_native(path: Path) -> bool:
 
 
 def current_path(folder: Path, name: str) -> Path:
-    """The path of a checkpoint. It has a suffix while the checkpoint is being replaced."""
+    """Returns the path of a checkpoint, which has a suffix while the checkpoint is being replaced."""
     path, replaced = folder / name, folder / f"{name}{REPLACED}"
     try:
         return replaced if not path.exists() and replaced.is_dir() else path
@@ -227,8 +229,8 @@ def current_path(folder: Path, name: str) -> Path:
 
 
 def _open_or_none(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder if its `run.json` is intact, even if files are missing; else None. OSError
-    if it cannot be read now."""
+    """Returns the checkpoint in a folder if its `run.json` is intact, even if files are missing; else None.
+    Raises OSError if it cannot be read now."""
     try:
         return open_checkpoint(path, with_files=False)
     except UserError:
@@ -246,8 +248,8 @@ def _digest_of(folder: Path, entry: LineageEntry) -> str | None:
 
 
 def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
-    """The universal checkpoint that `latest_universal` in `folder` names, or `folder` itself if it is one.
-    UserError if there is none, or if it cannot be read. with_files: as `open_checkpoint`."""
+    """Returns the universal checkpoint that `latest_universal` in `folder` names, or `folder` itself if it is
+    one. Raises UserError if there is none, or if it cannot be read. with_files: see `open_checkpoint`."""
     folder = Path(folder)
     if format_of(folder) != UNIVERSAL:
         latest = folder / LATEST_UNIVERSAL_FILE
@@ -255,7 +257,7 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
         if not latest.is_file():
             raise UserError(
                 f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
-                "tools/ds_to_universal.py, or drop the flag: --load opens native checkpoints on any layout"
+                "tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints on any layout"
             )
         if name is None:
             raise UserError(f"--universal_checkpoint: {latest} does not hold the name of a folder")
@@ -270,8 +272,8 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
 def open_checkpoint(
     folder: str | Path, with_files: bool = True, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> Checkpoint:
-    """Opens the checkpoint in a folder, of any format. UserError names a missing or damaged file, OSError
-    one that cannot be read now.
+    """Opens a checkpoint of any format. Raises UserError for a missing or damaged file, and OSError for a
+    file that cannot be read now.
 
     with_files: compare the sizes of all files with those in `run.json`. Contents are not read.
     """
@@ -297,7 +299,7 @@ def open_checkpoint(
         if is_access_error(error):
             raise
         raise UserError(
-            f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); point --load at a folder whose "
+            f"checkpoint {path.parent}: {RUN_FILE} cannot be read ({error}); pass a folder to --load whose "
             f"`{LATEST_FILE}` names a complete checkpoint"
         ) from error
     if problem:
@@ -310,17 +312,17 @@ def open_checkpoint(
 
 def check_program(folder: Path) -> None:
     """Raises UserError if a folder is a native checkpoint of Microsoft's Megatron-DeepSpeed. Reads the
-    structure of one file, and only without `run.json`."""
+    structure of one file, unless the folder has a `run.json`."""
     if (folder / RUN_FILE).exists() or not folder.is_dir():
         return
     if sharded_weight_files(folder):
         raise UserError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
     for path in model_files(folder)[:1]:
         content = read_file(path)
-        # This program's mp_rank files have no version, DeepSpeed's none either.
+        # Neither this program nor DeepSpeed writes a version into mp_rank files.
         if isinstance(content, dict) and "checkpoint_version" in content:
             raise UserError(
-                f"checkpoint {folder} is a native one of Microsoft's Megatron-DeepSpeed: convert it with "
-                f"'python tools/ds_to_universal.py --input_folder {folder} --output_folder "
+                f"checkpoint {folder} is in the native format of Microsoft's Megatron-DeepSpeed: convert it "
+                f"with 'python tools/ds_to_universal.py --input_folder {folder} --output_folder "
                 f"{folder}_universal', then pass --load {folder.parent} --universal_checkpoint"
             )

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: sizes, digests, and errors of access.
+"""The files of a checkpoint: sizes, digests, and access errors.
 
-An error of access, such as an I/O error of a network file system, says nothing about a checkpoint's content:
-a read is repeated and then stops the program. Only a file that was read counts as damaged.
+An access error, such as an I/O error of a network file system, says nothing about a checkpoint's content: the
+read is retried, and if it fails again, the program stops. Only a file that can be read can count as damaged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from megatron.errors import is_access_error
 from megatron.files import open_regular
 
-# Delays between attempts: a network file system may recover, or show a new file to other nodes, only after
-# some seconds.
+# Delays between attempts: a network file system may take seconds to recover or to show a new file.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
-# The end of the sentence for an error of access.
+# Appended to the message of an access error.
 MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair the access, then start again"
 
 T = TypeVar("T")
@@ -31,8 +30,8 @@ T = TypeVar("T")
 def read_with_retries(
     path: Path, read: Callable[[], T], retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> T:
-    """Returns read(), which reads `path`. After an error of access it is called again for about ten seconds;
-    then the OSError is raised with the path. Any other error is raised at once."""
+    """Returns read(), which reads `path`. After access errors it retries for about ten seconds (by default),
+    then raises OSError with the path. It raises any other error at once."""
     for delay_s in (*retry_delays_s, None):
         try:
             return read()
@@ -51,9 +50,9 @@ READ_THREADS = 4
 
 
 def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
-    """The first file that is missing or has another size, in words; None if there is none. Reads no file.
+    """Describes the first file that is missing or has the wrong size; None if there is none. Reads no file.
 
-    unneeded: files that may be missing. OSError if the folder cannot be read now.
+    unneeded: files that may be missing. Raises OSError if the folder cannot be read now.
     """
     for name, expected in sorted(files.items()):
         try:
@@ -73,17 +72,17 @@ def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = 
 
 
 def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
-    """Reads a file. Returns what is wrong with it, in words; None if it has the expected size and digest.
+    """Reads a file and returns what is wrong with it; None if it has the expected size and digest. Raises
     OSError if it cannot be read now."""
     differs = "is damaged: its digest differs from that in run.json"
-    return problem_of_content(folder, name, lambda found: found == expected, differs)
+    return content_problem(folder, name, lambda found: found == expected, differs)
 
 
-def problem_of_content(
+def content_problem(
     folder: Path, name: str, is_expected: Callable[[dict[str, Any]], bool], differs: str
 ) -> str | None:
-    """Reads a file. Returns None if `describe_file` gives what is expected; else its name and `differs`, or
-    the error of reading it. OSError if it cannot be read now."""
+    """Reads a file. Returns None if `is_expected` accepts its description by `describe_file`. Otherwise
+    returns a problem: `differs`, or the error of the read. Raises OSError if it cannot be read now."""
     path = folder / name
     try:
         found = read_with_retries(path, lambda: describe_file(path))
@@ -95,25 +94,25 @@ def problem_of_content(
 
 
 def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> Iterator[str | None]:
-    """`file_problem` of every file, in order, read by several threads."""
+    """Yields the `file_problem` of every file, in order. Several threads read the files."""
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda name: file_problem(folder, name, files[name]), files)
 
 
 def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with a SHA-256 of its content, which replaces an existing one."""
+    """Returns the record with a SHA-256 of its content, which replaces an existing one."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return {**content, "sha256": digest}
 
 
 def has_valid_checksum(record: dict[str, Any]) -> bool:
-    """Whether the record has the checksum that `add_checksum` adds."""
+    """Returns whether the record has the checksum that `add_checksum` adds."""
     return record.get("sha256") == add_checksum(record)["sha256"]
 
 
 def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:
-    """Size and digest of one file. to_disk: sync it to the disk."""
+    """Returns the size and digest of one file. to_disk: also sync the file to the disk."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(1 << 20):

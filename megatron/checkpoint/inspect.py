@@ -49,10 +49,10 @@ _REPLACED = ".replaced"
 
 @dataclass(frozen=True)
 class Summary:
-    """One folder. Unknown numbers are None. problem: what is wrong; "" if nothing is.
+    """One folder in an overview. Unknown numbers are None. problem: what is wrong; "" if nothing is.
 
     kind: a checkpoint format, or the state of an unfinished save or conversion: 'being saved', 'replaced' (by
-    one of the same step), 'being converted'.
+    a checkpoint of the same step), 'being converted'.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Report:
 @dataclass(frozen=True)
 class Overview:
     """A folder: the content of `latest` and `latest_universal`, its checkpoints, and a report on the newest
-    complete one, preferably native. For a folder that is itself a checkpoint only the report."""
+    complete one, preferably native. A folder that is itself a checkpoint has only the report."""
 
     folder: str
     latest: str | None
@@ -119,13 +119,13 @@ class Overview:
 def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     """Describes a folder of checkpoints and reports on the newest complete one, or on `folder` itself.
 
-    File sizes are compared in all checkpoints. verify: compare the digests of the reported one too.
+    File sizes are compared in all checkpoints. verify: also compare the digests of the reported checkpoint.
     """
     if _kind(folder):
         return Overview(str(folder), None, None, [], [], inspect_checkpoint(folder, verify))
     paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
     if not paths:
-        raise UserError(f"{folder} holds no checkpoint, expected global_stepN folders, or the path of one")
+        raise UserError(f"{folder} holds no checkpoint: expected global_stepN folders, or the path of one")
     latest = {kind: _named_by(folder / file) for kind, file in _LATEST_FILES.items()}
     paths.sort(key=lambda path: (step_of(path.name), path.name))
     found = [_summary(path, path.name == latest.get(_kind(path))) for path in paths]
@@ -150,13 +150,13 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
 
 
-# By format, in the order in which one of them is described.
+# Format -> its `latest` file, in the order in which the checkpoint to report on is looked for.
 _LATEST_FILES = {name: entry.latest_file for name, entry in FORMATS.items() if entry.latest_file}
 
 
 def _kind(path: Path) -> str:
-    """The kind of a `Summary`; '' for a folder that is not a checkpoint. Of a folder that cannot be read now
-    only the name decides."""
+    """Returns the kind of a `Summary`; '' for other folders. If the folder cannot be read now, its name
+    decides."""
     try:
         return _kind_by_files(path)
     except OSError:
@@ -212,14 +212,14 @@ def _summary(path: Path, is_latest: bool) -> Summary:
 
 
 def _open(folder: Path) -> Checkpoint:
-    """The checkpoint, whatever is wrong with its files."""
+    """Opens a checkpoint even if its files are missing or damaged."""
     if format_of(folder) == NATIVE and not (folder / RUN_FILE).exists():
         raise UserError(f"{RUN_FILE}, which is written last, is missing")
     return open_checkpoint(folder, with_files=False)
 
 
 def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
-    """The report on the checkpoint in `folder`. verify: read everything that has a digest and compare."""
+    """Returns the report on the checkpoint in `folder`. verify: compare all contents that have digests."""
     groups = _file_groups(folder)
     try:
         checkpoint = _open(folder)
@@ -254,7 +254,7 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
 
 
 def _compare_digests(reader: StateReader, verify: bool) -> tuple[str, list[str]]:
-    """What was compared, in words, and what is damaged."""
+    """Returns a summary of the comparison, and what is damaged."""
     if not reader.has_digests():
         return "there are none to compare", []
     if not verify:
@@ -278,7 +278,7 @@ def _file_groups(folder: Path) -> list[FileGroup]:
 
 
 def _file_problems(folder: Path, files: Files) -> Iterator[str]:
-    """What is wrong with the names and sizes of files, compared with those in `run.json`."""
+    """Yields what is wrong with the names and sizes of files, compared with `run.json`."""
     if not files:
         return
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
@@ -292,7 +292,7 @@ def _file_problems(folder: Path, files: Files) -> Iterator[str]:
 
 
 def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
-    """Files that the layout in `run.json` requires and its list of files lacks."""
+    """Yields a problem if `run.json` does not list all files that its layout requires."""
     if not run.get("files"):
         return
     try:
@@ -305,7 +305,7 @@ def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def printable_entries(value: Any) -> Any:
-    """A value from a file without control characters, which could forge lines on a terminal."""
+    """Returns a value from a file without control characters, which could forge lines on a terminal."""
     if isinstance(value, dict):
         return {one_line(key): printable_entries(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -314,7 +314,7 @@ def printable_entries(value: Any) -> Any:
 
 
 def _truncated_files(folder: Path) -> Iterator[str]:
-    """Files without a readable zip directory, which torch.save writes at the end."""
+    """Yields a problem for each file without a readable zip directory, which torch.save writes last."""
     for path in sorted(folder.glob("*.pt")):
         if path.is_file() and not zipfile.is_zipfile(path):
             yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are not a file of torch.save"
@@ -322,7 +322,7 @@ def _truncated_files(folder: Path) -> Iterator[str]:
 
 def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
     if checkpoint.is_external:
-        return f"of another program, {num_parameters:,} parameters, including the padding of the vocabulary"
+        return f"of another framework, {num_parameters:,} parameters, including the padding of the vocabulary"
     config = checkpoint.config
     return (
         f"{model_summary(config.model)}, {config.precision.name}, "

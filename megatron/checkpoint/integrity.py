@@ -1,4 +1,4 @@
-"""Checkpoint verification: the integrity record that a checkpoint holds, and its comparison after loading.
+"""Checkpoint verification: the integrity record of a checkpoint, and the comparison with it after loading.
 
 The record has a digest of every full parameter and moment, and the loss of a canary batch. After loading, on
 any layout, both are recomputed and compared before the first step. In `run.json` the record is stored under
@@ -25,8 +25,8 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
 from megatron.text_table import first_few, format_table
 
-# Relative tolerance of the canary loss. The weights are compared to the last bit, so this covers only the
-# computation: layouts differ by the order of sums in fp32, and by rounding in 16 bits.
+# Relative tolerance of the canary loss. Weights must be equal to the last bit, so the tolerance covers only
+# the computation: layouts differ in the order of sums (fp32) and in rounding (fp16, bf16).
 CANARY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
 
@@ -39,7 +39,7 @@ class Check:
 
 
 def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
-    """The integrity record for `run.json`: digests and the canary loss. Collective."""
+    """Returns the integrity record for `run.json`: digests and the canary loss. Collective."""
     state = digest_state(engine.optimizer, engine.layout)
     config = engine.run_config
     loss = canary_loss(engine, vocab_size)
@@ -54,11 +54,10 @@ def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
 def verify_loaded_state(
     engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, unquantized: UnquantizedDigests
 ) -> list[Check]:
-    """Compares the loaded state with the integrity record of the checkpoint. Returns one line per comparison.
-    Collective.
+    """Compares the loaded state with the integrity record. Returns one line per comparison. Collective.
 
     with_moments: whether the checkpoint's moments were loaded. unquantized: digests of moments that were
-    quantized after reading. Raises UserError, on every rank, that names the first difference.
+    quantized after reading. Raises UserError on every rank for the first difference.
     """
     record = checkpoint.run.get("certificate")
     if record is None:
@@ -74,12 +73,12 @@ def _check_digests(
     checkpoint: Checkpoint, record: dict[str, Any], found: StateDigests, with_moments: bool
 ) -> Iterator[Check]:
     in_order = sorted(record["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
-    for kind, expected in in_order:
-        subject = "weights, fp32" if kind == "fp32" else f"moments, {kind}"
-        if kind != "fp32" and not with_moments:
+    for state_name, expected in in_order:
+        subject = "weights, fp32" if state_name == "fp32" else f"moments, {state_name}"
+        if state_name != "fp32" and not with_moments:
             yield Check(subject, f"not loaded: {_why_new_moments(checkpoint)}")
             continue
-        now = found.tensors.get(kind, {})
+        now = found.tensors.get(state_name, {})
         wrong = [name for name in expected if now.get(name) != expected[name]]
         if wrong:
             raise UserError(
@@ -87,7 +86,7 @@ def _check_digests(
                 "from what was saved: load an older checkpoint and report this"
             )
         result = f"{len(expected)} parameters, equal to the last bit"
-        if kind != "fp32" and found.quantized:
+        if state_name != "fp32" and found.quantized:
             result += f"; {len(found.quantized)} then quantized to 8 bits, each element to within one step"
         yield Check(subject, result)
     if with_moments and record["updates"] is not None:
@@ -126,10 +125,10 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
 
 
 def canary_loss(engine: GPTEngine, vocab_size: int) -> float:
-    """Loss of one sequence of fixed random tokens, the same on every layout. Collective.
+    """Returns the loss of a fixed random sequence, equal on every layout up to rounding. Collective.
 
-    The sequence fills every row of every micro-batch on every replica, so the result does not depend on their
-    sizes.
+    The sequence fills every row of every micro-batch on every data-parallel rank, so the loss depends neither
+    on the micro-batch size nor on DP.
     """
     count = engine.run_config.parallel.min_micro_batches
     return float(engine.evaluate(repeat(_canary(engine.run_config, vocab_size), count), count))
@@ -143,6 +142,6 @@ def _canary(config: Config, vocab_size: int) -> MicroBatch:
 
 
 def verification_table(checks: list[Check]) -> str:
-    """The checks as an aligned table, for the log."""
+    """Returns the checks as an aligned table, for the log."""
     rows = [["", check.subject, check.result] for check in checks]
     return f"checkpoint verification:\n{format_table(rows, left_align=(0, 1, 2))}"

@@ -1,4 +1,4 @@
-"""Saving through DeepSpeed's engine, and resuming on any layout.
+"""Saves checkpoints through DeepSpeed's engine, and resumes from them on any layout.
 
 A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: progress,
 configuration, vocabulary, layout and data of the run. The file `latest` beside the folders names the
@@ -85,13 +85,13 @@ class SaveError(OSError):
 def find_checkpoint(
     config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that --load resumes from; None if the run initializes from scratch.
+    """Returns the checkpoint that --load resumes from; None if the run initializes from scratch.
 
-    Raises UserError for a checkpoint of another model, and for other data or another learning-rate schedule
-    unless a flag allows them, for a --save folder that belongs to another run, and for a file that cannot be
-    read now. damaged: path of each checkpoint to skip -> the reason.
+    Raises UserError if the checkpoint is of a different model, if its data or learning-rate schedule differ
+    from this run's and no flag allows it, if --save belongs to another run, or if a file cannot be read now.
+    damaged: path of each checkpoint to skip -> the reason.
     """
-    # An evaluation uses the checkpoint of --load, not a newer one in --save.
+    # An evaluation uses the checkpoint in --load, not a newer one in --save.
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
     checkpoint = choose_checkpoint(options, damaged)
     if checkpoint is None and config.checkpoint.load and config.training.no_train:
@@ -126,9 +126,9 @@ def select_valid_checkpoint(
     fingerprint: dict[str, Any],
     heartbeat: Callable[[], None] = no_heartbeat,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid one before
-    it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat: called after
-    each file. Collective."""
+    """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint
+    before it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat:
+    called after each file. Collective."""
     damaged: dict[str, str] = {}
     while True:
         checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0)
@@ -143,8 +143,7 @@ def select_valid_checkpoint(
 
 @stop_at_access_error(MAY_BE_INTACT)
 def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
-    """Reads the files of a checkpoint that must be intact before it is loaded. Returns the first problem.
-    Collective."""
+    """Reads the files that must be intact before loading. Returns the first problem. Collective."""
     reader = open_reader(checkpoint)
     names: list[str] = []
     with errors_of_rank_0():
@@ -153,9 +152,9 @@ def _find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str |
     return first_problem(names, reader.file_problem, heartbeat)
 
 
-def _opened(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on every
-    rank if one cannot read it now. Collective."""
+def _open_on_all_ranks(folder: Path) -> Checkpoint | None:
+    """Returns the checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on
+    every rank if one rank cannot read it now. Collective."""
     checkpoint = problem = None
     try:
         checkpoint = open_checkpoint(folder)
@@ -173,8 +172,7 @@ class CheckpointManager:
 
     folder: --save, or any folder if the run does not save. vocab_size: without padding. eod: id of the
     end-of-document token, if known. fingerprint: identifies the data. owner: the ownership of the folder, on
-    rank 0; None if no other job can write there. heartbeat: called after each file that is read, and each
-    that is synced after a save.
+    rank 0; None if no other job can write there. heartbeat: called after each file that is read or synced.
     """
 
     def __init__(
@@ -198,14 +196,13 @@ class CheckpointManager:
         self.identity: RunIdentity | None = None
 
     def ownership_lost_reason(self) -> str | None:
-        """Reason this run lost --save, from the last heartbeat; None if it owns it."""
+        """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
         return self.owner.lost_reason if self.owner is not None else None
 
     def restore_or_init(
         self, checkpoint: Checkpoint | None, print_fn: Callable[[str], object]
     ) -> TrainingState:
-        """Loads the checkpoint, or keeps the initial weights if there is none. Returns the training state.
-        Collective."""
+        """Loads the checkpoint, or keeps the initial weights. Returns the training state. Collective."""
         options = self.engine.run_config.checkpoint
         print_fn(describe_start(checkpoint, options.load))
         with errors_of_rank_0(f"--save {options.save}"):
@@ -219,8 +216,7 @@ class CheckpointManager:
         return checkpoint.start_state
 
     def rollback(self) -> Checkpoint | None:
-        """Loads the run's newest valid checkpoint and returns it. Returns None, and loads nothing, if the run
-        has none yet. Collective."""
+        """Loads and returns the run's newest valid checkpoint; None if there is none yet. Collective."""
         checkpoint = self.newest_valid(self.engine.run_config.checkpoint.allow_replica_mismatch)
         if checkpoint is not None:
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
@@ -231,9 +227,9 @@ class CheckpointManager:
     def save(self, state: TrainingState) -> Path:
         """Writes `global_step<iteration>` in --save, then updates `latest`. Returns its folder. Collective.
 
-        The checkpoint is written under a temporary name and renamed when it is complete. An existing
-        checkpoint of the same step is replaced only then. Raises SaveError on the rank that cannot write, or
-        on all ranks if rank 0 cannot read the folder before the save. Raises FolderTakenError on all ranks if
+        The checkpoint is written under a temporary name and renamed when it is complete. Only then does it
+        replace an existing checkpoint of the same step. Raises SaveError on the rank that cannot write, or on
+        all ranks if rank 0 cannot read the folder before the save. Raises FolderTakenError on all ranks if
         the folder, or the checkpoint of this name in it, belongs to another run.
         """
         engine, folder, name = self.engine, self.folder, f"global_step{state.iteration}"
@@ -243,7 +239,8 @@ class CheckpointManager:
         info = derive_info(specs, self.vocab_size)
         try:
             saving = folder / self._begin_save(name)
-            # `latest` is written below: DeepSpeed writes it before the other ranks have finished their files.
+            # `publish` writes `latest`: DeepSpeed would write it before the other ranks have finished their
+            # files.
             extra = client_state(info, engine.run_config, asdict(state))
             engine.save_checkpoint(str(folder), tag=saving.name, client_state=extra, save_latest=False)
             dist.barrier()
@@ -275,19 +272,19 @@ class CheckpointManager:
                 entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
                 self.identity = publish(saving, entry, self.identity)
         except (OSError, RuntimeError) as error:
-            if not _is_of_writing(error):
+            if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
             raise SaveError(
-                f"checkpoint {folder / name} cannot be written ({error}; {_space(folder)})"
+                f"checkpoint {folder / name} cannot be written ({error}; {_free_space_text(folder)})"
             ) from error
         self._delete_old(name, integrity_record["unequal_copies"])
         dist.barrier()
         return folder / name
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
-        """The newest checkpoint of this run in --save that a resume would accept; None if there is none.
+        """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
 
-        allow_replica_mismatch: as the flag. The ranks share the work of reading the files. Collective.
+        allow_replica_mismatch: the value of the flag. Collective: the ranks share the reading of files.
         """
         names: list[str] = []
         with errors_of_rank_0():
@@ -295,11 +292,11 @@ class CheckpointManager:
                 try:
                     for entry in reversed(self.identity.lineage):
                         names += [entry.name] if is_same_checkpoint(self.folder, entry) else []
-                except OSError as error:  # what is older than an unreadable checkpoint is no candidate
+                except OSError as error:  # do not go back beyond an unreadable checkpoint
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         for name in of_rank_0(names):  # rank 0 keeps the identity
-            checkpoint = _opened(self.folder / name)
+            checkpoint = _open_on_all_ranks(self.folder / name)
             good = checkpoint is not None and (allow_replica_mismatch or not mismatched_replicas(checkpoint))
             if all(of_all_ranks(good)) and checkpoint is not None:
                 if _find_damage(checkpoint, self.heartbeat) is None:
@@ -317,7 +314,7 @@ class CheckpointManager:
                 if not (options.overwrite_checkpoints or may_replace(self.folder, name, self.identity)):
                     raise FolderTakenError(
                         f"{self.folder / name} belongs to another run, or cannot be read: it is not "
-                        "overwritten without --overwrite-checkpoints; move it away, or give another --save"
+                        "overwritten without --overwrite-checkpoints. Move it away, or give another --save"
                     )
                 if self.folder.is_dir():
                     clean_leftovers(self.folder)
@@ -325,7 +322,7 @@ class CheckpointManager:
         return of_rank_0(saving)
 
     def _check_owner(self) -> None:
-        """Raises FolderTakenError if the folder has another owner by now."""
+        """Raises FolderTakenError if another job has taken over the folder."""
         problem = self.owner.problem() if self.owner is not None else None
         if problem is not None:
             raise FolderTakenError(problem)
@@ -333,8 +330,8 @@ class CheckpointManager:
     def _delete_old(self, name: str, mismatched: list[str]) -> None:
         """Deletes old checkpoints as --keep-last says, once the checkpoint `name` is complete. Collective.
 
-        mismatched: replicas that differ in `name`. A resume refuses such a checkpoint, so the newest one that
-        it accepts is kept as well; if it cannot be found, nothing is deleted.
+        mismatched: replicas that differ in `name`. A resume rejects such a checkpoint, so the newest
+        checkpoint that a resume accepts is kept as well. If there is none, nothing is deleted.
         """
         folder, options = self.folder, self.engine.run_config.checkpoint
         protected: Checkpoint | None = None
@@ -356,7 +353,7 @@ class CheckpointManager:
 
 
 def layout_record(config: Config) -> dict[str, Any]:
-    """The layout as `run.json` records it, for users and tools."""
+    """Returns the layout as `run.json` records it, for users and tools."""
     parallel = config.parallel
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -370,23 +367,23 @@ def layout_record(config: Config) -> dict[str, Any]:
 
 
 def _optimizer_state_record(config: Config) -> dict[str, Any]:
-    """The precision of the moments in memory. The files always hold them in fp32."""
+    """Returns the precision of the moments in memory. The files always hold them in fp32."""
     return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
 
 
 def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
-    """The spec of every parameter of the model, by name. Collective."""
+    """Returns the spec of every parameter of the model, by name. Collective."""
     own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
     return {name: spec for specs in of_all_ranks(own) for name, spec in specs.items()}
 
 
-def _is_of_writing(error: OSError | RuntimeError) -> bool:
-    """torch.save reports a failed write as a RuntimeError that names the C++ source of its file format."""
+def _is_write_error(error: OSError | RuntimeError) -> bool:
+    """Returns whether a write failed. torch.save then raises a RuntimeError that names its C++ source."""
     return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 
 
-def _space(folder: Path) -> str:
-    """Free space of the folder's disk, for an error text: PyTorch's errors do not say that a disk is full."""
+def _free_space_text(folder: Path) -> str:
+    """Describes the free space on a folder's disk: PyTorch's errors do not say that a disk is full."""
     try:
         free = shutil.disk_usage(folder).free
         return f"{free / 1e6:,.1f} MB are free there" if free else "the disk is full"
@@ -397,10 +394,10 @@ def _space(folder: Path) -> str:
 @stop_at_access_error(MAY_BE_INTACT)
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
     """Restores weights, master weights, moments, step and loss scale from a checkpoint of any layout,
-    precision and partition. Another kind of optimizer starts with fresh moments, and so do --finetune and
-    --no-load-optim. Returns the lines of the checkpoint verification. Collective.
+    precision and partition. Moments start fresh with --finetune, with --no-load-optim, and with a different
+    kind of optimizer. Returns the lines of the checkpoint verification. Collective.
 
-    Raises UserError, on every rank, if a restored tensor differs from the saved one.
+    Raises UserError on every rank if a restored tensor differs from the saved one.
     """
     now = engine.run_config
     reader = open_reader(checkpoint)

@@ -16,7 +16,7 @@ from megatron.checkpoint.files import read_with_retries
 from megatron.errors import is_access_error
 from megatron.files import HostileFileError, read_small
 
-# A path's component may have 255 bytes on every file system in use; a suffix may be added to it here.
+# File systems allow 255 bytes per path component. The program may add a suffix to a name.
 _MAX_LENGTH = 200
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
 _PARAMETER = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -28,19 +28,19 @@ _MAX_SHOWN = 60
 
 
 def shown(name: object) -> str:
-    """A name for an error message: in quotes, short, without control characters."""
+    """Returns a name for an error message: in quotes, short, without control characters."""
     text = repr(name[: 2 * _MAX_SHOWN]) if isinstance(name, (str, bytes)) else f"a {type(name).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def is_plain(name: object) -> bool:
-    """Whether it is a string that is one path component: no separator, no `..`, no control character."""
+    """Returns whether a value is a string that is one path component, without `..` and control characters."""
     return isinstance(name, str) and len(name) <= _MAX_LENGTH and bool(_PLAIN.fullmatch(name))
 
 
 def read_name(path: Path) -> str | None:
-    """The folder name in a file such as `latest`; None if the file does not exist, or holds something else,
-    as after a power failure. OSError if it cannot be read now."""
+    """Returns the folder name in a file such as `latest`; None if the file does not exist, or holds something
+    else, as after a power failure. Raises OSError if it cannot be read now."""
     try:
         content = read_with_retries(path, lambda: read_small(path, _MAX_NAME_FILE_BYTES))
     except (OSError, HostileFileError) as error:
@@ -52,39 +52,40 @@ def read_name(path: Path) -> str | None:
 
 
 def check_plain(name: object, source: Path | str, what: str = "file") -> str:
-    """Returns a plain name of a file or a checkpoint. source: the file that it was read from."""
+    """Returns the name if it is plain; raises HostileFileError otherwise. source: the file that contains the
+    name. what: what the name is for."""
     if not is_plain(name):
-        raise _refused(name, source, what, "letters, digits and any of _ . + @ = -")
+        raise _name_error(name, source, what, "letters, digits and any of _ . + @ = -")
     return str(name)
 
 
 def check_file(name: object, source: Path | str) -> str:
-    """Returns a file's path inside a checkpoint: plain names with / between them."""
+    """Returns a file's path inside a checkpoint if it consists of plain names with / between them."""
     parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
     if not (0 < len(parts) <= _MAX_PARTS and all(map(is_plain, parts))):
-        raise _refused(name, source, "file", "a path inside the checkpoint's folder")
+        raise _name_error(name, source, "file", "a path inside the checkpoint's folder")
     return str(name)
 
 
 def check_parameter(name: object, source: Path | str) -> str:
-    """Returns a parameter's name: words with dots between them. It becomes a folder's name."""
+    """Returns a parameter's name, which becomes a folder's name, if it is words with dots between them."""
     named = isinstance(name, str) and len(name) <= _MAX_LENGTH and _PARAMETER.fullmatch(name)
     if not named or str(name).endswith(".pt"):
-        raise _refused(name, source, "parameter", "words with dots between them")
+        raise _name_error(name, source, "parameter", "words with dots between them")
     return str(name)
 
 
-def _refused(name: object, source: Path | str, what: str, expected: str) -> HostileFileError:
+def _name_error(name: object, source: Path | str, what: str, expected: str) -> HostileFileError:
     return HostileFileError(
-        f"{source} names a {what} {shown(name)}, expected {expected}: it may be malicious, check where it "
+        f"{source} names a {what} {shown(name)}, expected {expected}: it may be malicious; check where it "
         "comes from"
     )
 
 
 def check_run(run: Any, source: Path) -> None:
-    """Checks every name in a `run.json`, and the types of what paths and sizes are computed from.
+    """Checks every name in a `run.json`, and the types of the values from which paths and sizes are computed.
 
-    Raises HostileFileError for a name, ValueError for a value of another type than this program writes.
+    Raises HostileFileError for an unsafe name, and ValueError for a value of the wrong type.
     """
     if not isinstance(run, dict):
         raise ValueError(f"it holds a {type(run).__name__}, expected an object")
@@ -99,10 +100,10 @@ def check_run(run: Any, source: Path) -> None:
     if not isinstance(lineage, list):
         raise ValueError("its lineage is not a list")
     for entry in lineage:
-        # A record, if it is one, has the checkpoint's folder under 'name'.
+        # An entry is the name of a checkpoint's folder, or a record that has it under 'name'.
         check_plain(entry.get("name") if isinstance(entry, dict) else entry, source, "checkpoint")
-    for name, of_kind in _mapping(_mapping(run, "certificate"), "digests").items():
-        _check_digests(name, of_kind, source)
+    for name, by_parameter in _mapping(_mapping(run, "certificate"), "digests").items():
+        _check_digests(name, by_parameter, source)
     _check_numbers(run)
 
 
@@ -113,10 +114,10 @@ def _mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value or {}
 
 
-def _check_digests(kind: str, digests: Any, source: Path) -> None:
-    check_plain(kind, source, "kind of tensor")
+def _check_digests(state_name: str, digests: Any, source: Path) -> None:
+    check_plain(state_name, source, "state")
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        raise ValueError(f"its digests of {kind} are not an object of strings")
+        raise ValueError(f"its digests of {state_name} are not an object of strings")
     for name in digests:
         check_parameter(name, source)
 
@@ -153,7 +154,7 @@ def _check_numbers(run: Mapping[str, Any]) -> None:
 
 
 def is_shape(shape: Iterable[Any]) -> bool:
-    """Whether a tensor of this shape can exist: 1 to 8 dimensions, none of them empty."""
+    """Returns whether a tensor of this shape can exist: 1 to 8 dimensions, none of them empty."""
     sizes = list(shape)
     total = 1
     for size in sizes[:9]:
@@ -166,5 +167,5 @@ def _is_count(value: object) -> bool:
 
 
 def _count(value: Any) -> int:
-    """The number; 0 if it is not a count."""
+    """Returns a count unchanged, and 0 for any other value."""
     return value if _is_count(value) else 0

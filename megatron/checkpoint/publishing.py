@@ -25,15 +25,15 @@ from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, read_json, sync_file
 from megatron.text_table import first_few
 
-# Names of unfinished saves; the suffix is the job's attempt, which older versions did not write.
+# Folder names of unfinished saves. The suffix is the job's attempt; older versions wrote none.
 _UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
 
 _LOG = logging.getLogger(__name__)
 
 
 def saving_name(name: str, identity: RunIdentity) -> str:
-    """The folder's name while a checkpoint is written. It differs in each job, because a process of a
-    previous job may still be writing."""
+    """Returns the temporary name of a checkpoint that is being written. It differs in each job, because a
+    process of a previous job may still be writing."""
     return f"{SAVING}{name}.{identity.attempt}"
 
 
@@ -96,8 +96,9 @@ def _is_in_lineage(folder: Path, name: str, identity: RunIdentity) -> bool:
 
 
 def _set_aside_unknown(folder: Path) -> None:
-    """Renames a folder with files and no `run.json`, which are another program's checkpoint or the rest of
-    one, a checkpoint that contains what it does not list, and one that cannot be read now."""
+    """Renames a folder whose files may not belong to this run, so that a save does not delete them. Such a
+    folder cannot be read now, has files but no `run.json` (a checkpoint of another framework, or the remains
+    of one), or contains files that its `run.json` does not list."""
     if not folder.exists():
         return
     try:
@@ -115,9 +116,9 @@ def _set_aside_unknown(folder: Path) -> None:
 
 
 def _unlisted(folder: Path) -> list[str]:
-    """The names in a checkpoint's folder that its `run.json` does not list, such as another run's
-    checkpoints. A save writes files only, so without an intact `run.json` these are the sub-folders. OSError
-    if it cannot be read now."""
+    """Returns the names in a checkpoint's folder that its `run.json` does not list, such as another run's
+    checkpoints. A save writes no sub-folders, so without an intact `run.json` all sub-folders are returned.
+    Raises OSError if the folder cannot be read now."""
     try:
         own = {RUN_FILE, *read_json(folder / RUN_FILE)["files"]}
     except (OSError, ValueError, KeyError, TypeError, HostileFileError) as error:
@@ -134,12 +135,11 @@ def _unlisted_text(names: list[str]) -> str:
 def delete_old_checkpoints(
     folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None
 ) -> None:
-    """Deletes the checkpoints that --keep-last does not keep. identity: with the new checkpoint at the end of
-    its lineage.
+    """Deletes checkpoints beyond --keep-last. identity: its lineage ends with the new checkpoint.
 
-    protected: name of a checkpoint that is always kept. Only checkpoints that this run saved are deleted, not
-    those of the run that it started from. They are identified by the checksum of their `run.json`. Failures
-    are logged, not raised.
+    protected: name of a checkpoint that is always kept. Deletes only checkpoints that this run saved,
+    identified by the checksum of `run.json`, and none of the run that it started from. Failures are logged,
+    not raised.
     """
     if options.keep_last is None:
         return
@@ -160,8 +160,8 @@ def delete_old_checkpoints(
 def is_same_checkpoint(
     folder: Path, entry: LineageEntry, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> bool:
-    """Whether the folder's checkpoint of this name is the one in the lineage entry. OSError if it cannot be
-    read now. retry_delays_s: empty where each save would wait for an old checkpoint again."""
+    """Returns whether the folder's checkpoint of this name is the one in the lineage entry. Raises OSError if
+    it cannot be read now. retry_delays_s: pass () where retries would delay every save."""
     if CHECKPOINT_NAME.fullmatch(entry.name) is None or not (folder / entry.name / RUN_FILE).is_file():
         return False
     try:
@@ -174,7 +174,7 @@ def is_same_checkpoint(
 
 
 def _remove(folder: Path) -> None:
-    """Deletes a checkpoint or an unfinished save. OSError if it contains what it does not list."""
+    """Deletes a checkpoint or an unfinished save. Raises OSError if it contains unlisted files."""
     if folder.is_symlink():
         folder.unlink()  # never delete the target of a link
     elif folder.exists():

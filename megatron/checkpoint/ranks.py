@@ -21,15 +21,15 @@ class FolderTakenError(Exception):
 
 
 def no_heartbeat() -> None:
-    """The default for functions that call a heartbeat after each file."""
+    """Does nothing: the default for functions that call a heartbeat after each file."""
 
 
 @contextmanager
 def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
-    """Raises on all ranks what rank 0 raises in the block, where it alone reads files. Otherwise the others
-    would wait for it. Only the end of the block is collective.
+    """Raises on all ranks the error that rank 0 raises in the block. Use it where only rank 0 reads files:
+    otherwise the other ranks would wait for rank 0. Only the end of the block is collective.
 
-    unreadable: if given, an OSError becomes the UserError that this cannot be read.
+    unreadable: if given, an OSError becomes a UserError that says that this cannot be read.
     """
     error: Exception | None = None
     try:
@@ -43,29 +43,29 @@ def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
 
 
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
-    """The first rank that has a problem, and its problem; None if no rank has one. Collective."""
+    """Returns the first rank that has a problem, and its problem; None if no rank has one. Collective."""
     return next(((rank, text) for rank, text in enumerate(of_all_ranks(problem)) if text is not None), None)
 
 
 def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -> Files:
-    """Size and digest of every file in the folder, and syncs each to the disk. Collective: the ranks share
-    the work, and all get the result. heartbeat: called after each file."""
-    # One rank lists: on a shared file system another's listing may be older.
+    """Returns the size and digest of every file in the folder, and syncs each file to the disk. Collective:
+    the ranks share the work, and all get the result. heartbeat: called after each file."""
+    # Only rank 0 lists the folder: on a shared file system, another rank's listing may be older.
     names = of_rank_0(sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else [])
-    return _shared(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
+    return _share(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 
 def first_problem(
     names: list[str], find_problem: Callable[[str], str | None], heartbeat: Callable[[], None] = no_heartbeat
 ) -> str | None:
-    """The first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks share
-    the files, so that each is read once. heartbeat: called after each file."""
-    problems = _shared(of_rank_0(names), find_problem, heartbeat)
+    """Returns the first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks
+    share the files, so that each is read once. heartbeat: called after each file."""
+    problems = _share(of_rank_0(names), find_problem, heartbeat)
     return next((problem for _, problem in sorted(problems.items()) if problem), None)
 
 
-def _shared(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]) -> dict[str, T]:
-    """describe(name) of every name, each computed by one rank. An OSError on one rank is raised on all."""
+def _share(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]) -> dict[str, T]:
+    """Returns describe(name) for every name, computed by one rank. Raises an OSError of one rank on all."""
     own: dict[str, T] | OSError
     try:
         own = {}

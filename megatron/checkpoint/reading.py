@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
-    """Opens `folder` if it is a checkpoint, or the checkpoint that `latest` in it names. If there is no
-    native one, or if `universal`, the one that `latest_universal` names. UserError if there is none.
+    """Opens `folder` if it is a checkpoint, else the checkpoint that `latest` in it names. With `universal`,
+    or without a native checkpoint, opens the one in `latest_universal`. Raises UserError if there is none.
 
-    allow_external: accept a checkpoint of another program, which has no config.
+    allow_external: accept a checkpoint of another framework, which has no config.
     """
     folder = Path(folder)
     if universal:
@@ -43,18 +43,18 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
         check_run_file(checkpoint)
     elif not allow_external:
         raise UserError(
-            f"checkpoint {checkpoint.folder} was made by another program and lacks the full configuration of "
-            "the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
+            f"checkpoint {checkpoint.folder} was made by another framework and lacks the full configuration "
+            "of the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
             "--universal_checkpoint and --save, and use the checkpoint that this run saves"
         )
     return checkpoint
 
 
 def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: bool = False) -> GPTModel:
-    """The single-process model with the checkpoint's weights, on the accelerator, in evaluation mode.
+    """Returns the single-process model with the checkpoint's weights, on the accelerator, in evaluation mode.
 
-    Its precision is that of the training; with fp32_on_cpu it is fp32 if the accelerator is a CPU. verify:
-    see `verify_weights`, first. UserError for files that are damaged or cannot be read.
+    The model has the precision of the training run, or fp32 if fp32_on_cpu is set and the accelerator is a
+    CPU. verify: call `verify_weights` first. Raises UserError for files that are damaged or cannot be read.
     """
     # Imported only here: they load torch and DeepSpeed, which takes seconds.
     from deepspeed.accelerator import get_accelerator
@@ -74,22 +74,21 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
 
 
 def verify_weights(checkpoint: Checkpoint) -> None:
-    """Compares the weights with their digests; a note on stderr says if there are none. UserError for files
-    that are damaged or cannot be read."""
+    """Compares the weights with their digests; prints a note on stderr if there are none. Raises UserError
+    for files that are damaged or cannot be read."""
     if not open_reader(checkpoint).verify_weights():
         print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
 
 
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
-    """Builds the tokenizer of the flags if any is given, else the checkpoint's. UserError if it is not the
-    one that the checkpoint was trained with."""
+    """Builds the tokenizer that the flags name, or the checkpoint's if they name none. Raises UserError if
+    the checkpoint was trained with a different tokenizer."""
     tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint.config.data))
     if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "
             f"end-of-document id {checkpoint.eod}, but this tokenizer has {tokenizer.vocab_size} and "
-            f"{tokenizer.eod}: "
-            "give the flags of the tokenizer that it was trained with"
+            f"{tokenizer.eod}: give the flags of the tokenizer that the checkpoint was trained with"
         )
     check_vocabulary(checkpoint, {VOCABULARY_KEY: vocabulary_digest(tokenizer)})
     return tokenizer

@@ -25,15 +25,14 @@ class TrainingState:
     skipped_iterations: int = 0
     """Iterations without an update of the weights, for any reason."""
     skips_in_a_row: int = 0
-    """Consecutive skipped iterations at the end; --skip-train-iteration-range does not count."""
+    """Number of iterations skipped in a row up to now, without those of --skip-train-iteration-range."""
     rollbacks: int = 0
     recent_losses: tuple[float, ...] = ()
     """Losses of the last updates, oldest first; kept if spike detection is on."""
     recent_grad_norms: tuple[float, ...] = ()
-    """Gradient norms of the same updates."""
+    """Gradient norms of the updates in `recent_losses`."""
     pending_evaluations: int = 0
-    """How many data sets, the last ones, were not evaluated at this iteration, because the run was
-    stopped."""
+    """Number of data sets, counted from the last, that were not evaluated at this iteration due to a stop."""
 
     def __post_init__(self) -> None:
         for name in ("recent_losses", "recent_grad_norms"):  # JSON has lists
@@ -48,11 +47,11 @@ class Checkpoint:
     state: TrainingState
     run: dict[str, Any]
     skip_reason: str = ""
-    """Why a newer checkpoint was not selected; "" if there is none."""
+    """Why a newer checkpoint was not selected; "" if this is the newest."""
     unverified_note: str = ""
     """What could not be compared, because the checkpoint does not contain it."""
     weights_only: bool = False
-    """Whether a new training starts from its weights (--finetune)."""
+    """Whether a new run starts from its weights (--finetune)."""
     no_optimizer: bool = False
     """Whether its optimizer state is not loaded (--finetune, --no-load-optim)."""
     is_branch_point: bool = False
@@ -60,17 +59,17 @@ class Checkpoint:
 
     @property
     def start_state(self) -> TrainingState:
-        """The progress with which a run starts from it."""
+        """The training state of a run that starts from this checkpoint."""
         return TrainingState() if self.weights_only else self.state
 
     @property
     def is_external(self) -> bool:
-        """Whether another program wrote it. Then `run` holds that program's arguments, and no config."""
+        """Whether another framework wrote it. Then `run` holds that framework's arguments, and no config."""
         return "config" not in self.run
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run that wrote it; None for checkpoints from before run ids."""
+        """Id of the run that wrote it; None if it was written before run ids existed."""
         return parse_run_id(self.run.get("run_id"))
 
     @property
@@ -107,13 +106,13 @@ class Checkpoint:
 
 
 def step_of(name: str) -> int:
-    """The iteration in the name of a checkpoint's folder; -1 if there is none."""
+    """Returns the iteration in the name of a checkpoint's folder; -1 if there is none."""
     match = re.search(r"global_step(\d+)", name)
     return int(match[1]) if match else -1
 
 
 def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
-    """What a run starts from, and why, for the log."""
+    """Describes what a run starts from, and why, for the log."""
     if checkpoint is None:
         return "initializing from scratch" + (f" (--load {load} holds no checkpoint)" if load else "")
     why = f" ({checkpoint.skip_reason})" if checkpoint.skip_reason else ""

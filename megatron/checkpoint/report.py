@@ -1,4 +1,4 @@
-"""Reports of `inspect` and `compare` as text. Equal transformer layers share a row."""
+"""Formats inspections and comparisons of checkpoints as text. Equal transformer layers share a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha25
 
 
 def overview_text(overview: Overview) -> str:
-    """A row per folder, their problems, then the report on the newest complete one."""
+    """Formats one row per folder, the problems, and the report on the newest complete checkpoint."""
     parts = []
     if overview.checkpoints:
         rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
@@ -55,7 +55,7 @@ def _summary_row(item: Summary) -> list[str]:
 
 
 def report_text(report: Report) -> str:
-    """The run, files, parameters and problems of one checkpoint."""
+    """Formats the run, files, parameters and problems of one checkpoint."""
     lines = [report.folder]
     if report.is_complete:
         lines.append(f"model      {report.model}")
@@ -73,7 +73,7 @@ def report_text(report: Report) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The settings that differ, the number of equal tensors by kind, and the parameters that differ."""
+    """Formats the settings and parameters that differ, and the number of equal tensors by state."""
     lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
     shown = {name: pair for name, pair in comparison.settings.items() if not name.startswith(_NOT_SHOWN)}
     if shown:
@@ -85,16 +85,16 @@ def comparison_text(comparison: Comparison) -> str:
     parameters = comparison.parameters
     differing = [item for item in parameters if not item.is_equal]
     lines += ["", f"{len(parameters) - len(differing):,} of {len(parameters):,} parameters are equal"]
-    kinds = list(dict.fromkeys(kind for item in parameters for kind in item.largest))
+    state_names = list(dict.fromkeys(state for item in parameters for state in item.largest))
     if differing:
         rows = [["compared", "equal", "largest difference"]]
-        for kind in kinds:
-            found = [item.largest[kind] for item in parameters if kind in item.largest]
-            rows.append([kind, f"{found.count(0):,} of {len(found):,}", _largest(found)])
+        for state in state_names:
+            found = [item.largest[state] for item in parameters if state in item.largest]
+            rows.append([state, f"{found.count(0):,} of {len(found):,}", _largest(found)])
         lines += [format_table(rows, left_align=(0, -1)), ""]
-        rows = [["parameter", "layers", *kinds, ""]]
+        rows = [["parameter", "layers", *state_names, ""]]
         for name, layers, items in _grouped((item.name, item.note, item) for item in differing):
-            largest = [_largest([item.largest.get(kind) for item in items]) for kind in kinds]
+            largest = [_largest([item.largest.get(state) for item in items]) for state in state_names]
             rows.append([name, layers, *largest, items[0].note])
         lines.append(format_table(rows, left_align=(0, -1)))
     return "\n".join(lines)
@@ -106,7 +106,7 @@ def _largest(differences: Iterable[float | None]) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes in the unit that leaves one to three digits before the point."""
+    """Formats a size in the unit that leaves one to three digits before the decimal point."""
     power = max((len(str(size_bytes)) - 1) // 3, 0)
     unit = ("B", "kB", "MB", "GB", "TB", "PB")[power]
     return f"{size_bytes / 1000**power:.{1 if power else 0}f} {unit}"
@@ -120,10 +120,11 @@ def _parameter_rows(parameters: Iterable[ParameterRecord]) -> list[list[str]]:
 
 
 def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str, list[Any]]]:
-    """(name, key, item) -> (name with {layer} for its number, numbers, items) per such name and key."""
+    """Groups (name, key, item) triples by key and by name without layer number. Returns (name with {layer}
+    for the number, layer numbers, items) of each group."""
     groups: dict[tuple[str, Hashable], list[tuple[str, Any]]] = {}
     for name, key, item in items:
-        # The final norm, `{index}.weight`, stands alone; names of transformer layers have a part between.
+        # The final norm, `{index}.weight`, stays alone: names in transformer layers have more parts.
         match = re.fullmatch(r"(\d+)\.(.+\..+)", name)
         number, pattern = (match[1], "{layer}." + match[2]) if match else ("", name)
         groups.setdefault((pattern, key), []).append((number, item))
@@ -150,8 +151,8 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """largest: kind ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two cannot be
-    subtracted, with the reason in `note`."""
+    """largest: state ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two tensors cannot
+    be subtracted, with the reason in `note`."""
 
     name: str
     largest: dict[str, float | None]
@@ -164,8 +165,8 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """settings: dotted name in run.json -> the two values, for those that differ. parameters: all, in order;
-    equal ones have differences of 0."""
+    """settings: dotted name in run.json -> the two values, for each setting that differs. parameters: all
+    parameters in order; the differences of equal ones are 0."""
 
     folders: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
@@ -183,7 +184,7 @@ def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
 
 
 def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Leaves of two nested dicts that differ, by dotted name; 'absent' stands for a missing one."""
+    """Returns the leaves that differ in two nested dicts: dotted name -> both values, 'absent' if missing."""
     first, second = dict(_leaves(one)), dict(_leaves(other))
     pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in first | second}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
@@ -199,7 +200,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[ParameterDifference]:
     sides = [open_reader(one), open_reader(other)]
-    # The padding of another program's checkpoint is only known from the other checkpoint of the two.
+    # A checkpoint of another framework does not record its padding: use the other checkpoint's size.
     rows = {name: spec.num_valid_rows for side in sides for name, spec in side.specs.items()}
     for name in dict.fromkeys([*sides[0].names, *sides[1].names]):
         if not all(name in side.names for side in sides):
@@ -207,16 +208,16 @@ def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[Param
                 name, {}, f"only in {(one if name in sides[0].names else other).folder}"
             )
             continue
-        kinds = [side.kinds(name) for side in sides]
+        state_names = [side.state_names(name) for side in sides]
         largest: dict[str, float | None] = {}
         notes = []
-        for kind in dict.fromkeys([*kinds[0], *kinds[1]]):
-            if not all(kind in held for held in kinds):
-                where = (one if kind in kinds[0] else other).folder
-                largest[kind], note = None, f"{kind} only in {where}"
+        for state in dict.fromkeys([*state_names[0], *state_names[1]]):
+            if not all(state in held for held in state_names):
+                where = (one if state in state_names[0] else other).folder
+                largest[state], note = None, f"{state} only in {where}"
             else:
-                largest[kind], note = _difference(
-                    *(side.read_unpadded(name, kind)[: rows.get(name)] for side in sides)
+                largest[state], note = _difference(
+                    *(side.read_unpadded(name, state)[: rows.get(name)] for side in sides)
                 )
             notes += [note] if note else []
         yield ParameterDifference(name, largest, "; ".join(dict.fromkeys(notes)))

@@ -1,7 +1,6 @@
 """The configuration in a checkpoint's `run.json`: its checks, and its use by --use-checkpoint-args.
 
-Imports neither torch nor DeepSpeed, except for a model of Hugging Face: every rank reads it while it reads
-the command line.
+Imports neither torch nor DeepSpeed, except for a Hugging Face model: every rank needs it to parse flags.
 """
 
 from collections.abc import Iterator
@@ -25,8 +24,7 @@ _LARGEST_SIZE = 1 << 53
 
 
 def check_run_file(checkpoint: Checkpoint) -> None:
-    """Raises UserError if `run.json` lacks a part that describes the model or its layout, or is
-    malformed."""
+    """Raises UserError if `run.json` is malformed or does not describe the model and its layout."""
     lacking = [part for part in RUN_PARTS if part not in checkpoint.run]
     if lacking:
         raise UserError(f"checkpoint {checkpoint.folder}: {RUN_FILE} lacks {', '.join(lacking)}")
@@ -52,7 +50,7 @@ def check_run_file(checkpoint: Checkpoint) -> None:
 
 
 def _sizes(settings: Any) -> Iterator[int]:
-    """The integers in a nested config, and 0."""
+    """Yields the integers in a nested config, and 0."""
     yield 0
     for value in settings.values() if isinstance(settings, dict) else ():
         yield from _sizes(value)
@@ -62,12 +60,12 @@ def _sizes(settings: Any) -> Iterator[int]:
 
 @stop_at_access_error(MAY_BE_INTACT)
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
-    """The configuration of the checkpoint in --load (with --branch-at: of the branch point); or of one in
-    --save, if --load cannot be read and the run may have saved its own since. Reads `run.json` only, of a
-    model of Hugging Face its config.json. UserError if there is none.
+    """Returns the configuration of the checkpoint in --load, or of the branch point with --branch-at. If
+    --load cannot be read, returns the configuration of the newest checkpoint that this run may have saved to
+    --save. Reads only `run.json`, or config.json of a Hugging Face model. Raises UserError if there is none.
 
-    It may be another checkpoint than the one that the run resumes from, if the newest one is damaged. The
-    checkpoint that is loaded is compared with the configuration again.
+    If the newest checkpoint is damaged, the run later resumes from an older one. Therefore the checkpoint
+    that is loaded is compared with the configuration again.
     """
     load, save = Path(options.load or ""), options.save
     if format_of(load) == HUGGING_FACE:
@@ -97,7 +95,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
         checkpoint, is_own = own, True
     if checkpoint.is_external:
         raise UserError(
-            f"--use-checkpoint-args: checkpoint {checkpoint.folder} was made by another program and lacks "
+            f"--use-checkpoint-args: checkpoint {checkpoint.folder} was made by another framework and lacks "
             "the full configuration of the model: give the flags of the model"
         )
     check_run_file(checkpoint)
@@ -116,7 +114,7 @@ def _newest_or_none(folder: Path) -> Checkpoint | None:
 
 
 def _newest(folder: Path, universal: bool) -> Checkpoint:
-    """The checkpoint in `folder`, or the one that `latest` or `latest_universal` in it names."""
+    """Returns the checkpoint in `folder`, or the one that `latest` or `latest_universal` in it names."""
     if universal:
         return find_universal(folder, with_files=False)
     if (folder / RUN_FILE).is_file():

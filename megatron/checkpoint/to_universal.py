@@ -1,4 +1,4 @@
-"""Converts native checkpoints into universal ones, in DeepSpeed's layout (`formats.universal`).
+"""Converts native checkpoints into universal checkpoints, in DeepSpeed's layout (`formats.universal`).
 
     global_step5_universal/
         zero/                           one folder per parameter
@@ -7,10 +7,10 @@
         run.json                        copied, if the source has one
     latest_universal                    the name of the folder
 
-The vocabulary is stored without padding. `--load` opens native checkpoints on any layout: this format is for
-exchange with other Megatron programs. Hugging Face models are imported in this format, without moments
-(`huggingface.importer`). A conversion copies a block at a time, in threads: reading, checksums and writing
-release the GIL.
+The vocabulary is stored without padding. This format is for exchange with other Megatron programs; `--load`
+opens native checkpoints on any layout without a conversion. Hugging Face models are imported in this format,
+without moments (`huggingface.importer`). A conversion copies one block at a time, in several threads:
+reading, checksums and writing release the GIL.
 """
 
 from __future__ import annotations
@@ -78,16 +78,15 @@ SOURCE_FILE = "source.json"
 AVERAGED_FOLDER = "averaged"
 # Suffix of an unfinished conversion.
 PARTIAL = ".partial"
-# Not in optimizer_state.pt: these are in the parameters' files.
+# Entries that optimizer_state.pt lacks, because the parameters' files hold them.
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A native checkpoint that is converted.
+    """A native checkpoint to convert.
 
-    reader: knows the saved specs of its parameters. warnings: problems with its merge patterns that were
-    accepted.
+    reader: has the specs of the saved parameters. warnings: accepted problems with the merge patterns.
     """
 
     reader: NativeReader
@@ -99,17 +98,17 @@ class Source:
 
     @property
     def run(self) -> dict[str, Any] | None:
-        """The content of `run.json`; None if another program wrote the checkpoint."""
+        """The content of `run.json`; None if another framework wrote the checkpoint."""
         return None if self.reader.checkpoint.is_external else self.reader.checkpoint.run
 
     @property
     def identity(self) -> str:
-        """Identifies the source, so that an interrupted conversion is only resumed with the same one."""
+        """Identifies the source, so that an interrupted conversion resumes only with the same source."""
         digest = self.run["sha256"] if self.run is not None else _digest_of_names(self.folder)
         return json.dumps([str(self.folder.resolve()), digest])
 
     def step(self, name: str) -> float | None:
-        """The optimizer's step of a parameter; None if it has none."""
+        """Returns the optimizer's step of a parameter; None if it has none."""
         step = self.reader.optimizer_scalars(name).get("step")
         with expect_layout(self.folder, "the optimizer's step"):
             return None if step is None else float(step)
@@ -117,8 +116,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Converted:
-    """A parameter that was written. mismatch: largest difference between replicas of it or its moments, if
-    they were averaged."""
+    """A parameter that was written. mismatch: largest difference between replicas of its values or moments,
+    which were averaged; 0 if they were equal."""
 
     name: str
     mismatch: float = 0.0
@@ -130,8 +129,8 @@ class Converted:
 def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False) -> Source:
     """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
 
-    strict: refuse patterns that match no parameter, instead of warning. derive_patterns: derive the merge
-    patterns from the parameters in `run.json` if the checkpoint has none, as in old ones of this repository.
+    strict: raise an error for patterns that match no parameter, instead of a warning. derive_patterns: derive
+    the merge patterns from the parameters in `run.json` if the checkpoint of an older version has none.
 
     Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
     """
@@ -142,7 +141,7 @@ def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False
     if missing:
         raise UserError(
             f"checkpoint {folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
-            "such parameters): use another one"
+            "such parameters): use another checkpoint"
         )
     return source
 
@@ -157,8 +156,8 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
     if info is None:
         if not derive_patterns:
             raise UserError(
-                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, for it comes from an older version: "
-                "--inject_missing_state derives it from the parameters"
+                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, because an older version wrote it: "
+                "pass --inject_missing_state to derive it from the parameters"
             )
         info = derive_info(specs, vocab_size)
         checkpoint = replace(checkpoint, run={**run, INFO_KEY: info})
@@ -176,7 +175,8 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
 
 
 def _external_source(folder: Path, strict: bool, _: bool) -> Source:
-    """A checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and patterns."""
+    """Opens a checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and
+    patterns."""
     paths = model_files(folder)
     if sharded_weight_files(folder):
         raise UserError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
@@ -186,7 +186,7 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
         )
     states = [read_file(path) for path in paths]
     if not all(isinstance(state, dict) for state in states):
-        raise UserError(f"checkpoint {folder}: an mp_rank file holds no dict: use another one")
+        raise UserError(f"checkpoint {folder}: an mp_rank file holds no dict: use another checkpoint")
     info = states[0].get(INFO_KEY)
     if not isinstance(info, dict):
         raise UserError(
@@ -226,7 +226,7 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
 
 
 def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:
-    """Raises UserError for shapes and sharding that no parameter has."""
+    """Raises UserError for a shape or sharding that no parameter can have."""
     shape, rows = spec.global_shape, spec.num_valid_rows
     if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
         raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
@@ -239,7 +239,7 @@ def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> N
 
 
 def _digest_of_names(folder: Path) -> str:
-    """Digest of the names, sizes and modification times of the files of another program's checkpoint."""
+    """Returns a digest of the names, sizes and modification times of the files in a folder."""
     stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
     listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
@@ -259,8 +259,8 @@ def convert(
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
     if target.exists():
-        if not _is_of(source, target):
-            raise UserError(f"--output_folder {target} exists: delete it, or give another")
+        if not _is_conversion_of(source, target):
+            raise UserError(f"--output_folder {target} exists: remove it, or give another")
         _announce(target)
         return
     partial = target.with_name(target.name + PARTIAL)
@@ -269,9 +269,9 @@ def convert(
     todo = {
         name: 4 * prod(spec.valid_shape)
         for name, spec in reader.specs.items()
-        if not writer.has_parameter(name, spec, reader.kinds(name), source.step(name))
+        if not writer.has_parameter(name, spec, reader.state_names(name), source.step(name))
     }
-    check_space(partial, sum(todo[name] * len(reader.kinds(name)) for name in todo), "--output_folder")
+    check_space(partial, sum(todo[name] * len(reader.state_names(name)) for name in todo), "--output_folder")
     _check_memory(workers)
     pool = ThreadPoolExecutor(workers)
     convert_one = partial_function(_convert_parameter, source, writer, allow_replica_mismatch)
@@ -279,7 +279,7 @@ def convert(
         yield from pool.map(convert_one, sorted(todo, key=lambda name: todo[name], reverse=True))
     finally:
         pool.shutdown(cancel_futures=True)
-    _write_rest(source, partial)
+    _write_common_files(source, partial)
     move_into_place(partial, target)
 
 
@@ -292,20 +292,20 @@ def move_into_place(partial: Path, target: Path) -> None:
 
 
 def _announce(target: Path) -> None:
-    """The last step. `SOURCE_FILE` is removed when it is done."""
+    """Ends a conversion: names the checkpoint in `latest_universal`, then removes `SOURCE_FILE`."""
     write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
     shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
     (target / SOURCE_FILE).unlink(missing_ok=True)
     sync_file(target)
 
 
-def _is_of(source: Source, target: Path) -> bool:
-    """Whether `target` is a complete conversion of this source for which `_announce` may be missing."""
+def _is_conversion_of(source: Source, target: Path) -> bool:
+    """Returns whether `target` is a complete conversion of this source that may lack only `_announce`."""
     mark = target / SOURCE_FILE
-    return mark.is_file() and _text_of(mark) == source.identity
+    return mark.is_file() and _source_identity(mark) == source.identity
 
 
-def _text_of(mark: Path) -> str:
+def _source_identity(mark: Path) -> str:
     return read_small(mark).decode(errors="replace")
 
 
@@ -324,7 +324,7 @@ def _convert_parameter(
 ) -> Converted:
     mismatch = ReplicaMismatch()
     reader = source.reader
-    blocks = {kind: reader.read_blocks(name, kind, mismatch) for kind in reader.kinds(name)}
+    blocks = {state: reader.read_blocks(name, state, mismatch) for state in reader.state_names(name)}
     writer.write_parameter(name, reader.specs[name], blocks, source.step(name))
     if mismatch.largest and not allow_replica_mismatch:
         raise UserError(
@@ -346,26 +346,27 @@ def _convert_parameter(
 
 
 def _begin(source: Source, partial: Path) -> None:
-    """Creates the folder, or accepts that of an interrupted conversion of the same source."""
+    """Creates the folder, or accepts the folder of an interrupted conversion of the same source."""
     partial.mkdir(parents=True, exist_ok=True)
     if links := [path for path in (partial, *partial.iterdir()) if path.is_symlink()]:
-        raise UserError(f"{links[0]} is a link, which no conversion creates: delete it")
+        raise UserError(f"{links[0]} is a link, which no conversion creates: remove it")
     mark = partial / SOURCE_FILE
     if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
         raise UserError(
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
-            "delete it, or give another --output_folder"
+            "remove it, or give another --output_folder"
         )
-    if mark.is_file() and _text_of(mark) != source.identity:
+    if mark.is_file() and _source_identity(mark) != source.identity:
         raise UserError(
-            f"{partial} is an interrupted conversion of another checkpoint ({shown(_text_of(mark))}): finish "
-            "that, or delete the folder"
+            f"{partial} is an interrupted conversion of another checkpoint "
+            f"({shown(_source_identity(mark))}): finish that conversion, or remove the folder"
         )
     write_atomically(mark, source.identity)
 
 
 def _check_memory(workers: int) -> None:
-    """A worker holds a block of a parameter and as much of its shards, however large the parameter is."""
+    """Raises UserError if the workers need more memory than is available. Each holds one block of a parameter
+    and as many bytes of its shards, however large the parameter is."""
     needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
     if available is not None and available < needed:
         raise UserError(
@@ -375,7 +376,7 @@ def _check_memory(workers: int) -> None:
 
 
 def _available_memory() -> int | None:
-    """Available memory in bytes; None if the system does not report it."""
+    """Returns available memory in bytes; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -384,7 +385,7 @@ def _available_memory() -> int | None:
     return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
-def _write_rest(source: Source, partial: Path) -> None:
+def _write_common_files(source: Source, partial: Path) -> None:
     """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
     common = {key: value for key, value in source.reader.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.reader.files.common["base_optimizer_state"].get("param_groups")
@@ -393,7 +394,7 @@ def _write_rest(source: Source, partial: Path) -> None:
     sync_file(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE)
     sync_file(partial / PARAMETER_FOLDER)
     for path in model_files(source.folder):
-        if source.reader.files.stage == 0:  # then the optimizer's state is in there too
+        if source.reader.files.stage == 0:  # then this file also holds the optimizer state
             write_plain(partial / path.name, _plain_types({**read_file(path), "optimizer": None}))
         else:
             with open_regular(path) as file, open(partial / path.name, "wb") as copy:
@@ -409,23 +410,22 @@ def _write_rest(source: Source, partial: Path) -> None:
         folder = partial / AVERAGED_FOLDER
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in content:
-            content["certificate"] = _record_without(averaged, content["certificate"])
+            content["certificate"] = _integrity_record_without(averaged, content["certificate"])
         write_json(partial / RUN_FILE, add_checksum(content))
 
 
-def _record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
-    """The part of an integrity record that is still valid if the replicas of these parameters were
-    averaged."""
+def _integrity_record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:
+    """Returns an integrity record without what is invalid after these parameters were averaged."""
     digests = {
-        kind: {name: digest for name, digest in of_kind.items() if name not in averaged}
-        for kind, of_kind in record["digests"].items()
+        state_name: {name: digest for name, digest in by_parameter.items() if name not in averaged}
+        for state_name, by_parameter in record["digests"].items()
     }
     return {**record, "digests": digests, "probe": None}
 
 
 def _plain_types(value: Any) -> Any:
-    """The value in types that any program can read. Tensors and objects of other programs' classes become
-    None; the arguments stay an `argparse.Namespace`, which Megatron programs expect."""
+    """Returns the value in types that any program can read. Tensors and objects of other frameworks' classes
+    become None; the arguments stay an `argparse.Namespace`, which Megatron programs expect."""
     if isinstance(value, dict):
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

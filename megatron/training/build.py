@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.owner import FolderOwner
-from megatron.checkpoint.lineage.start import check_save_place
+from megatron.checkpoint.lineage.start import check_save_is_outside_checkpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
@@ -57,7 +57,7 @@ class Setup:
     def from_config(cls, config: Config) -> Setup:
         """Raises ConfigError for flags and files with which no run can start: a dry run finds the errors of a
         run in their order."""
-        check_save_place(config)
+        check_save_is_outside_checkpoints(config)
         vocab = find_vocabulary(config)
         times = read_layer_times(config, vocab.size)
         needs_processes = needs_profiling(config) or needs_memory_costs(config)

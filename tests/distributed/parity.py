@@ -1,4 +1,4 @@
-"""The claim of most tests of this folder: a layout trains with the numbers of one process."""
+"""The claim of most tests in this folder: a layout trains with the same numbers as one process."""
 
 from __future__ import annotations
 

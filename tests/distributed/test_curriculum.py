@@ -39,7 +39,8 @@ LAYOUTS = {
 
 
 def train(row, changes, curriculum=CURRICULUM):
-    """(loss, norm) of each step; the loss of an evaluation after steps 1 and 3; the last record and state."""
+    """Returns (loss, norm) of each step, the evaluation losses after steps 1 and 3, and the last record and
+    state."""
     changes = {**changes, "model": {**DROPOUT, **changes.get("model", {})}}
     config = dataclasses.replace(config_of(row, **changes), curriculum=curriculum)
     trainer = make_trainer(config, steps=len(LENGTHS))

@@ -25,7 +25,7 @@ from tests.unit.checkpoint.native_folder import random_wholes
 
 STEPS = 3
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
-# As `_universal_checkpoint_info` of that program without tensor parallelism.
+# Equals Megatron-DeepSpeed's `_universal_checkpoint_info` without tensor parallelism.
 INFO = {
     "universal_checkpoint_version": 0.2,
     "original_vocab_size": VOCAB,
@@ -54,7 +54,7 @@ def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def save(folder: Path, precision: str, zero: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Trains and saves. Returns DeepSpeed's global fp32 values and moments, by the names there."""
+    """Trains and saves. Returns DeepSpeed's global fp32 values and moments, by Megatron-DeepSpeed's names."""
     config = config_of(Row())
     wholes = random_wholes(config)
     layers = config.model.num_layers

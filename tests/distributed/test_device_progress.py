@@ -1,4 +1,4 @@
-"""What a hung rank reports of its device and of its unfinished calls."""
+"""The report of a hung rank on its device and its unfinished calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit Adam trains as Adam does, on every layout, and who has 8 bits depends on no layout."""
+"""8-bit Adam trains like Adam on every layout, and no layout changes which parameters have 8 bits."""
 
 from dataclasses import replace
 from functools import cache
@@ -126,7 +126,7 @@ def test_the_table_shows_measured_bytes():
 
 
 def spoil_a_moment(row, name, rank):
-    """What the run says when one rank keeps a group's moments otherwise than the rule says."""
+    """Returns the error when one rank stores a group's moments in other bits than the rule requires."""
     engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer

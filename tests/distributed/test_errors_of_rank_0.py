@@ -1,4 +1,4 @@
-"""What only rank 0 looks at, files and the owner of --save, and what all ranks do when it finds an error."""
+"""Only rank 0 reads files and the owner of --save. All ranks raise the error that it finds."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 
 class FailingOwner:
-    """An owner file that cannot be read from the `first` look on."""
+    """An owner file that cannot be read from the `first` attempt on."""
 
     def __init__(self, first):
         self.looks, self.first = 0, first
@@ -31,7 +31,7 @@ def fail(*_, **__):
 
 
 def meet_errors(folder):
-    """The errors of a save that cannot look at its folder, and of starts that cannot."""
+    """Returns the errors of a save, and of starts, that cannot list the folder."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     rank_0, found = engine.global_rank == 0, []
 

@@ -63,7 +63,8 @@ def base(saver):
 
 
 def expected_history(saver, steps):
-    """Of a GPT in plain PyTorch with a new optimizer, from the fp32 weights of the checkpoint."""
+    """Returns the losses of a GPT in plain PyTorch with a new optimizer, from the checkpoint's fp32
+    weights."""
     weights = dict(open_reader(find_latest(base(saver) / "native")).master_weights())
     batches = [global_batch(step) for step in steps]
     return train_plain_gpt(weights, batches, lr=RATE, vocab=VOCAB, clip=CLIP, layers=4, heads=4)
@@ -122,7 +123,7 @@ def test_finetuning_may_treat_documents_in_another_way(tmp_path):
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_8_bit_moments_start_fresh(precision, flag, tmp_path):
-    """Those of the checkpoint would change the second step's loss."""
+    """The checkpoint's moments would change the second step's loss."""
     row, steps = Row(micro_batch=4, precision=precision), FLAGS[flag]
     ((_, history, _),) = run_world(
         1, start, row, base("8 bits") / "native", tmp_path, steps, flag, **EIGHT_BITS
@@ -136,7 +137,7 @@ def test_8_bit_moments_start_fresh(precision, flag, tmp_path):
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, dp=2, zero=1, precision="bf16")], ids=str)
 def test_the_same_command_resumes_what_it_has_saved(row, flag, tmp_path):
-    """With its moments: the losses are those of the uninterrupted run, to the last bit."""
+    """With the checkpoint's moments, the losses equal the uninterrupted run's to the last bit."""
     load, steps = base("bf16 pp2 dp2") / "native", FLAGS[flag]
     interrupted, last = tmp_path / "interrupted", steps[-1] + 1
     after = range(last, last + 2)

@@ -1,4 +1,5 @@
-"""After a load the state is compared with the integrity record; a difference stops the run and is named."""
+"""After loading, the state is compared with the integrity record; a difference stops the run with its
+name."""
 
 import json
 import re
@@ -21,7 +22,7 @@ def save_two_steps(row, folder):
 
 
 def start(row, folder):
-    """What a resume prints, or why it stops; and the integrity record of the loaded state."""
+    """Returns what a resume prints, or why it stops, and the integrity record of the loaded state."""
     from megatron.checkpoint.integrity import make_integrity_record
 
     config = config_of(row, checkpoint={"load": str(folder)})
@@ -61,7 +62,7 @@ def test_an_integrity_record_does_not_depend_on_the_layout(row, tmp_path):
 
 
 def change(folder, what):
-    """Changes one thing in the checkpoint, and the record of its files agrees."""
+    """Changes one thing in the checkpoint, and updates the record of its files."""
     folder = folder / "global_step2"
     run = json.loads((folder / "run.json").read_text())
     if what == "canary":

@@ -29,7 +29,8 @@ ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
 
 
 class Tasks:
-    """Replaces the harness: seeds and draws as it does, and computes with the model."""
+    """Replaces the evaluation harness: seeds and draws random numbers as the harness does, and runs the
+    model."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.losses = error, []

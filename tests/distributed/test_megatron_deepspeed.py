@@ -41,7 +41,9 @@ def test_training_resumes_with_the_same_numbers(changes, tmp_path):
     reader = UniversalReader(find_universal(tmp_path / "universal"))
     states = {}
     for name in reader.names:
-        kinds = {"fp32" if kind == VALUES else kind: reader.read(name, kind) for kind in reader.kinds(name)}
+        kinds = {
+            "fp32" if kind == VALUES else kind: reader.read(name, kind) for kind in reader.state_names(name)
+        }
         states[name] = {**kinds, "step": reader.optimizer_scalars(name)["step"]}
     write_as_megatron_deepspeed(tmp_path / "theirs", config_of(Row(), **changes), states)
     expected = uninterrupted(changes)
@@ -71,7 +73,7 @@ def next_steps(folder):
 
 
 def resume_asset(row, folder, model):
-    """State, and (loss, gradient norm) of the steps that the other program did next, on its samples."""
+    """Returns the state, and (loss, gradient norm) of Megatron-DeepSpeed's next steps on its samples."""
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
     checkpoint = find_checkpoint(config, ASSET_VOCAB, FINGERPRINT)
@@ -120,6 +122,8 @@ def test_both_converters_write_the_same_tensors(name, asset):
     ours = UniversalReader(find_universal(asset / name))
     assert theirs.folder != ours.folder and set(theirs.stored_names) == set(ours.stored_names)
     for name in ours.stored_names:
-        assert theirs.kinds(name) == ours.kinds(name) == [VALUES, "exp_avg", "exp_avg_sq"]
-        assert all(torch.equal(theirs.read(name, kind), ours.read(name, kind)) for kind in ours.kinds(name))
+        assert theirs.state_names(name) == ours.state_names(name) == [VALUES, "exp_avg", "exp_avg_sq"]
+        assert all(
+            torch.equal(theirs.read(name, kind), ours.read(name, kind)) for kind in ours.state_names(name)
+        )
         assert theirs.optimizer_scalars(name) == ours.optimizer_scalars(name)

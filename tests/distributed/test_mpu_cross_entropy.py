@@ -10,7 +10,7 @@ from tests.support.scatter import world_tp_group
 
 
 def loss_and_gradient(logits, labels, upstream, vocab_size, overwrite):
-    """Of this rank's columns of the logits."""
+    """Returns losses and gradients for this rank's columns of the logits."""
     tensor = world_tp_group()
     own = logits.chunk(tensor.size, -1)[tensor.rank].clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(own * 1, labels, tensor, vocab_size, overwrite_logits=overwrite)
@@ -55,7 +55,8 @@ HIDDEN, ROWS, TOKENS = 40, 512, 70
 
 
 def fused_loss_and_gradients(hidden, weight, labels, upstream, token_weights, vocab_size, z_loss_weight):
-    """Of this rank's rows of the weight, in several chunks; hidden's gradient is that of all ranks."""
+    """Returns losses and gradients for this rank's rows of the weight, in several chunks. The gradient of
+    hidden is summed over all ranks."""
     tensor = world_tp_group()
     own = weight.chunk(tensor.size)[tensor.rank].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
@@ -78,7 +79,8 @@ def fused_cases(cases):
 
 
 def fused_over(size, cases):
-    """(losses, gradient of hidden, that of the full weight) of each case, with that many TP ranks."""
+    """Returns (losses, gradient of hidden, gradient of the full weight) of each case on this many TP
+    ranks."""
     found = []
     for of_ranks in zip(*run_world(size, fused_cases, cases), strict=True):
         for losses, grad_hidden, _ in of_ranks:
@@ -104,7 +106,7 @@ def error(found, expected):
 
 
 def fused_with_kernels(cases):
-    """In triton's interpreter."""
+    """Runs the kernels in Triton's interpreter."""
     with mock.patch.object(logit_chunks, "uses_kernels", lambda _: True):
         return fused_cases(cases)
 

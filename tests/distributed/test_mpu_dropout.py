@@ -10,7 +10,7 @@ from tests.support.scatter import world_tp_group
 
 
 def two_dropouts(x, stream, tp_group):
-    """One where the activation is the same on all ranks, one where it is sharded."""
+    """Two dropouts: one where the activation is equal on all ranks, one where it is sharded."""
     x = dropout(x, 0.3, stream, "0.hidden", batch_dim=0, tp_group=tp_group)
     own = x.chunk(tp_group.size, -1)[tp_group.rank]
     return dropout(own, 0.3, stream, "0.attention", batch_dim=0, shard_dim=-1, tp_group=tp_group)

@@ -1,4 +1,4 @@
-"""Each parallel layer against its plain single-process twin: outputs and gradients."""
+"""Each parallel layer against its plain single-process reference: outputs and gradients."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
 
 
 class Column(nn.Module):
-    """A column-parallel layer whose outputs are put together, to be comparable."""
+    """A column-parallel layer whose outputs are gathered for the comparison."""
 
     def __init__(self, tp_group: TPGroup) -> None:
         super().__init__()

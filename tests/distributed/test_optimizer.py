@@ -62,7 +62,8 @@ def test_small_gradients_are_not_lost_in_a_large_sum(precision):
 
 
 def norm_of_copies_of_one_sample(row, copies):
-    """The grad norm of a global batch of equal samples, one per micro-batch: that of a single one."""
+    """Returns the grad norm of a global batch of equal samples, which must equal the norm of a single
+    sample."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, batch={"global_batch_size": copies}))
     batch = MicroBatch.from_rows(sample_tokens(0, 1), 0)
     engine.train_step(iter([batch] * (copies // row.dp)), copies, RATE)
@@ -181,7 +182,7 @@ def test_the_norm_of_a_tensor_with_a_bad_element_is_not_finite(bad):
 
 
 def steps_with_loss_scale(row, precision, steps):
-    """Per step: (overflow, norm is finite, scale after it, weights are as before)."""
+    """Returns per step: (overflow, norm is finite, scale after the step, weights are unchanged)."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, precision=precision))
     records = []
     for step in range(steps):
@@ -260,7 +261,7 @@ def test_a_static_scale_gives_the_numbers_of_an_equal_dynamic_one():
 
 
 def error_of_step(engine, step):
-    """The error of a step that is not finite, and whether the weights are as before it."""
+    """Returns the error of a step that is not finite, and whether the weights are unchanged."""
     before = weights_of(engine).shards
     with pytest.raises(NonFiniteError) as error:
         train(engine, [step])
@@ -345,7 +346,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(row):
 
 
 def sizes_of_state(row):
-    """(elements of the moments here, parameters here, groups)."""
+    """Returns (elements of the moments on this rank, parameters on this rank, groups)."""
     engine = build_engine(config_of(row))
     train(engine, [0])
     states = engine.optimizer.optimizer.state.values()
@@ -367,7 +368,7 @@ def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
 
 
 def bytes_of_saved_state(row):
-    """What torch.save writes of the optimizer state: the storages of its tensors, each of them once."""
+    """Returns the bytes of the optimizer state that torch.save writes: each storage once."""
     state = build_engine(config_of(row)).optimizer.state_dict()
     masters = state["single_partition_of_fp32_groups"]
     storages = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in masters}

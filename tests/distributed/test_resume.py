@@ -269,13 +269,13 @@ def test_another_number_of_epochs_is_not_called_other_data(saved):
         find(saved, fingerprint=longer, training={"train_iters": 1000})
     sentence = str(caught.value)
     assert "another number of epochs of the same data" in sentence and "other data" not in sentence
-    assert re.search(r"run over [\d,]+ training samples, this run is over [\d,]+000:", sentence)
+    assert re.search(r"run has [\d,]+ training samples, this run [\d,]+000:", sentence)
     with pytest.raises(UserError, match="trained on other data"):
         find(saved, fingerprint={**longer, "tokens": [6000]})
 
 
 def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
-    """Its weights came from elsewhere: how they are trained on is this run's own."""
+    """The weights came from elsewhere, so the run may choose its own training settings."""
     nothing = {"state": asdict(TrainingState()), "data": {}}
     change_run(saved / "global_step1", lambda run: run.update(nothing))
     assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
@@ -344,7 +344,7 @@ def test_keep_last_keeps_that_many_checkpoints(keep_last, kept, tmp_path):
 
 
 def resume_and_save(row, folder, steps, keep_last):
-    """Starts from what is in the folder, and saves at the given steps."""
+    """Starts from the folder's checkpoint, and saves at the given steps."""
     options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
     config = config_of(row, checkpoint=options)
     checkpoint = select_valid_checkpoint(
@@ -359,7 +359,8 @@ def resume_and_save(row, folder, steps, keep_last):
 
 
 def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
-    """Not the branch that was left behind when `latest` was set back, nor what a link points to."""
+    """--keep-last deletes neither the branch that was abandoned when `latest` was set back, nor a link's
+    target."""
     run_world(1, resume_and_save, Row(), tmp_path, (1, 2, 3, 4), None)
     (tmp_path / "latest").write_text("global_step1")
     elsewhere = tmp_path / "archive"
@@ -411,7 +412,7 @@ def save_trained(row, folder, steps):
 
 
 def whole_weights_from(folder):
-    """Names and values of a single-process model, as it starts and as it is loaded."""
+    """Returns names and values of a single-process model, initially and after loading."""
     _, _, model = build_model(config_of(Row()))
     fresh = {name: p.detach().clone() for name, p in model.named_parameters()}
     open_reader(find_latest(folder)).load_weights(model)

@@ -47,7 +47,7 @@ class Piece:
 
 
 def pieces_of(engine):
-    """By name; the values under 'fp32' and the moments' names, dequantised."""
+    """Returns the state by parameter name: 'fp32' and the moments, dequantized."""
     optimizer, layout, pieces = engine.optimizer, engine.layout, {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
@@ -66,7 +66,7 @@ def wholes(ranks):
     for name in {name for pieces in ranks for name in pieces}:
         pieces = [rank[name] for rank in ranks if name in rank]
         stage = min(piece.stage for piece in pieces)
-        # Copies of other replicas fall on the same key.
+        # All replicas have the same key.
         by_place = {(piece.tp_rank, piece.first): piece for piece in pieces if piece.stage == stage}
         spec, size = pieces[0].spec, 1 + max(tp_rank for tp_rank, _ in by_place)
         for kind in pieces[0].values:

@@ -1,4 +1,4 @@
-"""What all ranks do about run identity: one checkpoint for all, no write into a folder of another owner."""
+"""Run identity on all ranks: one checkpoint for all, no write into a folder of another owner."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 
 def save(manager, step):
-    """Why the checkpoint was not saved, None if it was."""
+    """Returns why the checkpoint was not saved; None if it was saved."""
     try:
         manager.save(state_after(step))
     except (FolderTakenError, SaveError) as error:
@@ -111,7 +111,7 @@ def take_over(folder):
 
 
 def test_a_job_that_lost_its_folder_stops_on_all_ranks_and_writes_nothing(tmp_path):
-    """As well as: a save in which a file of the layout is missing is none."""
+    """Also, a save that lacks a file of the layout fails."""
     outcomes = run_world(2, save_and_lose_the_folder, tmp_path)
     for saved, before, during, lacking in outcomes:
         assert saved is None
@@ -148,17 +148,18 @@ def save_good_then_unequal(folder):
             make_copies_unequal(engine)
         assert save(checkpoints, step) is None
     back = checkpoints.rollback()
-    # What is saved now descends from the good one.
+    # The next checkpoint descends from the good one.
     return back.folder.name, save(checkpoints, 5)
 
 
 @pytest.mark.full
 def test_keep_last_keeps_the_newest_checkpoint_with_equal_replicas(tmp_path):
-    """4 replaced 3, and 2, the last with equal copies, stayed; a rollback takes it."""
+    """Checkpoint 4 replaced 3. Checkpoint 2, the last with equal replicas, stayed, and a rollback loads
+    it."""
     assert run_world(2, save_good_then_unequal, tmp_path) == [("global_step2", None)] * 2
     run = json.loads((tmp_path / "global_step5" / "run.json").read_text())
     assert [entry["name"] for entry in run["lineage"]] == ["global_step1", "global_step2"]
-    # 4, whose copies differ, is not of the line of 5.
+    # Checkpoint 4, whose replicas differ, is not in the lineage of 5.
     assert steps_in(tmp_path) == [4, 5] and not run["certificate"]["unequal_copies"]
     config = config_of(Row(), checkpoint={"load": str(tmp_path), "save": str(tmp_path)})
     assert find_checkpoint(config, VOCAB, FINGERPRINT).folder.name == "global_step5"

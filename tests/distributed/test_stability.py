@@ -28,7 +28,7 @@ def train(row, stability, bad=(), folder=None, parallel=None):
 
 
 def on(row, stability, bad=(), folder=None, parallel=None):
-    """The outcome on one rank, after those of the others were found to be the same."""
+    """Returns the outcome, after checking that it is equal on all ranks."""
     first, *others = run_world(row.world_size, train, row, stability, bad, folder, parallel)
     for other in others:
         assert other == first
@@ -135,7 +135,7 @@ def test_rollbacks_are_counted_and_one_without_a_checkpoint_drops_the_update(tmp
 
 
 def with_nan(row, stability, bad_iterations, precision):
-    """The outcome where one rank's gradient of one parameter is NaN in some iterations."""
+    """Returns the outcome if one rank's gradient of one parameter is NaN in some iterations."""
     trainer = make_trainer(config_of(row, stability, precision=precision))
     engine, state = trainer.engine, {"iteration": 0}
     train_step = engine.train_step

@@ -178,7 +178,7 @@ def test_all_ranks_partition_by_the_same_measured_times(schedule):
 
 
 def stages_by_memory(parallel, problem):
-    """(calls of the planner on this rank, its stages or the error)."""
+    """Returns (calls of the planner on this rank, its stages or the error)."""
     from megatron.cluster.exit_codes import SharedUserError
     from megatron.planner import layer_memory
     from megatron.tokenizer.vocabulary import Vocabulary

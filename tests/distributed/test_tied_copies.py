@@ -33,7 +33,7 @@ class Finished:
 
 
 def shuffled_sum(tensor, group):
-    """The sum over a group, in an order that depends on the group's ranks and on the tensor's length."""
+    """Sums over a group, in an order that depends on the group's ranks and on the tensor's length."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     random.Random(f"{dist.get_process_group_ranks(group)} {tensor.numel()}").shuffle(parts)

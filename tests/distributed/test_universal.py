@@ -1,4 +1,4 @@
-"""Universal checkpoints: written as DeepSpeed writes them, and read whoever wrote them."""
+"""Universal checkpoints: written like DeepSpeed's, and read from every framework."""
 
 import argparse
 import json
@@ -197,7 +197,8 @@ def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
     converted(source, ours, workers=3)
     run_world(1, convert_as_deepspeed, source, theirs)
     own, expected = torch_files_in(ours), torch_files_in(theirs)
-    # Their loader takes it for an object of their class, so it has another name.
+    # DeepSpeed's loader expects an object of its own class under that name, so this program uses a different
+    # name.
     scale = own["zero/optimizer_state.pt"].pop("loss_scaler_state")
     assert scale == expected["zero/optimizer_state.pt"].pop("loss_scaler")
     assert own.keys() == expected.keys()
@@ -332,7 +333,7 @@ def find(folder, vocab=VOCAB, **changes):
 
 
 def select(folder):
-    """Why no checkpoint is selected, on two ranks."""
+    """Returns why no checkpoint is selected on two ranks."""
     options = {**BLOOM, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
     try:
         select_valid_checkpoint(find(folder), config_of(Row(), **options), VOCAB, FINGERPRINT)
@@ -345,14 +346,14 @@ def test_a_damaged_file_of_another_programs_checkpoint_is_named_before_it_is_loa
     assert run_world(2, select, blooms) == [None, None]
     flip_a_byte(blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg.pt")
     for sentence in run_world(2, select, blooms):
-        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; give another" in sentence
+        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; pass another" in sentence
 
 
 @pytest.mark.full
 def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     checkpoint = find(blooms)
     line = describe_start(checkpoint, str(blooms))
-    assert "its data, dropout and schedule were not compared" in line
+    assert "Its data, dropout and schedule were not compared" in line
     assert "no step.pt: the optimizer's step is taken to be the iteration, 5" in line
     assert_resumes_everywhere(blooms, BLOOM, ["tp2 pp2", "pp4 dp2"])
 
@@ -422,7 +423,7 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
 
 
 def reseal(folder, run, *changed):
-    """Lets the manifest agree with files that were changed."""
+    """Updates the record of files after files were changed."""
     for path in changed:
         run["files"][path.name] = describe_file(path)
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))

@@ -1,5 +1,5 @@
-"""Weight gradients that the matrix product adds to the fp32 sums. CPUs have no such product: here a product
-in fp32 stands for it, which a tensor core's is up to the order of summation."""
+"""Weight gradients that the matrix product adds to the fp32 sums. CPUs have no such product. A product in
+fp32 replaces it: a tensor core's product equals it up to the order of summation."""
 
 from contextlib import contextmanager
 

@@ -54,7 +54,7 @@ LAYOUTS = {
 
 
 def train_offloaded(row, steps, **changes):
-    """As if the device's memory were not the host's, which it is on a CPU."""
+    """Separates device memory from host memory, which are one on a CPU."""
     with mock.patch.object(mixed_precision, "is_host_memory", lambda device: False):
         return train_layout(row, steps, **changes)
 
@@ -318,7 +318,7 @@ def save_and_train_on(row, folder, changes):
 
 
 def open_midway(row, folder, changes):
-    """The certificate of what was loaded, and the steps that follow."""
+    """Returns the integrity record of the loaded state, and the steps that follow."""
     from megatron.checkpoint.integrity import make_integrity_record
 
     engine = build_engine(config_of(row, **changes))

@@ -46,7 +46,7 @@ ROWS = {
 
 
 def trained(row, schedule, changes):
-    """(losses and norms, accumulated gradients, weights) of a rank."""
+    """Returns (losses and norms, accumulated gradients, weights) of a rank."""
     changes = {**changes, "parallel": {**changes.get("parallel", {}), "pipeline_schedule": schedule}}
     engine = build_engine(config_of(row, **changes))
     deferred, added = engine.module.deferred_gradients, []

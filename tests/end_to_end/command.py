@@ -20,7 +20,7 @@ from tests.support.forked import ENVIRONMENT, run_script
 ROOT = Path(__file__).resolve().parents[2]
 STEP_BY_STEP = "tests/end_to_end/step_by_step.py"
 
-# What a line says of speed differs from run to run; all else may not.
+# Speeds in a line differ from run to run; nothing else may differ.
 SPEEDS = ("seconds_per_iteration", "samples_per_second", "tflops_per_device")
 
 
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def facts(self) -> list[ParsedLine]:
-        """What each training and validation line says, without speeds."""
+        """Returns each training and validation line without speeds."""
         lines = [parse_log_line(line) for line in self.stdout.splitlines()]
         return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines if line is not None]
 
@@ -124,7 +124,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def environment() -> dict[str, str]:
-    """That of a process on CPU that no launcher has started."""
+    """Returns the environment of a CPU process that no launcher has started."""
     launcher_variables = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher_variables}
     return env | ENVIRONMENT

@@ -21,7 +21,7 @@ def train(
 
 @pytest.fixture
 def trained(train: Callable[[str], Trained]) -> Trained:
-    """Any one of them."""
+    """Returns any one trained model."""
     return train(next(iter(VARIANTS)))
 
 

@@ -18,7 +18,7 @@ from megatron.training.log_lines import parse_log_line  # noqa: E402
 
 
 class WaitingOutput:
-    """stdout, that returns from the end of a training line when a byte has come on stdin."""
+    """A stdout that waits at the end of a training line until a byte arrives on stdin."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._line = stream, ""

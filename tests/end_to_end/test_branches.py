@@ -17,7 +17,7 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --eval-iters 1 --eval-interval 6 --log-interval 1".split()
 CONSTANT = "--lr-decay-style constant".split()
-# By the unit of the run: what all of its runs share, the trunk's length and the decay of the branch.
+# Unit of the schedule -> flags of all runs, length of the base run, and decay of the branch.
 UNITS = {
     "iterations": (
         "--global-batch-size 4 --lr-warmup-iters 3".split(),
@@ -46,7 +46,7 @@ def record(folder: Path, step: int) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file."""
+    """Returns size and modification time of every file."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
@@ -117,7 +117,7 @@ LAYOUTS = ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 -
 
 @pytest.mark.full
 def test_an_interrupted_branch_is_the_planned_run_through_every_phase(trunk: Trunk, tmp_path: Path) -> None:
-    """Stopped before, at and after the start of the decay, which the trunk's min_lr ends."""
+    """The run is stopped before, at and after the start of the decay, which ends at the base run's min_lr."""
     planned = trunk.planned("--min-lr", "1e-4")
     parts = [trunk.branch(tmp_path / "b", "--exit-interval", str(step)) for step in (9, 10)]
     parts.append(trunk.branch(tmp_path / "b"))

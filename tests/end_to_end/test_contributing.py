@@ -62,7 +62,7 @@ def test_every_example_changes_at_most_three_files() -> None:
 
 
 def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str:
-    """What a training of 4 iterations prints. sgd: with the optimizer of `SGD`."""
+    """Returns what a training of 4 iterations prints. sgd: with the optimizer of `SGD`."""
     schedule = "--lr 0.1 --min-lr 0.02 --micro-batch-size 2 --global-batch-size 2 --train-iters 4".split()
     logging = "--eval-iters 0 --log-interval 1".split()
     flags = [
@@ -96,7 +96,7 @@ source, target = map(Path, sys.argv[1:])
 checkpoint = open_checkpoint(source)
 reader = open_reader(checkpoint)
 target.mkdir()
-states = [(kind, name) for name in reader.names for kind in reader.kinds(name)]
+states = [(kind, name) for name in reader.names for kind in reader.state_names(name)]
 tensors = {f"{kind}/{name}": reader.read_unpadded(name, kind).clone() for kind, name in states}
 save_file(tensors, target / "states.safetensors")
 run = {key: value for key, value in checkpoint.run.items() if key != "sha256"}

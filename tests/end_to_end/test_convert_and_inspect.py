@@ -80,7 +80,7 @@ def printed_flags(output: str) -> list[str]:
 
 
 def first_loss(flags: list[str], hf_folder: Path) -> float:
-    """Of transformers' model on the first global batch of a run with these flags."""
+    """Returns the loss of transformers' model on the first global batch of a run with these flags."""
     config = parse_args(flags, {})
     batch = config.batch.global_batch_size
     dataset, _, _ = build_gpt_datasets(

@@ -1,4 +1,4 @@
-"""Plans of very large runs, made where none could run."""
+"""Plans of very large runs, made on a machine that could not run them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan(flags: list[str], world_size: int) -> Run:
 
 
 def stages(run: Run) -> list[tuple[int, int, int, int]]:
-    """(stage, first layer, last layer, parameters per rank) per line of the stage map."""
+    """Returns (stage, first layer, last layer, parameters per rank) per line of the stage map."""
     rows = re.findall(r"^ *(\d+) +(\d+)-(\d+) +[\d.,]+ +[\d.]+ +([\d,]+) ", run.stdout, re.MULTILINE)
     return [(int(stage), int(a), int(b), int(count.replace(",", ""))) for stage, a, b, count in rows]
 

@@ -94,7 +94,7 @@ def harness_model_of(folder):
 
 
 def on_ranks(folder, tp_size, pp_size):
-    """On rank 0 the log-likelihoods of `requests`, and those of whole texts."""
+    """Returns, on rank 0, the log-likelihoods of `requests` and of whole texts."""
     checkpoint = read_checkpoint(folder)
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     config = config_of_layout(checkpoint, tp_size, pp_size, world_size)

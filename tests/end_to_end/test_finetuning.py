@@ -36,7 +36,7 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path, corpus: Path) -> Path:
-    """A clone with a model in it."""
+    """A clone of the repository with a model in it."""
     from transformers import GPT2TokenizerFast
 
     model = make_clone(tmp_path, corpus) / "bloom-560m"

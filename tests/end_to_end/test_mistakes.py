@@ -48,7 +48,7 @@ def truncated(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]
 
 
 def corrupted(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """A wrong offset in the middle of the .idx file, which one process per node looks for."""
+    """A wrong offset in the middle of the .idx file, which one process per node checks for."""
     for ending in (".bin", ".idx"):
         shutil.copy(f"{data[1]}{ending}", folder / f"text{ending}")
     documents = len(IndexedDataset(folder / "text"))
@@ -81,7 +81,7 @@ def unwritable_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tu
 
 
 def absent_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Which rank 0 alone looks for."""
+    """Only rank 0 looks for this mistake."""
     return ["--load", str(folder / "none"), "--eval-only"], ("--load", "does not exist: --eval-only needs")
 
 

@@ -1,4 +1,4 @@
-"""Formats of numbers, variants of the model, and the modes that end a run otherwise."""
+"""Precisions, variants of the model, and modes that end a run differently."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def readme_commands() -> list[str]:
 
 
 def first_words(command: str) -> str:
-    """What a command is known by: its program and what that runs."""
+    """Returns the key of a command: its program and the script that the program runs."""
     return " ".join(re.findall(r"make \w+|[\w/]+\.py|distributed\.run|--dry-run|--nnodes", command))
 
 
@@ -76,14 +76,14 @@ def copy(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def command_with(words: str) -> str:
-    """The README's command that is known by `words`."""
+    """Returns the README's command with the key `words`."""
     (command,) = (command for command in readme_commands() if first_words(command) == words)
     return command
 
 
 @pytest.fixture(scope="module")
 def quickstart(copy: Path) -> str:
-    """What the small quickstart printed; its files are in runs/quickstart of the copy."""
+    """Returns the output of the small quickstart; its files are in runs/quickstart of the copy."""
     return run(QUICKSTART, copy, **SMALL_QUICKSTART)
 
 

@@ -1,4 +1,4 @@
-"""A run that was interrupted in every way there is prints the lines of one that was not."""
+"""A run that is interrupted in many ways prints the lines of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path
 def test_a_resumed_run_needs_no_layout_for_the_batches_that_are_past(
     interrupted: tuple[list[Run], Path], data: list[str], tmp_path: Path
 ) -> None:
-    """The ramp-up began with batches of 2, 4 and 6 samples; micro-batches of 8 fit the last size only."""
+    """The ramp-up began with batches of 2, 4 and 6 samples; micro-batches of 8 fit only the last size."""
     runs, checkpoints = interrupted
     step = runs[3].steps[-1]["iteration"]
     shutil.copytree(checkpoints / f"global_step{step}", tmp_path / f"global_step{step}")

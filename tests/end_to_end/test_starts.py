@@ -93,7 +93,7 @@ def test_each_rank_names_another_program_at_its_port(data: list[str]) -> None:
 
 @pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.full)])
 def test_the_launchers_own_error_for_a_port_in_use_is_in_the_docs(launcher: str) -> None:
-    """It binds the port before this program starts, so the program cannot say it better."""
+    """The launcher binds the port before this program starts, so this program cannot improve its message."""
     with socket.create_server(("", 0)) as program:
         port = str(program.getsockname()[1])
         command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node", "2"]

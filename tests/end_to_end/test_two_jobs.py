@@ -46,7 +46,7 @@ def test_two_jobs_at_once_after_a_killed_one(data: list[str], tmp_path: Path) ->
     assert f"starting from {checkpoints / 'global_step2'}, iteration 2" in trained.stdout
     assert not list(checkpoints.glob("owner-*")) and not list(checkpoints.glob("saving-*"))
 
-    # A run that forgets --load: what is there stays as it is.
+    # A run that forgets --load leaves existing checkpoints unchanged.
     latest = (checkpoints / "latest").read_text()
     before = {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
     forgotten = pretrain(flags)

@@ -49,7 +49,8 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Folder with `latest`, the variant's description, the tokenizer, the losses of the last evaluation."""
+    """A folder with `latest`, the variant's description, the tokenizer, and the losses of the last
+    evaluation."""
 
     folder: Path
     plain: dict[str, object]
@@ -58,7 +59,7 @@ class Trained:
     """By 'validation' and 'test', on the first global batch of the split."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Full fp32 weights, assembled from DeepSpeed's files without code of the package."""
+        """Returns full fp32 weights, assembled from DeepSpeed's files without code of the package."""
         shards = defaultdict(list)
         for path in sorted((self.folder / "global_step5").glob("layer_*-model_*-model_states.pt")):
             layer = int(path.name[6:8])
@@ -78,7 +79,7 @@ class Trained:
         return torch.cat(parts)
 
     def greedy_tokens(self, prompt: str) -> list[int]:
-        """The most likely token of the plain GPT, token by token."""
+        """Generates the plain GPT's most likely tokens, one at a time."""
         weights, size = self.weights(), self.tokenizer.vocab_size
         tokens = self.tokenizer.tokenize(prompt)
         start = len(tokens)

@@ -1,8 +1,8 @@
-"""DeepSpeed's files: their names, and the position of each parameter's fp32 values and moments in them.
+"""DeepSpeed's files: their names, and where each parameter's fp32 values and moments are in them.
 
-When a run saves, every (stage, TP rank) pair, and with ZeRO each of its data-parallel ranks, writes a
-file of flat fp32 partitions and the position of each parameter in them. The pieces of a parameter, in the
-order of the data-parallel ranks, form its tensor-parallel shard.
+Every (stage, TP rank) pair writes a file of flat fp32 partitions and the position of each parameter in them;
+with ZeRO, each data-parallel rank of the pair writes one. The pieces of a parameter, in the order of the
+data-parallel ranks, form its tensor-parallel shard.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ VALUES = "fp32"
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 _SHARDED_WEIGHTS_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 SHARDED_WEIGHTS = (
-    "another program saved it with ZeRO-3, in shards that this program does not read: convert it with "
+    "another framework saved it with ZeRO-3, in shards that this program does not read: convert it with "
     "DeepSpeed's own ds_to_universal.py"
 )
-# A checkpoint of DeepSpeed has one of these files of the first rank: without ZeRO-3, or with it.
+# A checkpoint of DeepSpeed has one of these files: the first without ZeRO-3, the second with it.
 FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(?P<layer>\d{1,9})-model_\d+-model_states\.pt")
 # Tied parameters are saved with the first layer that holds them.
 _TIED_LAYER = 1
-# DeepSpeed's names of optimizer files begin with this for some settings.
+# With some settings DeepSpeed's names of optimizer files begin with this prefix.
 _OPTIONAL_PREFIX = "bf16_"
 
 
@@ -56,13 +56,13 @@ class _Fragment:
         return self.state["single_partition_of_fp32_groups"][self.group]
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state of the group: moments as long as the partition, and the step."""
         return self.state["base_optimizer_state"]["state"].get(self.group, {})
 
     def is_moment(self, value: Any) -> bool:
-        """Whether an entry of `kept` is a moment. DeepSpeed's ZeRO-1 and 2 save the fp32 values of the last
-        rank without the padding of the partition, and the moments with it."""
+        """Returns whether an entry of `optimizer_state` is a moment. On the last rank, DeepSpeed's ZeRO-1 and
+        2 save moments with the padding of the partition, and fp32 values without it."""
         paddings: Any = self.state.get("group_paddings")
         known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
         padding = paddings[self.group] if known else 0
@@ -71,14 +71,14 @@ class _Fragment:
         return is_tensor(value) and value.dim() == 1 and value.numel() in lengths
 
     def piece(self, key: str) -> Tensor:
-        tensor = self.master if key == VALUES else self.kept[key]
+        tensor = self.master if key == VALUES else self.optimizer_state[key]
         if not is_tensor(tensor) or not tensor.is_contiguous():
             raise UserError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
         start, length, total = self.start, self.length, tensor.numel()
         if not (type(start) is type(length) is int and 0 <= start <= start + length <= total):
             raise UserError(
                 f"checkpoint file {self.path} names {one_line(length)} elements from {one_line(start)} on in "
-                f"a tensor of {total:,}: it is damaged"
+                f"a tensor of {total:,} elements: it is damaged"
             )
         return tensor.view(-1)[start : start + length]
 
@@ -92,7 +92,7 @@ class FlatShard:
         self.dtypes = {str(piece.dtype).removeprefix("torch.") for piece in pieces}
 
     def elements(self, start: int, stop: int) -> Tensor:
-        """Elements start to stop - 1. They share memory with the file if one has them all."""
+        """Returns elements start to stop - 1. They share memory with the file if it holds all of them."""
         import torch
 
         parts, first = [], 0
@@ -103,37 +103,37 @@ class FlatShard:
         return torch.cat(parts) if len(parts) > 1 else (parts or [self._pieces[0][:0]])[0]
 
     def whole(self) -> Tensor:
-        """All elements."""
+        """Returns all elements."""
         return self.elements(0, self.numel)
 
     def release(self) -> None:
-        """Takes the pages that were read out of the resident memory of the process."""
+        """Removes the pages that were read from the resident memory of the process."""
         for piece in self._pieces:
             release_pages(piece.data_ptr(), piece.nbytes)
 
 
 class OptimizerFiles:
-    """The optimizer state of all parameters. `common`: the state in the first file; it contains what is equal
-    in all files (clipping, loss scale). `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages."""
+    """The optimizer state of all parameters. `common`: the state in the first file, for entries that are
+    equal in all files (clipping, loss scale). `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages."""
 
-    def __init__(self, folder: Path, tensor_size: int) -> None:
-        """tensor_size: tensor-parallel size of the run that saved. UserError names a file that is damaged
-        or has an unknown layout."""
+    def __init__(self, folder: Path, tp_size: int) -> None:
+        """Reads all files. tp_size: tensor-parallel size of the run that saved. Raises UserError for a file
+        that is damaged or has an unknown layout."""
         self.folder = folder
-        self.tensor_size = tensor_size
-        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tensor_size)]
+        self.tp_size = tp_size
+        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
         files = optimizer_files(folder)
         if not files:
-            raise UserError(f"checkpoint {folder} holds no optimizer state: use another one")
+            raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
         self.stage = int(files[0][2] == "optimizer_state_dict")
         first_holder: dict[tuple[int, str], int] = {}
         for model_rank, path, key in files:
             state = _optimizer_state(path, key)
             if path == files[0][1]:
                 self.common = state
-            tp_rank = model_rank % tensor_size
+            tp_rank = model_rank % tp_size
             for name, fragment in _fragments(state, path):
-                # A tied parameter is on two stages: one of them is enough.
+                # A tied parameter is in the files of two stages: the first one is enough.
                 if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
                     self._fragments[tp_rank].setdefault(name, []).append(fragment)
 
@@ -143,17 +143,17 @@ class OptimizerFiles:
         return self._fragments[0].keys()
 
     def moments(self, name: str) -> list[str]:
-        """The optimizer's names of the moments of a parameter."""
+        """Returns the optimizer's names of the moments of a parameter."""
         first = self._fragments[0][name][0]
-        return [key for key, value in first.kept.items() if first.is_moment(value)]
+        return [key for key, value in first.optimizer_state.items() if first.is_moment(value)]
 
-    def others(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter beside the moments: the step."""
+    def scalars(self, name: str) -> dict[str, Any]:
+        """Returns the optimizer's state of a parameter except its moments: the step."""
         first = self._fragments[0][name][0]
-        return {key: value for key, value in first.kept.items() if not first.is_moment(value)}
+        return {key: value for key, value in first.optimizer_state.items() if not first.is_moment(value)}
 
     def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
-        """A TP rank's shard. key: VALUES or a moment. UserError if this rank has none."""
+        """Returns a TP rank's shard. key: VALUES or a moment. Raises UserError if this rank has none."""
         try:
             return FlatShard([fragment.piece(key) for fragment in self._fragments[tp_rank][name]])
         except KeyError:
@@ -164,8 +164,8 @@ class OptimizerFiles:
 
 
 def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
-    """(model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
-    data-parallel ranks. Without ZeRO files, those of ZeRO-0."""
+    """Returns (model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
+    data-parallel ranks. Without ZeRO, the mp_rank files hold the optimizer."""
     zero = [
         (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
     ]
@@ -177,19 +177,19 @@ def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
 
 
 def sharded_weight_files(folder: Path) -> list[Path]:
-    """The files of weights that DeepSpeed's ZeRO-3 writes, one per rank. Runs of this program have none."""
+    """Returns the weight files that DeepSpeed's ZeRO-3 writes, one per rank. This program writes none."""
     return [path for path in folder.glob("zero_pp_rank_*") if _SHARDED_WEIGHTS_FILE.fullmatch(path.name)]
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The mp_rank files, one per (stage, TP rank) pair, in the order of their ranks."""
+    """Returns the mp_rank files, one per (stage, TP rank) pair, in the order of their ranks."""
     paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def layer_files(folder: Path) -> dict[int, list[Path]]:
-    """The files of weights of each layer, in the order of the TP ranks. The layer's number does not depend on
-    the pipeline stages."""
+    """Returns layer number -> weight files, in the order of the TP ranks. Layer numbers do not depend on the
+    pipeline stages."""
     paths: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         if match := _LAYER_FILE.fullmatch(path.name):
@@ -198,7 +198,7 @@ def layer_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
-    """The files that the layout and parameters in `run` require and that are not among `files`, in order.
+    """Returns the files that the layout and parameters in `run` require and `files` lacks, in order.
 
     run: the content of `run.json`. Returns [] if it has no layout. Raises ValueError, KeyError, TypeError or
     AttributeError if it is malformed.
@@ -211,26 +211,26 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
         int(layout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
     )
     replicas = data if int(layout["zero_stage"]) > 0 else 0
-    # A malformed layout of a billion ranks is refused before its names are listed.
+    # A malformed layout of a billion ranks is rejected before its file names are listed.
     if tensor * pipeline * max(replicas, 1) > len(plain):
         return [f"files for TP x PP x DP = {tensor} x {pipeline} x {data}"]
-    expected = _expected(tensor, pipeline, replicas, run.get("parameters", {}))
+    expected = _expected_files(tensor, pipeline, replicas, run.get("parameters", {}))
     return [name for name in expected if name not in plain]
 
 
 def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
-    """The names of `run`'s files that a resume does not read, so that it may start without them.
+    """Returns the names of files in `run` that a resume does not read and does not need.
 
-    With ZeRO these are the mp_rank files, the states of DeepSpeed's engine: weights and optimizer state are
-    in the zero_pp_rank files, all else is in `run.json`. Without ZeRO the mp_rank files hold the optimizer.
+    With ZeRO these are the mp_rank files, the states of DeepSpeed's engine: the zero_pp_rank files hold
+    weights and optimizer state, and `run.json` the rest. Without ZeRO the mp_rank files hold the optimizer.
     """
     if int(run.get("layout", {}).get("zero_stage", 0)) < 1:
         return frozenset()
     return frozenset(name for name in run["files"] if _MODEL_FILE.fullmatch(name))
 
 
-def _expected(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
-    """replicas: data-parallel ranks that write their own files, as with ZeRO."""
+def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
+    """Yields the names of all files. replicas: number of data-parallel ranks that write files (ZeRO)."""
     for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
         yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
     for rank in range(tensor * pipeline):
@@ -245,19 +245,19 @@ def _layer_of(parameter: str) -> int:
 
 
 def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
-    """(parameter, its fragment) of all in one file. Checks DeepSpeed's layout."""
+    """Yields (parameter, fragment) for each parameter in one file. Checks DeepSpeed's layout."""
     with expect_layout(path, "the optimizer's state by parameter"):
-        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
+        masters, states = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
             for name, address in addresses.items():
-                if not is_tensor(masters[group]) or type(kept.get(group, {})) is not dict:
+                if not is_tensor(masters[group]) or type(states.get(group, {})) is not dict:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
                 yield name, _Fragment(path, state, group, address.start, address.numel)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value in a file is a tensor."""
+    """Returns whether a value in a file is a tensor."""
     from torch import Tensor
 
     return isinstance(value, Tensor)

@@ -1,8 +1,8 @@
 """Native checkpoints: DeepSpeed's files, as a run saves them.
 
 The layer files hold the weights in the precision of the run; the optimizer's files hold fp32 values and
-moments. Both are read on any layout: the parameter's spec says where the shards that were saved, and this
-rank's shard, are in the global tensor. Files are memory-mapped, so a rank reads what it needs.
+moments. Both are read on any layout: the parameter's spec says where the saved shards, and this rank's shard,
+are in the global tensor. Files are memory-mapped, so a rank reads only what it needs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards
 from megatron.text_table import first_few
 
-# Size of a block of `read_blocks`: a conversion's thread holds one, and as many bytes of its shards.
+# Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.
 BLOCK_BYTES = 1 << 20
 VALUE_BYTES = 4
 
@@ -61,7 +61,7 @@ class NativeReader(StateReader):
         tp_size: int | None = None,
     ) -> None:
         """saved_specs: the parameters, with the padding that was saved. tp_size: the tensor-parallel size of
-        the run that saved. None: those of the checkpoint's config."""
+        the run that saved. If None, the checkpoint's config decides."""
         super().__init__(checkpoint)
         self._has_saved_specs = saved_specs is not None
         if saved_specs is not None:
@@ -90,12 +90,12 @@ class NativeReader(StateReader):
 
     @cached_property
     def names(self) -> list[str]:
-        """The parameters of the model. UserError if the optimizer's files lack one."""
+        """The parameters of the model. Raises UserError if the optimizer's files lack one."""
         missing = [name for name in self.specs if name not in self.stored_names]
         if missing:
             raise UserError(
                 f"checkpoint {self.folder}: the optimizer files hold no state of {missing[0]} "
-                f"({len(missing)} such parameters): use another one"
+                f"({len(missing)} such parameters): use another checkpoint"
             )
         return list(self.specs)
 
@@ -103,40 +103,40 @@ class NativeReader(StateReader):
     def loss_scaler(self) -> dict[str, Any] | None:
         return self.files.common["loss_scaler"]
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         return [VALUES, *self.files.moments(name)]
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        return self.files.others(name)
+        return self.files.scalars(name)
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
-        """See `StateReader`. Of a replicated parameter it reads the first tensor-parallel rank's copy."""
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
+        """See `StateReader`. Reads only the first TP rank's replica of a replicated parameter."""
         saved = self._saved_spec(spec or self.specs[name])
         num_shards = 1 if saved.shard_dim is None else self.tp_size
         shape = local_shape(saved, TPGroup(0, num_shards))
-        shards = [self._checked_shard(rank, name, kind, saved) for rank in range(num_shards)]
+        shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
         return merge_shards(saved, [shard.whole().view(shape) for shard in shards])
 
-    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only what overlaps with this rank's shard."""
         saved = self._saved_spec(spec)
         if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
             rank = 0 if spec.shard_dim is None else tp_group.rank
-            return self.files.shard(rank, name, kind).whole()
+            return self.files.shard(rank, name, state_name).whole()
 
         def saved_shard(rank: int) -> Tensor:
-            return self.files.shard(rank, name, kind).whole()
+            return self.files.shard(rank, name, state_name).whole()
 
         return reshard(spec, tp_group, saved, self.tp_size, saved_shard).reshape(-1)
 
-    def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+    def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""
         saved = self._saved_spec(self.specs[name])
-        shards = [self._checked_shard(rank, name, kind, saved) for rank in range(self.tp_size)]
+        shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(self.tp_size)]
         rows, row_shape = saved.valid_shape[0], saved.global_shape[1:]
         step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
         if saved.shard_dim is None:
-            step = max(step // len(shards), 1)  # a block of every replica is in memory
+            step = max(step // len(shards), 1)  # one block of every replica is in memory
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             if saved.shard_dim is None:
@@ -155,7 +155,7 @@ class NativeReader(StateReader):
     def _concatenated_rows(
         self, shards: list[FlatShard], saved: ParameterSpec, start: int, stop: int
     ) -> Tensor:
-        """Rows start to stop - 1, flat, of a parameter that is sharded along its rows."""
+        """Returns rows start to stop - 1, flat, of a parameter that is sharded along its rows."""
         row_elements = prod(saved.global_shape[1:])
         parts: dict[int, Tensor] = {}
         for rank, shard in enumerate(shards):
@@ -169,15 +169,15 @@ class NativeReader(StateReader):
         return torch.cat([parts[first] for first in sorted(parts)]) if len(parts) > 1 else parts.popitem()[1]
 
     def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:
-        """The spec with the padding of the vocabulary that the run had which saved."""
+        """Returns the spec with the vocabulary padding of the run that saved."""
         if spec.num_valid_rows is None or self._has_saved_specs:
             return spec
         model = self.checkpoint.config.model
         rows = padded_vocab_size(self.checkpoint.vocab_size, model, self.tp_size)
         return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
-    def _checked_shard(self, rank: int, name: str, kind: str, saved: ParameterSpec) -> FlatShard:
-        shard = self.files.shard(rank, name, kind)
+    def _checked_shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
+        shard = self.files.shard(rank, name, state_name)
         expected = prod(local_shape(saved, TPGroup(rank, self.tp_size)))
         if shard.numel != expected:
             raise UserError(
@@ -194,7 +194,7 @@ class NativeReader(StateReader):
     def weights(
         self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights in the layer files. verify: compare the files with their digests first."""
+        """Yields the weights in the layer files. verify: compare the files with their digests first."""
         if verify:
             self.verify_weights()
         yield from self.layers.all_tensors(self.specs if specs is None else specs)
@@ -203,7 +203,8 @@ class NativeReader(StateReader):
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
-        """All files: each has a digest in `run.json`. Files that a resume does not need may be missing."""
+        """Returns the files in `run.json`, where all have digests. Leaves out missing files that a resume
+        does not need."""
         run = self.checkpoint.run
         unneeded = unneeded_files(run)
         return [
@@ -220,7 +221,7 @@ class NativeReader(StateReader):
         return len(chosen), [problem for problem in file_problems(self.folder, chosen) if problem]
 
     def inspect_parameters(self) -> tuple[list[ParameterRecord], list[str]]:
-        """What the layer files hold, and what is wrong with it."""
+        """Returns the parameters in the layer files, and their problems."""
         records: list[ParameterRecord] = []
         problems: list[str] = []
         try:
@@ -241,8 +242,8 @@ class NativeReader(StateReader):
             for name, tensor in global_tensors.items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 records.append(ParameterRecord(name, tuple(tensor.shape), dtype))
-                copies = shards[name]
-                if self.specs[name].shard_dim is None and not all(torch.equal(copies[0], c) for c in copies):
+                first, *others = shards[name]
+                if self.specs[name].shard_dim is None and not all(torch.equal(first, o) for o in others):
                     problems.append(f"the TP ranks hold different values of {name}, which is not sharded")
         missing = self.specs.keys() - {record.name for record in records}
         if missing and not unreadable:
@@ -251,7 +252,7 @@ class NativeReader(StateReader):
 
 
 def _mean_of_replicas(replicas: list[Tensor], mismatch: ReplicaMismatch) -> Tensor:
-    """The first replica, or the mean if they differ. They are flat."""
+    """Returns the first of the flat replicas, or their mean if they differ."""
     values = [replica.numpy() for replica in replicas]
     differ = [mismatch.update(values[0], other) for other in values[1:]]
     return torch.from_numpy(np.mean(values, axis=0, dtype=np.float32)) if any(differ) else replicas[0]
@@ -274,7 +275,7 @@ class LayerFiles:
         return sorted(self._paths)
 
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
-        """Global parameter name -> the shards of all TP ranks in order, memory-mapped."""
+        """Returns global parameter name -> memory-mapped shards of all TP ranks in order."""
         paths = self._paths[layer]
         states = [read_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
@@ -291,10 +292,10 @@ class LayerFiles:
     def global_tensors(
         self, layer: int, specs: Mapping[str, ParameterSpec], meta: bool = False
     ) -> dict[str, Tensor]:
-        """The layer's parameters merged over TP ranks, with the dtype and padding of the files.
+        """Returns the layer's parameters merged over TP ranks, with the dtype and padding of the files.
 
-        meta: return tensors without values, on the meta device, which reads next to nothing from the files.
-        Raises UserError for a parameter that is not in `specs`, or that has another shape.
+        meta: return tensors without values, on the meta device, which reads almost nothing from the files.
+        Raises UserError for a parameter that is not in `specs`, or whose shape differs from its spec.
         """
         global_tensors = {}
         for name, shards in self.shards(layer).items():
@@ -311,8 +312,8 @@ class LayerFiles:
         return global_tensors
 
     def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """(name, global tensor) of every parameter, a layer at a time; UserError if any of `specs` is
-        missing in the end."""
+        """Yields (name, global tensor) of every parameter by layer. Finally raises UserError if a parameter
+        is missing."""
         missing = set(specs)
         for layer in self.layers:
             global_tensors = self.global_tensors(layer, specs)
@@ -323,5 +324,5 @@ class LayerFiles:
 
 
 def _parameter_prefix(layer_index: int) -> str:
-    """The embedding is the only layer before the first transformer layer that has parameters."""
+    """Returns the prefix of names. The embedding is the only layer with parameters before the transformer."""
     return f"tied_modules.{TIED_EMBEDDING}." if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."

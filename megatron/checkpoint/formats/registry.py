@@ -1,4 +1,4 @@
-"""The checkpoint formats: how a folder's format is recognized, and which `StateReader` reads it."""
+"""The checkpoint formats: how the format of a folder is recognized, and which `StateReader` reads it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    marker: a file or folder that checkpoints of this format contain, finished or not, and others do not.
-    latest_file: the file beside the checkpoints that names the newest one, if there is such a file.
+    marker: a file or folder that only checkpoints of this format contain, finished or not. latest_file: the
+    file beside the checkpoints that names the newest one; "" if there is none.
     """
 
     marker: str = ""
@@ -55,8 +55,8 @@ FORMATS = Registry(
 
 
 def format_of(folder: Path) -> str:
-    """The name of the format of a checkpoint's folder: native, unless it contains another one's marker. A
-    folder of checkpoints may contain any other file."""
+    """Returns the name of the format of a folder: native, unless it contains the marker of another format. A
+    folder with a `latest` file is a folder of checkpoints, and its other files do not count."""
     if any(entry.latest_file and (folder / entry.latest_file).exists() for entry in FORMATS.values()):
         return NATIVE
     marked = (name for name, entry in FORMATS.items() if entry.marker and (folder / entry.marker).exists())
@@ -64,10 +64,10 @@ def format_of(folder: Path) -> str:
 
 
 def reader_class(folder: Path) -> type[StateReader]:
-    """The class that reads the checkpoint in `folder`."""
+    """Returns the class that reads the checkpoint in `folder`."""
     return FORMATS.load(format_of(folder))
 
 
 def open_reader(checkpoint: Checkpoint) -> StateReader:
-    """The reader of a checkpoint. It opens files when they are first read."""
+    """Returns the reader of a checkpoint. It opens files when they are first read."""
     return reader_class(checkpoint.folder)(checkpoint)

@@ -1,6 +1,6 @@
-"""`StateReader` and `StateWriter`, the interfaces of every checkpoint format: state by parameter name.
+"""`StateReader` and `StateWriter`: the interfaces of every checkpoint format.
 
-A parameter has several states: its fp32 values (`VALUES`) and the optimizer's moments ('exp_avg', ...).
+A parameter has several states, named tensors: its fp32 values (`VALUES`) and its moments ('exp_avg', ...).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, spec_of
 from megatron.text_table import first_few
 
-# fp32 values, moments by name, and what else the optimizer keeps (the step).
+# State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
+StateBlocks = Mapping[str, Iterable[Tensor]]
+# fp32 values, moments by name, and all other optimizer state (the step).
 ParameterState = tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
 
 
@@ -37,17 +39,17 @@ class ReplicaMismatch:
         self.largest = 0.0
 
     def update(self, one: np.ndarray, other: np.ndarray) -> bool:
-        """Compares two replicas; returns whether they differ."""
+        """Compares two replicas and returns whether they differ."""
         if one.data.cast("B") == other.data.cast("B"):
             return False
         difference = float(np.abs(one - other).max())
-        # Non-finite values are only equal if their bits are.
+        # Non-finite values are equal only if their bits are equal.
         self.largest = max(self.largest, difference if difference == difference else float("inf"))
         return self.largest > 0.0
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name. Each is read whenever it is accessed, and not kept in memory."""
+    """Tensors by name. Each access reads the tensor again: none is kept in memory."""
 
     def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
         self._read = read
@@ -64,7 +66,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A global parameter in a checkpoint. Its shape includes the padding of the vocabulary."""
+    """A global parameter in a checkpoint. The shape includes the padding of the vocabulary."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,18 +76,17 @@ class ParameterRecord:
 class StateReader(ABC):
     """Reads a checkpoint of one format.
 
-    A format defines `stored_names`, `kinds` and `read`. Everything else has a default that uses these, which
-    a format overrides if its files hold the information, or if it can read less. The constructor must not
-    read files: it runs on every rank, and an error on one rank alone would leave the others waiting.
+    A format defines `stored_names`, `state_names` and `read`. All other methods have defaults that use these
+    three. A format overrides a default if its files hold the information, or if it can read less. The
+    constructor must not read files: if it failed on a single rank, the others would wait.
     """
 
     verified_unit = "tensors"
-    """What `verify` counts."""
+    """The unit in which `verify` counts."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """Opens a checkpoint of another program, which has no `run.json`. UserError if that is not
-        possible."""
+        """Opens a checkpoint of another framework, which has no `run.json`. Raises UserError if it cannot."""
         raise UserError(f"checkpoint {folder}: {RUN_FILE}, which is written last, is missing")
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -100,26 +101,26 @@ class StateReader(ABC):
         """The parameters in the checkpoint, by global name, in any order."""
 
     @abstractmethod
-    def kinds(self, name: str) -> list[str]:
-        """The states of a parameter: VALUES, and its moments by the optimizer's names."""
+    def state_names(self, name: str) -> list[str]:
+        """Returns the states of a parameter: VALUES, and its moments by the optimizer's names."""
 
     @abstractmethod
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
-        """The global tensor of one state, fp32. A vocabulary may have any number of padded rows.
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
+        """Returns the global tensor of one state, fp32. A vocabulary may have any number of padded rows.
 
-        spec: the parameter in the model that reads it; UserError if the shape does not match.
+        spec: the parameter in the model that reads the tensor. Raises UserError if its shape does not match.
         """
 
-    def read_blocks(self, name: str, kind: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
-        """The global tensor of one state, fp32, without padding, in blocks of consecutive elements. mismatch:
-        gets the differences between replicas, if the format has any."""
-        yield self.read_unpadded(name, kind)
+    def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+        """Yields the global tensor of one state, fp32, without padding, in blocks of consecutive elements.
+        mismatch: collects the differences between replicas, if the format stores several."""
+        yield self.read_unpadded(name, state_name)
 
     # --- the model ---
 
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
-        """The parameters of the model that `run.json` describes; empty for other programs' checkpoints."""
+        """The parameters of the model in `run.json`; empty for checkpoints of other frameworks."""
         if self.checkpoint.is_external:
             return {}
         # Imported only here: it builds a model, which needs DeepSpeed.
@@ -135,15 +136,15 @@ class StateReader(ABC):
         stored = set(self.stored_names)
         return [*(n for n in self.specs if n in stored), *sorted(stored - self.specs.keys())]
 
-    def read_unpadded(self, name: str, kind: str) -> Tensor:
-        """The global tensor of one state, fp32, without the padding of the vocabulary. In another program's
-        checkpoint the padding is not known and stays."""
+    def read_unpadded(self, name: str, state_name: str) -> Tensor:
+        """Returns the global tensor of one state, fp32, without the padding of the vocabulary. In a
+        checkpoint of another framework the padding is not known and stays."""
         spec = self.specs.get(name)
-        return self.read(name, kind, spec)[: spec.num_valid_rows if spec else None]
+        return self.read(name, state_name, spec)[: spec.num_valid_rows if spec else None]
 
     def check_external(self, config: Config, vocab_size: int) -> None:
-        """Raises UserError if another program's checkpoint is of another model, by the names of its
-        parameters and by `external_differences`. Shapes are compared when they are read."""
+        """Raises UserError if a checkpoint of another framework is of a different model, judged by its
+        parameter names and `external_differences`. Shapes are compared when tensors are read."""
         from megatron.model.single_process import model_specs
 
         specs = model_specs(config, vocab_size, None)
@@ -158,8 +159,8 @@ class StateReader(ABC):
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
-        """How the model of another program's checkpoint differs from the config's, beyond the names of its
-        parameters. UserError if it is a model that no config describes.
+        """Returns how the model in a checkpoint of another framework differs from the config's, except for
+        parameter names. Raises UserError if no config can describe the model.
 
         specs: the parameters of the config's model. vocab_size: without padding.
         """
@@ -171,37 +172,37 @@ class StateReader(ABC):
     def moments_kind(self) -> str:
         """The kind of optimizer that the moments belong to: 'adam' or 'sgd'."""
         if self.checkpoint.is_external:
-            return "adam" if any("exp_avg" in self.kinds(name) for name in self.stored_names) else "sgd"
+            return "adam" if any("exp_avg" in self.state_names(name) for name in self.stored_names) else "sgd"
         return self.checkpoint.config.optimizer.moments_kind
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
-        """The state of the fp16 loss scale; None if the checkpoint has none: it is initialized then."""
+        """The state of the fp16 loss scale; None if the checkpoint has none and the run initializes it."""
         return None
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps of a parameter beside its moments: the step."""
+        """Returns the optimizer's state of a parameter except its moments: the step."""
         updates = (self.checkpoint.run.get("certificate") or {}).get("updates")
         step = self.checkpoint.state.iteration if updates is None else updates
-        return {"step": torch.tensor(float(step))} if len(self.kinds(name)) > 1 else {}
+        return {"step": torch.tensor(float(step))} if len(self.state_names(name)) > 1 else {}
 
-    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """This tensor-parallel rank's shard of one state, flat, fp32. It may share memory with the file."""
-        full = self.read(name, kind, spec)
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """Returns this TP rank's shard of one state, flat, fp32. It may share memory with the file."""
+        full = self.read(name, state_name, spec)
         if spec.shard_dim is None:
             return full.reshape(-1)
         saved = replace(spec, global_shape=tuple(full.shape))
         return reshard(spec, tp_group, saved, 1, lambda _rank: full).reshape(-1)
 
     def read_parameter(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
-        """This tensor-parallel rank's shard of all states of a parameter, as the optimizer loads them. The
-        moments are read when they are accessed. UserError if the parameter is missing."""
+        """Returns this tensor-parallel rank's shard of all states of a parameter, as the optimizer loads
+        them. Moments are read when they are accessed. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         moments = {
-            kind: partial(self.read_shard, name, kind, spec, tp_group)
-            for kind in self.kinds(name)
-            if kind != VALUES
+            state_name: partial(self.read_shard, name, state_name, spec, tp_group)
+            for state_name in self.state_names(name)
+            if state_name != VALUES
         }
         values = self.read_shard(name, VALUES, spec, tp_group)
         return values, LazyTensors(moments), self.optimizer_scalars(name)
@@ -209,13 +210,13 @@ class StateReader(ABC):
     # --- weights alone, for tools ---
 
     def master_weights(self, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(name, global fp32 tensor without padding) of every parameter of the model.
+        """Yields (name, global fp32 tensor without padding) of every parameter of the model.
 
-        verify: compare each with its digest, if the checkpoint has one; UserError if it differs.
+        verify: compare each tensor with its digest, if it has one. Raises UserError if they differ.
         """
         digests = self.tensor_digests.get(VALUES, {}) if verify else {}
         for name, spec in self.specs.items():
-            # Without a name for the tensor here: the caller decides how long it is in memory.
+            # No local variable holds the tensor: the caller decides how long it stays in memory.
             yield name, self._verified_values(name, spec, digests.get(name))
 
     def _verified_values(self, name: str, spec: ParameterSpec, digest: str | None) -> Tensor:
@@ -230,11 +231,11 @@ class StateReader(ABC):
     def weights(
         self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name, global tensor) of every parameter of the model, in the precision of the run if it is stored,
-        else in fp32. A vocabulary may have padded rows.
+        """Yields (name, global tensor) of every parameter of the model, in the run's precision if it is
+        stored, else in fp32. A vocabulary may have padded rows.
 
-        specs: the model's parameters, if they are not those of `run.json`. verify: as `master_weights`.
-        Raises UserError that names what is missing or has another shape.
+        specs: the parameters of the model, if it is not the model in `run.json`. verify: see
+        `master_weights`. Raises UserError for parameters that are missing or have the wrong shape.
         """
         if specs is None:
             yield from self.master_weights(verify)
@@ -244,8 +245,8 @@ class StateReader(ABC):
 
     @torch.no_grad()
     def load_weights(self, module: nn.Module) -> None:
-        """Fills the parameters of a single-process model. Its padded rows become zeros. UserError names
-        what is missing."""
+        """Fills the parameters of a single-process model; padded rows become zeros. Raises UserError if any
+        is missing."""
         parameters = dict(module.named_parameters())
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
         for name, full in self.weights(specs):
@@ -257,56 +258,56 @@ class StateReader(ABC):
 
     @property
     def tensor_digests(self) -> dict[str, dict[str, str]]:
-        """Digests of global tensors in the integrity record, by kind and parameter; {} if it has none."""
+        """Digests of global tensors in the integrity record, if any: state -> parameter -> digest."""
         return (self.checkpoint.run.get("certificate") or {}).get("digests", {})
 
     def files_to_verify(self) -> list[str]:
-        """The files that all ranks together read before a run resumes from the checkpoint. None if it has
-        digests of its tensors, which are compared after loading."""
+        """Returns the files that the ranks together read and compare before a run resumes. Returns none if
+        the checkpoint has digests of its tensors, which are compared after loading."""
         files = self.checkpoint.run.get("files", {})
         return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
 
     def file_problem(self, name: str) -> str | None:
-        """Reads one of `files_to_verify`. Returns what is wrong with it, None if it is intact."""
+        """Reads one of `files_to_verify` and returns what is wrong with it; None if it is intact."""
         return file_problem(self.folder, name, self.checkpoint.run["files"][name])
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Reads everything that has a digest, or only the weights. Returns how many digests were compared,
-        and what is wrong."""
+        """Compares all data that have digests, or only the weights. Returns the number of digests, and
+        problems."""
         problems = []
         compared = [
-            (kind, *entry)
-            for kind, of_kind in self.tensor_digests.items()
-            for entry in of_kind.items()
-            if kind == VALUES or not weights_only
+            (state_name, *entry)
+            for state_name, by_parameter in self.tensor_digests.items()
+            for entry in by_parameter.items()
+            if state_name == VALUES or not weights_only
         ]
-        for kind, name, digest in compared:
+        for state_name, name, digest in compared:
             if name not in self.specs:
                 problems.append(f"{RUN_FILE} has a digest of {name}, which the model does not have")
                 continue
             try:
-                if not matches_digest(self.read_unpadded(name, kind), self.specs[name], digest):
+                if not matches_digest(self.read_unpadded(name, state_name), self.specs[name], digest):
                     problems.append(
-                        f"{kind} of {name} is damaged: its digest differs from that in {RUN_FILE}"
+                        f"{state_name} of {name} is damaged: its digest differs from that in {RUN_FILE}"
                     )
             except UserError as error:
                 problems.append(str(error))
         return len(compared), problems
 
     def verify_weights(self) -> int:
-        """Reads the weights and compares them with their digests. Returns how many digests were compared, 0
-        if the checkpoint has none. UserError names what is damaged."""
+        """Reads the weights and compares them with their digests. Returns the number of compared digests, 0
+        if the checkpoint has none. Raises UserError for damaged weights."""
         count, problems = self.verify(weights_only=True)
         if problems:
             raise UserError(f"checkpoint {self.folder}: {'; '.join(problems[:3])}; use an older checkpoint")
         return count
 
     def has_digests(self) -> bool:
-        """Whether `verify` has anything to compare."""
+        """Returns whether `verify` has anything to compare."""
         return bool(self.tensor_digests)
 
     def weights_verification(self, master_weights: bool) -> str:
-        """What `weights`, or `master_weights`, are compared with, in words."""
+        """Describes what `weights`, or `master_weights`, are compared with."""
         if self.tensor_digests.get(VALUES):
             return "the digests of the fp32 values"
         return "sizes only: no digests stored"
@@ -314,12 +315,15 @@ class StateReader(ABC):
     # --- for reports ---
 
     def inspect_parameters(self) -> tuple[list[ParameterRecord], list[str]]:
-        """All parameters, and what is wrong with their names and shapes."""
+        """Returns all parameters, and the problems with their names and shapes."""
         records: list[ParameterRecord] = []
         problems: list[str] = []
         for name in self.names:
             try:
-                shapes = {kind: tuple(self.read_unpadded(name, kind).shape) for kind in self.kinds(name)}
+                shapes = {
+                    state_name: tuple(self.read_unpadded(name, state_name).shape)
+                    for state_name in self.state_names(name)
+                }
             except HostileFileError:
                 raise
             except UserError as error:
@@ -327,8 +331,8 @@ class StateReader(ABC):
                 continue
             records.append(ParameterRecord(name, shapes[VALUES], "float32"))
             problems += [
-                f"{kind} of {name} has the shape {shape}, its values {shapes[VALUES]}"
-                for kind, shape in shapes.items()
+                f"{state_name} of {name} has the shape {shape}, its values {shapes[VALUES]}"
+                for state_name, shape in shapes.items()
                 if shape != shapes[VALUES]
             ]
         if self.specs and (missing := [name for name in self.specs if name not in self.names]):
@@ -341,8 +345,8 @@ class StateReader(ABC):
 def check_shape(
     shape: tuple[int, ...], spec: ParameterSpec, source: str, cause: str = "it belongs to another model"
 ) -> None:
-    """UserError unless a global tensor has the spec's shape; a vocabulary may have any padding, or none.
-    source: where the tensor is stored, in words. cause: what probably happened."""
+    """Raises UserError unless a global tensor has the spec's shape; a vocabulary may have any padding, or
+    none. source: describes where the tensor is stored. cause: what probably happened."""
     expected = spec.valid_shape
     if spec.num_valid_rows is None:
         matches = shape == expected
@@ -353,8 +357,8 @@ def check_shape(
 
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
-    """Whether a global fp32 tensor, with or without padding, has this digest of the integrity record."""
-    # Imported only here: it comes with the optimizer and DeepSpeed, which take seconds.
+    """Returns whether a global fp32 tensor, with or without padding, has this digest."""
+    # Imported only here: it imports the optimizer and DeepSpeed, which takes seconds.
     from megatron.checkpoint.digests import fragment_digests
 
     found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
@@ -369,17 +373,11 @@ class StateWriter(ABC):
 
     @abstractmethod
     def write_parameter(
-        self,
-        name: str,
-        spec: ParameterSpec,
-        states: Mapping[str, Iterable[Tensor]],
-        step: float | None = None,
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """Writes all states of a global parameter, without padding.
+        """Writes all states of a global parameter.
 
-        states: VALUES and moments by the optimizer's names -> fp32 tensors on the CPU, which are consecutive
-        parts of the global tensor. step: the optimizer's. Raises UserError for a state that the format does
-        not have.
+        step: the optimizer's step. Raises UserError for a state that the format cannot store.
         """
 
 
@@ -390,11 +388,11 @@ def reshard(
     saved_size: int,
     saved_shard: Callable[[int], Tensor],
 ) -> Tensor:
-    """This rank's shard, fp32, from those that `saved_size` tensor-parallel ranks saved.
+    """Returns this rank's shard, fp32, made from the shards that `saved_size` tensor-parallel ranks saved.
 
-    saved: the spec of the run that saved. It may differ in the padding of the vocabulary; padded rows become
-    zeros. saved_shard: reads the shard of a tensor-parallel rank, of any shape. It is called only for shards
-    that overlap with this rank's.
+    saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
+    saved_shard: reads the shard of a tensor-parallel rank, of any shape. It is called only for shards that
+    overlap with this rank's shard.
     """
     dim = spec.shard_dim or 0
     target = torch.zeros(local_shape(spec, tp_group))
@@ -415,7 +413,7 @@ def reshard(
 
 
 def _with_offsets(slices: tuple[slice, ...]) -> list[tuple[int, slice]]:
-    """Each slice of the global tensor with its offset in the shard, which is their concatenation."""
+    """Returns each slice of the global tensor with its offset in the shard, which concatenates the slices."""
     offset, result = 0, []
     for part in slices:
         result.append((offset, part))

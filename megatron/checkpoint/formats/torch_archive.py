@@ -2,9 +2,10 @@
 
 Such a file is an uncompressed zip archive. `<name>/data.pkl` is a pickle in which each tensor names a
 storage; the storage's bytes are the member `<name>/data/<key>`. torch's `weights_only` loader reads the
-pickle. It calls nothing but functions that make tensors and what `_stand_ins` allows. Tensors are loaded
-without memory first, on the meta device. Their sizes are compared with the file, and then they are mapped.
-torch's own `mmap=True` reserves memory for the whole file: it refuses a file that is larger than the memory.
+pickle. It calls only functions that make tensors and the names that `_safe_globals` allows. Tensors are first
+loaded on the meta device, without memory. Their sizes are compared with the file, and then they are mapped.
+This replaces torch's `mmap=True`, which reserves memory for the whole file and fails for files larger than
+the memory.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ if TYPE_CHECKING:
 
 # torch aligns storages in the file to this many bytes.
 _ALIGNMENT = 64
-# A pickle with tens of thousands of parameters has a few MB, an archive's list of members too.
+# A pickle with tens of thousands of parameters is a few MB, and so is an archive's list of members.
 _MAX_PICKLE_BYTES = 1 << 26
 _MAX_DIMS = 16
-# What torch's loader calls for a name in a pickle: a class or function, with or without that name.
-_StandIn = Callable[..., Any] | tuple[Callable[..., Any], str]
-# torch keeps the classes that it may create in one set for all threads.
-_ONE_LOAD = threading.Lock()
+# What torch's loader calls for a name in a pickle: a class or function, or a pair of it and the name.
+_SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+# torch keeps the allowed names in one set for all threads, so only one thread may load at a time.
+_LOAD_LOCK = threading.Lock()
 
 
 def read_file(path: Path) -> Any:
-    """Reads what was saved. Its tensors are memory-mapped; writing to them does not change the file. Objects
-    of other programs' classes become a `Stub`, torch's dtypes and devices their names.
+    """Reads the saved value. Its tensors are memory-mapped; writing to them does not change the file. Objects
+    of other frameworks' classes become `Stub`s, and torch's dtypes and devices become their names.
 
-    Raises UserError, which names the file, if it is damaged, OSError if it cannot be read now, and
-    HostileFileError if it names a class or function that checkpoints do not use.
+    Raises UserError if the file is damaged, OSError if it cannot be read now, and HostileFileError if it
+    names a class or function that checkpoints do not use.
     """
     try:
         return read_with_retries(path, lambda: _read_archive(path))
@@ -65,16 +66,16 @@ def read_file(path: Path) -> Any:
 
 
 def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
-    """Whether the file holds a tensor of this shape, alone or under 'param', and matches its checksums. Reads
-    the whole file. UserError if torch.save did not write it."""
+    """Returns whether the file holds a tensor of this shape, alone or under 'param', and matches its
+    checksums. Reads the whole file. Raises UserError if torch.save did not write it."""
     content = read_file(path)
     tensor = content.get("param") if isinstance(content, dict) else content
     return getattr(tensor, "shape", None) == shape and bool(matches_checksums(path))
 
 
 def matches_checksums(path: Path) -> bool | None:
-    """Reads the whole file and compares each member of the archive with its CRC-32; None if the archive has
-    no checksums. UserError if torch.save did not write it."""
+    """Reads the whole file and compares each member of the archive with its CRC-32. Returns None if the
+    archive has no checksums. Raises UserError if torch.save did not write it."""
     read_file(path)
     try:
         return read_with_retries(path, lambda: _compared(path))
@@ -88,7 +89,8 @@ def _compared(path: Path) -> bool | None:
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """torch.save writes 0 as every checksum after torch.serialization.set_crc32_options(False)."""
+    """Returns False if all checksums are 0: torch.save was told not to compute them
+    (set_crc32_options(False))."""
     return any(info.CRC for info in archive.infolist())
 
 
@@ -96,21 +98,21 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 class Stub:
-    """Stands for an object of a class that is not imported. constructor_args: its arguments. Other
-    attributes: those that were saved."""
+    """Stands for an object whose class is not imported. constructor_args: the arguments of its constructor.
+    All other attributes are the saved attributes of the object."""
 
     # A slot takes precedence over attributes from the file.
     __slots__ = ("constructor_args", "__dict__", "__weakref__")
     constructor_args: tuple[Any, ...]
 
     def __new__(cls, *args: Any) -> Stub:
-        """Keeps the arguments of the class that it stands for."""
+        """Keeps the arguments of the constructor."""
         stub = super().__new__(cls)
         stub.constructor_args = args
         return stub
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the attributes: a dict, or (attributes, slots) if the class has slots."""
+        """Keeps the attributes. state: a dict, or (attributes, slots) if the class has slots."""
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if all(part is None or (isinstance(part, dict) and all(map(_is_text, part))) for part in parts):
             for part in parts:
@@ -123,7 +125,7 @@ def _is_text(key: Any) -> bool:
     return isinstance(key, str)
 
 
-# Names that torch's loader does not know: plain classes of Python.
+# Classes of the standard library that torch's loader does not allow by default.
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": Namespace,
     "builtins.frozenset": frozenset,
@@ -131,7 +133,7 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     "builtins.range": range,
     "collections.defaultdict": lambda *_: {},
 }
-# Replaced by stubs: objects that Megatron programs save beside tensors.
+# Classes that become stubs: Megatron programs save such objects beside tensors.
 _STUBBED = {
     "types.SimpleNamespace",
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
@@ -144,13 +146,14 @@ _STUBBED = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 }
-# Modules of Megatron and its forks that contain only enumerations.
+# Modules with only enumerations, of Megatron and its forks, and the types of numpy. They become stubs.
 _STUBBED_MODULES = re.compile(r"(megatron\.(model\.|core\.|core\.transformer\.)?enums|numpy\.dtypes)\.\w+")
 
 
 @cache
-def _stand_in(name: str) -> Callable[..., Any] | None:
-    """What a pickle gets for the full name of a class or function; None if it must not use it."""
+def _safe_global(name: str) -> Callable[..., Any] | None:
+    """Returns the replacement for the full name of a class or function in a pickle; None if it is not
+    allowed."""
     if name in _BUILTINS:
         return _BUILTINS[name]
     if name in _STUBBED or _STUBBED_MODULES.fullmatch(name):
@@ -158,16 +161,16 @@ def _stand_in(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _stand_ins(names: Iterable[str], path: Path) -> list[_StandIn]:
-    """Stand-ins for the names of a pickle, as torch takes them. Raises HostileFileError for a name that
-    checkpoints do not use."""
-    found: list[_StandIn] = []
+def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
+    """Returns the replacements for the names in a pickle, as torch expects them. Raises HostileFileError for
+    a name that checkpoints do not use."""
+    found: list[_SafeGlobal] = []
     for name in sorted(names):
-        stand_in = _stand_in(name)
+        stand_in = _safe_global(name)
         if stand_in is None:
             raise HostileFileError(
                 f"checkpoint file {path} cannot be read: it names {name if is_plain(name) else shown(name)}, "
-                "which checkpoints do not use. No code of it was run; it may be malicious: check where it "
+                "which checkpoints do not use. None of its code was run; it may be malicious: check where it "
                 "comes from"
             )
         found.append((stand_in, name))
@@ -183,20 +186,20 @@ def _read_archive(path: Path) -> Any:
             _check_members(archive)
             sizes = {info.file_size for info in archive.infolist()}
         try:
-            with _ONE_LOAD:
+            with _LOAD_LOCK:
                 file.seek(0)
-                stand_ins = _stand_ins(get_unsafe_globals_in_checkpoint(file), path)
+                allowed = _safe_globals(get_unsafe_globals_in_checkpoint(file), path)
                 file.seek(0)
-                with safe_globals(stand_ins), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of pickles that it cannot read
+                with safe_globals(allowed), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about pickles that torch cannot read
                     value = load(file, map_location="meta", weights_only=True)
-        except SystemError as error:  # torch's way to report that reading the file has failed
+        except SystemError as error:  # torch raises this if reading the file fails
             raise error.__cause__ or error from None
-        return _Mapped(path, os.fstat(file.fileno()).st_size, sizes).mapped(value)
+        return _TensorMapper(path, os.fstat(file.fileno()).st_size, sizes).map_tensors(value)
 
 
 def _check_members(archive: zipfile.ZipFile) -> None:
-    """Raises ValueError for an archive that torch.save does not write, or whose pickle is damaged."""
+    """Raises ValueError for an archive that torch.save would not write, or whose pickle is damaged."""
     (pickled,) = (info for info in archive.infolist() if re.fullmatch(r"[^/]*/data\.pkl", info.filename))
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED:
@@ -207,27 +210,28 @@ def _check_members(archive: zipfile.ZipFile) -> None:
         )
     if not _has_checksums(archive):
         for info in archive.infolist():
-            del info.CRC  # else zipfile compares the content with a checksum that was never computed
+            del info.CRC  # else zipfile compares the content with a checksum that was not computed
     archive.read(pickled)
     byte_order = pickled.filename.removesuffix("data.pkl") + "byteorder"
     if byte_order in archive.namelist() and archive.open(byte_order).read(16) != sys.byteorder.encode():
         raise ValueError(f"it is of another byte order, expected {sys.byteorder}-endian")
 
 
-class _Mapped:
-    """Replaces the tensors without memory in a loaded value by tensors that are mapped from the file.
+class _TensorMapper:
+    """Replaces the meta tensors in a loaded value with tensors that are mapped from the file.
 
-    file_bytes: size of the file. storage_sizes: the sizes that its storages may have, in bytes.
+    file_bytes: size of the file. storage_sizes: sizes in bytes that its storages may have.
     """
 
     def __init__(self, path: Path, file_bytes: int, storage_sizes: set[int]) -> None:
         self._path, self._file_bytes, self._sizes = path, file_bytes, storage_sizes
         self._bytes: Any = None
-        # By id: what was replaced, kept alive, and the result. A value may be shared, or contain itself.
+        # id of a value -> the value, kept alive, and its replacement. A value may be shared, or contain
+        # itself.
         self._done: dict[int, tuple[Any, Any]] = {}
 
-    def mapped(self, value: Any) -> Any:
-        """The value with mapped tensors. Dicts, lists and objects are changed in place."""
+    def map_tensors(self, value: Any) -> Any:
+        """Returns the value with mapped tensors. Changes dicts, lists and objects in place."""
         if id(value) not in self._done:
             self._done[id(value)] = (value, value)
             self._done[id(value)] = (value, self._replaced(value))
@@ -239,13 +243,13 @@ class _Mapped:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):
-            value.update({key: self.mapped(entry) for key, entry in value.items()})
+            value.update({key: self.map_tensors(entry) for key, entry in value.items()})
         elif isinstance(value, list):
-            value[:] = map(self.mapped, value)
+            value[:] = map(self.map_tensors, value)
         elif isinstance(value, tuple):  # torch.Size too
-            return tuple(map(self.mapped, value))
+            return tuple(map(self.map_tensors, value))
         elif isinstance(value, (Stub, Namespace)):
-            self.mapped(vars(value))
+            self.map_tensors(vars(value))
         elif isinstance(value, (torch.dtype, torch.device)):
             return str(value).removeprefix("torch.")
         elif isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
@@ -265,12 +269,12 @@ class _Mapped:
         if not meta.numel():
             return torch.empty(meta.shape, dtype=meta.dtype)
         extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride(), strict=True))
-        # No element may occur twice: a copy of such a tensor could need more memory than the file has bytes.
+        # No element may occur twice: copying such a tensor could need more memory than the whole file.
         last_byte = (meta.storage_offset() + max(extent, meta.numel())) * item_bytes
         if last_byte > storage.nbytes() or begin + storage.nbytes() > self._file_bytes:
             raise ValueError(f"a tensor of shape {tuple(meta.shape)} does not fit its storage")
         if self._bytes is None:
-            # Copy on write: torch wants memory that could be written to.
+            # Copy on write: torch expects writable memory.
             self._bytes = map_file(self._path, copy_on_write=True)
         offset = begin + int(meta.storage_offset()) * item_bytes
         flat = torch.frombuffer(self._bytes, dtype=meta.dtype, count=extent, offset=offset)
@@ -288,8 +292,7 @@ def write_plain(path: Path, value: Any) -> None:
 def write_tensor(
     path: Path, shape: tuple[int, ...], blocks: Iterable[Any], entry: dict[str, Any] | None = None
 ) -> None:
-    """Writes an fp32 tensor, either alone or under the key 'param' of `entry`. blocks: its bytes, in
-    order."""
+    """Writes an fp32 tensor, alone or under the key 'param' of `entry`. blocks: its bytes, in order."""
     pickled = b"\x80\x02" + _pickled_tensor(shape) + b"."
     if entry is not None:
         members = b"".join(_pickled(key) + _pickled(value) for key, value in entry.items())
@@ -298,13 +301,13 @@ def write_tensor(
 
 
 def _pickled(value: Any) -> bytes:
-    """A pickle to embed in another one: without the first opcode (protocol) and the last (stop)."""
+    """Returns a pickle to embed in a larger one: without the first opcode (protocol) and the last (stop)."""
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
 def _pickled_tensor(shape: tuple[int, ...]) -> bytes:
-    """The call that builds a contiguous fp32 tensor from storage 0. The opcodes: c global, ( mark, t tuple, Q
-    persistent id, R call."""
+    """Returns the pickled call that builds a contiguous fp32 tensor from storage 0. Its opcodes: c global, (
+    mark, t tuple, Q persistent id, R call."""
     storage = b"(" + _pickled("storage") + b"ctorch\nFloatStorage\n"
     storage += b"".join(_pickled(value) for value in ("0", "cpu", prod(shape))) + b"tQ"
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -313,11 +316,11 @@ def _pickled_tensor(shape: tuple[int, ...]) -> bytes:
 
 
 def _write_archive(path: Path, pickled: bytes, storage_bytes: int, blocks: Iterable[Any]) -> None:
-    """Member names, order and alignment are those of torch.save."""
+    """Writes the archive with the member names, order and alignment of torch.save."""
     with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
 
         def member(name: str) -> zipfile.ZipInfo:
-            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980: equal content makes equal files
+            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980: equal contents give equal files
 
         archive.writestr(member("data.pkl"), pickled)
         archive.writestr(member("byteorder"), b"little")

@@ -1,16 +1,15 @@
-"""Universal checkpoints: one folder of fp32 tensors per parameter. Three variants are read:
+"""Universal checkpoints: one folder of fp32 tensors per parameter. The reader accepts three variants:
 
 - This repository's: DeepSpeed's files and `run.json`.
 - DeepSpeed's, versions 0.2 to 0.4, which its ds_to_universal.py makes for Microsoft's Megatron-DeepSpeed and
   others. They have no `run.json`; `mp_rank_XX_model_states.pt` hold the iteration, the arguments with the
-  consumed samples, and the learning-rate schedule. Version 0.3 added `sub_param_shape`, and 0.4 widths per
-  rank, for parameters made of unequal parts. No model here has such parameters.
-- BLOOM's of 2022 (0.1): as above, but the word embedding keeps its padding, the copies on TP ranks were
-  averaged, and there is no `step.pt`: the optimizer's step is taken to be the iteration.
+  consumed samples, and the learning-rate schedule. Versions 0.3 (`sub_param_shape`) and 0.4 (widths per rank)
+  added entries for parameters made of unequal parts, which no model of this program has.
+- BLOOM's of 2022 (0.1): like DeepSpeed's, but the word embedding keeps its padding, the replicas on TP ranks
+  were averaged, and there is no `step.pt`: the optimizer's step is taken to be the iteration.
 
-Microsoft's Megatron-DeepSpeed names the layers differently. `UniversalReader` translates its names into
-those of the pipeline's layer list here, see `megatron_deepspeed`. No reader runs code from a file: see
-`torch_archive`.
+Microsoft's Megatron-DeepSpeed names the layers differently. `UniversalReader` translates its names into this
+program's names (see `megatron_deepspeed`). No reader runs code from a file (see `torch_archive`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import logging
 import shutil
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from torch import Tensor
 from megatron.checkpoint.formats import megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.state import StateReader, StateWriter, check_shape
+from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape
 from megatron.checkpoint.formats.torch_archive import (
     Stub,
     is_intact,
@@ -53,35 +52,34 @@ _LOG = logging.getLogger(__name__)
 OPTIMIZER_STATE_FILE = "optimizer_state.pt"
 STEP_FILE = "step.pt"
 VALUES_FILE = "fp32.pt"
-# Moment, by the optimizer's name -> DeepSpeed's name of its file.
+# The optimizer's name of a moment -> DeepSpeed's name of its file.
 MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
 _STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
-# In optimizer_state.pt. DeepSpeed's loader expects an object of its own class under 'loss_scaler'.
+# A key in optimizer_state.pt. Not 'loss_scaler', where DeepSpeed's loader expects an object of its own class.
 LOSS_SCALE_KEY = "loss_scaler_state"
-# In an unfinished checkpoint: parameters that are being written.
+# In an unfinished checkpoint: the folder of parameters that are being written.
 UNFINISHED_FOLDER = "unfinished"
-# Values of BigScience's enumeration of position embeddings, and Microsoft's names.
+# Values of BigScience's enumeration of position embeddings, and Microsoft's names -> this program's.
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi", "learned_absolute": "absolute", "rope": "rotary"}
 # Maximum number of padded rows if the checkpoint does not say how it was padded. BLOOM has 200.
 _MOST_PADDING = 1024
 _NOT_COMPARED = (
-    "Another program wrote it: its data, dropout and schedule were not compared with this run's, and its "
-    "model only by the shapes of its tensors and the arguments that it holds"
+    "Another framework wrote it. Its data, dropout and schedule were not compared with this run's; its "
+    "model was compared only by the shapes of its tensors and the arguments that it holds"
 )
 
 
 def _check_attention_order(version: Any, path: Path) -> None:
-    """Raises UserError for a file of an old Megatron, where query_key_value was not laid out per head."""
+    """Raises UserError for a file of an old Megatron, in which query_key_value is not laid out per head."""
     if isinstance(version, (int, float)) and version < 2:
         raise UserError(
             f"checkpoint file {path} has checkpoint_version {version}, expected 2 or later: rows of its "
-            "query_key_value are in another order; load and save it with the program that wrote it"
+            "query_key_value are in another order. Load and save it with the program that wrote it"
         )
 
 
 def parameter_folders(folder: Path) -> list[str]:
-    """The parameters by their names in the files. Raises HostileFileError for a folder name that cannot be
-    the name of a parameter."""
+    """Returns the stored names of the parameters. Raises HostileFileError for an unsafe folder name."""
     parent = folder / PARAMETER_FOLDER
     return [check_parameter(path.name, parent) for path in parent.iterdir() if path.is_dir()]
 
@@ -114,8 +112,8 @@ class UniversalReader(StateReader):
         position = args.get("position_embedding_type")
         if isinstance(position, (int, str)):
             args["position_embedding_type"] = _POSITIONS.get(position, position)
-        if megatron_deepspeed.has_their_names(names):
-            args = megatron_deepspeed.arguments_here(args, names)
+        if megatron_deepspeed.has_megatron_deepspeed_names(names):
+            args = megatron_deepspeed.translate_arguments(args, names)
         iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
         batch = _first_int(args.get("global_batch_size"))
         samples = _first_int(
@@ -135,14 +133,14 @@ class UniversalReader(StateReader):
         note = _NOT_COMPARED
         if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
             note += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
-        if megatron_deepspeed.has_their_names(names):
-            note += f". {megatron_deepspeed.describe_names(names)}"
+        if megatron_deepspeed.has_megatron_deepspeed_names(names):
+            note += f". {megatron_deepspeed.describe_translation(names)}"
         return Checkpoint(folder, state, run, unverified_note=note)
 
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
-        """See `StateReader`. Compares the arguments that the other program saved, and the vocabulary."""
+        """See `StateReader`. Compares the arguments that the other framework saved, and the vocabulary."""
         saved, compared = self.checkpoint.run["args"], {*MEGATRON_MODEL_ARGS}
         if self._is_megatron_deepspeed:
             compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
@@ -155,14 +153,13 @@ class UniversalReader(StateReader):
         differences = [
             f"{option_name(name)} was {saved[name]}, is {value}"
             for name, value in config.model_settings().items()
-            # The other program may not have this argument.
+            # The other framework may not have this argument.
             if name in compared and saved.get(name) not in (None, value)
         ]
         return differences + self._vocabulary_differences(specs, vocab_size)
 
     def _check_files(self) -> None:
-        """Raises UserError if a parameter lacks a file that others have, as in a folder that was copied
-        incompletely."""
+        """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
         known = {STEP_FILE, *_STATE_FILES.values()}
         folders = sorted(path for path in self._parameters.iterdir() if path.is_dir())
         files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
@@ -175,7 +172,7 @@ class UniversalReader(StateReader):
                 )
 
     def _vocabulary_differences(self, specs: Mapping[str, ParameterSpec], vocab_size: int) -> list[str]:
-        """Compares the true size if the checkpoint has it, else the number of rows with padding."""
+        """Compares the size without padding if the checkpoint records it, else the number of padded rows."""
         saved, args = self.checkpoint.run["vocab_size"], self.checkpoint.run["args"]
         if saved is not None:
             return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
@@ -190,12 +187,12 @@ class UniversalReader(StateReader):
     @cached_property
     def _stored(self) -> dict[str, str]:
         """Parameter -> its name in the files."""
-        return megatron_deepspeed.names_here(parameter_folders(self.folder))
+        return megatron_deepspeed.translate_names(parameter_folders(self.folder))
 
     @cached_property
     def _is_megatron_deepspeed(self) -> bool:
         names = self._stored.values()
-        return self.checkpoint.is_external and megatron_deepspeed.has_their_names(names)
+        return self.checkpoint.is_external and megatron_deepspeed.has_megatron_deepspeed_names(names)
 
     @property
     def stored_names(self) -> Collection[str]:
@@ -204,13 +201,13 @@ class UniversalReader(StateReader):
     def _folder_of(self, name: str) -> Path:
         return self._parameters / self._stored.get(name, name)
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         folder = self._folder_of(name)
-        return [VALUES, *(kind for kind, file in MOMENT_FILES.items() if (folder / file).exists())]
+        return [VALUES, *(moment for moment, file in MOMENT_FILES.items() if (folder / file).exists())]
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. The tensor is memory-mapped."""
-        path = self._folder_of(name) / MOMENT_FILES.get(kind, VALUES_FILE)
+        path = self._folder_of(name) / MOMENT_FILES.get(state_name, VALUES_FILE)
         entry = read_file(path)
         tensor = entry.get("param") if isinstance(entry, Mapping) else None
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
@@ -220,18 +217,18 @@ class UniversalReader(StateReader):
         if spec is not None:
             check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
-            return megatron_deepspeed.tensor_here(name, tensor, self.checkpoint.run["args"])
+            return megatron_deepspeed.translate_tensor(name, tensor, self.checkpoint.run["args"])
         return tensor
 
     def files_to_verify(self) -> list[str]:
-        """See `StateReader`. All files, unless the tensors have digests."""
+        """See `StateReader`. Returns all files, unless the tensors have digests."""
         if self.tensor_digests:
             return []
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.pt"))
 
     def file_problem(self, name: str) -> str | None:
-        """Reads a file and compares it with the checksums that torch.save writes. OSError if that is not
-        possible now."""
+        """Reads a file and compares it with its checksums from torch.save. Raises OSError if it cannot be
+        read now."""
         try:
             matches = matches_checksums(self.folder / name)
         except UserError as error:
@@ -246,7 +243,7 @@ class UniversalReader(StateReader):
         return f"{name} is damaged: it does not match its checksum" if matches is False else None
 
     def has_digests(self) -> bool:
-        """See `StateReader`. torch.save writes checksums into every file unless that is switched off."""
+        """See `StateReader`. torch.save writes checksums into every file unless they are switched off."""
         return True
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
@@ -255,9 +252,9 @@ class UniversalReader(StateReader):
         if weights_only:
             return count, problems
         compared = {
-            f"{PARAMETER_FOLDER}/{self._stored.get(name, name)}/{MOMENT_FILES.get(kind, VALUES_FILE)}"
-            for kind, of_kind in self.tensor_digests.items()
-            for name in of_kind
+            f"{PARAMETER_FOLDER}/{self._stored.get(name, name)}/{MOMENT_FILES.get(state_name, VALUES_FILE)}"
+            for state_name, by_parameter in self.tensor_digests.items()
+            for name in by_parameter
         }
         others = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*.pt"))]
         others = [name for name in others if name not in compared]
@@ -272,11 +269,11 @@ class UniversalReader(StateReader):
 
     @cached_property
     def moments_kind(self) -> str:
-        """See `StateReader`. Known from the names of the files."""
+        """See `StateReader`. Derived from the names of the files."""
         return "adam" if any(self._parameters.glob(f"*/{MOMENT_FILES['exp_avg']}")) else "sgd"
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        if len(self.kinds(name)) == 1:
+        if len(self.state_names(name)) == 1:
             return {}
         path = self._folder_of(name) / STEP_FILE
         with expect_layout(path, "the optimizer's step"):
@@ -295,24 +292,20 @@ class UniversalWriter(StateWriter):
     """
 
     def write_parameter(
-        self,
-        name: str,
-        spec: ParameterSpec,
-        states: Mapping[str, Iterable[Tensor]],
-        step: float | None = None,
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """See `StateWriter`. Blocks are written as they come."""
+        """See `StateWriter`. Writes each block as it arrives."""
         unfinished = self.folder / UNFINISHED_FOLDER / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        for kind, blocks in states.items():
-            if kind not in _STATE_FILES:
+        for state_name, blocks in states.items():
+            if state_name not in _STATE_FILES:
                 raise UserError(
-                    f"the optimizer's {kind} of {name} cannot be stored in a universal checkpoint, only "
-                    f"{', '.join(_STATE_FILES)}"
+                    f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint: "
+                    f"expected {', '.join(_STATE_FILES)}"
                 )
             parts = (block.contiguous().numpy() for block in blocks)
-            write_tensor(unfinished / _STATE_FILES[kind], spec.valid_shape, parts, _merge_entry(spec))
+            write_tensor(unfinished / _STATE_FILES[state_name], spec.valid_shape, parts, _merge_entry(spec))
         if step is not None:
             write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
 
@@ -323,14 +316,14 @@ class UniversalWriter(StateWriter):
         rename_synced(self.folder / UNFINISHED_FOLDER / name, self.folder / PARAMETER_FOLDER / name)
 
     def has_parameter(
-        self, name: str, spec: ParameterSpec, kinds: Collection[str], step: float | None
+        self, name: str, spec: ParameterSpec, state_names: Collection[str], step: float | None
     ) -> bool:
-        """Whether an interrupted conversion has finished the parameter: all of its files exist, have the
-        right shape and match their checksums. Otherwise its folder is removed."""
+        """Returns whether an interrupted conversion has finished the parameter: all of its files exist, have
+        the right shape and match their checksums. Otherwise its folder is removed."""
         folder = self.folder / PARAMETER_FOLDER / name
         if not folder.exists():
             return False
-        shapes = {_STATE_FILES[kind]: spec.valid_shape for kind in kinds if kind in _STATE_FILES}
+        shapes = {_STATE_FILES[state]: spec.valid_shape for state in state_names if state in _STATE_FILES}
         shapes |= {} if step is None else {STEP_FILE: ()}
         try:
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
@@ -344,7 +337,7 @@ class UniversalWriter(StateWriter):
 
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
-    """What DeepSpeed's file of the parameter contains beside the tensor."""
+    """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
     entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
     if spec.num_fused_parts > 1:
         entry["param_n_sub_params"] = spec.num_fused_parts
@@ -354,14 +347,14 @@ def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """An argument as a JSON type: the value of an enumeration, else its text."""
+    """Converts an argument to a JSON type: an enumeration to its value, any other object to its text."""
     if isinstance(value, Stub) and len(value.constructor_args) == 1:
         value = value.constructor_args[0]
     return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
 
 
 def _first_int(*values: Any) -> int:
-    """The first value that is a non-negative integer; -1 if none is."""
+    """Returns the first value that is a non-negative integer; -1 if none is."""
     numbers = (
         value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0
     )

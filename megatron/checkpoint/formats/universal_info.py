@@ -1,10 +1,10 @@
-"""What DeepSpeed's tools and other Megatron programs read in the mp_rank files of a checkpoint.
+"""The entries of a checkpoint's mp_rank files that DeepSpeed's tools and other Megatron programs read.
 
-DeepSpeed's converter needs `universal_checkpoint_info`: regular expressions for names of parameters, one list
-per way of sharding. It concatenates a parameter that matches none along dimension 0. Checkpoints of this
-program have a list for these too, which DeepSpeed ignores: so each of their parameters matches exactly one
-pattern, and each pattern at least one parameter. The lists are derived from the `ParameterSpec`s. They are
-only read where there are no specs, in checkpoints of other programs.
+DeepSpeed's converter needs `universal_checkpoint_info`: lists of regular expressions for parameter names, one
+list per way of sharding. A parameter that no pattern matches is concatenated along dimension 0. This program
+writes a list for such parameters too, which DeepSpeed ignores. So in its checkpoints each parameter matches
+exactly one pattern, and each pattern at least one parameter. The lists are derived from the `ParameterSpec`s.
+They are read only from checkpoints of other frameworks, which have no specs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.mpu.parameters import ParameterSpec
 
 INFO_KEY = "universal_checkpoint_info"
 VERSION_KEY = "universal_checkpoint_version"
-# DeepSpeed 0.19.8's. 0.2 and 0.3 lack patterns that no parameter here needs: `parameter_with_sub_params`, for
-# sub-parameters of unequal size, came with 0.3 and their widths per rank with 0.4.
+# The version that DeepSpeed 0.19.8 writes. The additions of 0.3 and 0.4 are not needed here: they concern
+# `parameter_with_sub_params`, for sub-parameters of unequal size.
 VERSION = 0.4
 VOCAB_SIZE_KEY = "original_vocab_size"
 PIPELINE_REPLICATED_KEY = "pipeline_replicated_parameter_patterns"
 TIED_PREFIX = "tied_modules."
 REPLICATED = "tp_replicated_parameter_patterns"
-# Replicas that differ in some programs.
+# Replicas that differ in some frameworks and are averaged.
 AVERAGED = "parameter_to_average_patterns"
 ROW_PARALLEL = "parameter_with_row_parallelism_patterns"
 # A gated MLP: two matrices stacked along dimension 0, each sharded along it.
@@ -48,13 +48,13 @@ SHARDING: dict[str, tuple[int | None, int]] = {
     COLUMN_PARALLEL: (0, 1),
 }
 """Key of a list of patterns -> `shard_dim` and `num_fused_parts` of the parameters that match."""
-# Lists that no parameter here needs. A checkpoint with them is refused.
+# Lists that no parameter of this program needs. Checkpoints with them are rejected.
 _UNKNOWN_KEYS = (
     "parameter_with_sub_params",
     "autotp_unsupported_parameter_patterns",
     "expert_parameter_patterns",
 )
-# What `run.json` calls the fields of a ParameterSpec, where the names differ.
+# Field of ParameterSpec -> its key in `run.json`, for fields whose names differ.
 _FILE_KEYS = {
     "global_shape": "whole_shape",
     "num_valid_rows": "used_rows",
@@ -64,13 +64,13 @@ _FILE_KEYS = {
 
 
 def spec_record(spec: ParameterSpec) -> dict[str, Any]:
-    """A ParameterSpec as `run.json` stores it, in JSON types."""
+    """Returns a ParameterSpec as `run.json` stores it, in JSON types."""
     record = {_FILE_KEYS.get(name, name): value for name, value in asdict(spec).items()}
     return {**record, "whole_shape": list(spec.global_shape)}
 
 
 def recorded_spec(record: Mapping[str, Any]) -> ParameterSpec:
-    """The sharding in a `spec_record`; the other fields have their defaults."""
+    """Returns the spec of a `spec_record`, with its sharding; all other fields have their defaults."""
     rows = record["used_rows"]
     return ParameterSpec(
         tuple(record["whole_shape"]), record["shard_dim"], record["blocks"], num_valid_rows=rows
@@ -78,8 +78,8 @@ def recorded_spec(record: Mapping[str, Any]) -> ParameterSpec:
 
 
 def pattern_key(name: str, spec: ParameterSpec) -> str:
-    """The list with the parameter's pattern. ValueError if universal checkpoints cannot describe the
-    sharding."""
+    """Returns the key of the list that holds the parameter's pattern. Raises ValueError if universal
+    checkpoints cannot describe the sharding."""
     has_padding = spec.num_valid_rows is not None
     if spec.shard_dim is None and not has_padding:
         return REPLICATED
@@ -94,9 +94,9 @@ def pattern_key(name: str, spec: ParameterSpec) -> str:
 
 
 def derive_info(specs: Mapping[str, ParameterSpec], vocab_size: int) -> dict[str, Any]:
-    """`universal_checkpoint_info` of a model with these parameters, by name.
+    """Returns the `universal_checkpoint_info` of a model with these parameters, by name.
 
-    vocab_size: without padding. Raises ValueError for a parameter that none or more than one pattern matches.
+    vocab_size: without padding. Raises ValueError for a parameter that no pattern, or more than one, matches.
     """
     patterns: dict[str, list[str]] = {PIPELINE_REPLICATED_KEY: [], **{key: [] for key in SHARDING}}
     for name, spec in specs.items():
@@ -110,19 +110,18 @@ def derive_info(specs: Mapping[str, ParameterSpec], vocab_size: int) -> dict[str
 
 
 def _pattern_of(name: str) -> str:
-    """A pattern that matches the parameter in every layer: the layer's number becomes `\\d+`."""
+    """Returns a pattern that matches the parameter in every layer: the layer's number becomes `\\d+`."""
     number, dot, rest = name.partition(".")
     return rf"^\d+\.{re.escape(rest)}$" if dot and number.isdigit() else f"^{re.escape(name)}$"
 
 
 def matching(info: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
-    """(key of the list, pattern) of all patterns that match a parameter's name."""
+    """Returns all patterns that match a parameter's name, as (key of the list, pattern)."""
     return [(key, pattern) for key in SHARDING for pattern in info.get(key, []) if re.match(pattern, name)]
 
 
 def check_info(info: Any, source: Path) -> dict[str, Any]:
-    """Returns `universal_checkpoint_info` read from the file `source` if it consists of patterns and numbers.
-    Raises UserError otherwise."""
+    """Returns the `universal_checkpoint_info` of the file `source`. Raises UserError if it is malformed."""
     lists: list[Any] = [info.get(key, []) for key in SHARDING] if isinstance(info, dict) else [None]
     if not all(isinstance(entry, (list, tuple)) for entry in lists):
         raise UserError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
@@ -141,8 +140,7 @@ def check_info(info: Any, source: Path) -> dict[str, Any]:
 
 
 def check_patterns(info: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError naming a parameter that not exactly one pattern matches, and a pattern that matches
-    none."""
+    """Raises ValueError unless each parameter matches exactly one pattern, and each pattern a parameter."""
     names = list(names)
     for name in names:
         found = matching(info, name)
@@ -154,7 +152,7 @@ def check_patterns(info: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def unused_patterns(info: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Patterns that match none of the names."""
+    """Returns the patterns that match none of the names."""
     names = list(names)
     patterns = (pattern for key in SHARDING for pattern in info.get(key, []))
     return [pattern for pattern in patterns if not any(re.match(pattern, name) for name in names)]
@@ -163,16 +161,16 @@ def unused_patterns(info: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 def external_spec(
     info: Mapping[str, Any], name: str, shard_shape: tuple[int, ...], tp_size: int
 ) -> ParameterSpec:
-    """The spec of a parameter of another program, of which each of tp_size ranks has a shard of this shape.
+    """Returns the spec of another framework's parameter. Each of tp_size ranks has a shard of this shape.
 
-    Chosen as by DeepSpeed's converter: a parameter that no pattern matches is concatenated along dimension 0,
-    and a vocabulary pattern may match together with a column pattern. Raises UserError for lists that are
-    not supported, and for contradicting patterns.
+    Follows DeepSpeed's converter: a parameter that no pattern matches is concatenated along dimension 0, and
+    a vocabulary pattern may match together with a column pattern. Raises UserError for lists that are not
+    supported, and for contradicting patterns.
     """
     for key in _UNKNOWN_KEYS:
         if info.get(key):
             raise UserError(
-                f"the checkpoint's {INFO_KEY} has {key}: only deepspeed's own converter merges those"
+                f"the checkpoint's {INFO_KEY} has {key}: only DeepSpeed's own converter merges it"
             )
     found = {key for key, _ in matching(info, name)} or {COLUMN_PARALLEL}
     found = found - {COLUMN_PARALLEL} if VOCABULARY in found else found
@@ -190,7 +188,7 @@ def external_spec(
 
 
 def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
-    """What Megatron programs read under 'args' in an mp_rank file: the model and the progress of the run.
+    """Returns the 'args' that Megatron programs read in an mp_rank file: the run's model and progress.
 
     state: the fields of `TrainingState`.
     """
@@ -205,5 +203,5 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
 
 
 def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed's engine writes into every mp_rank file for its tools and other Megatron programs."""
+    """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs."""
     return {INFO_KEY: info, "iteration": state["iteration"], "args": megatron_args(config, state)}

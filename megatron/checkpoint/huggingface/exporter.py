@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.formats.state import StateReader, StateWriter
+from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
 from megatron.checkpoint.huggingface.output import digest_of, temporary_folder, write_digests
 from megatron.checkpoint.record import Checkpoint
@@ -29,16 +29,16 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def format_differences(config: Config) -> list[str]:
-    """How the written model differs from the trained one, one sentence each."""
+    """Returns one sentence for each difference between the written model and the trained model."""
     found = []
     if config.data.reset_attention_mask or config.data.reset_position_ids:
         found.append(
             "the model was trained with documents kept apart (--reset-attention-mask, --reset-position-ids), "
-            "which Hugging Face's does not do: give it one document at a time"
+            "which Hugging Face's model does not do: give it one document at a time"
         )
     if config.precision.fp32_residual_connection and config.precision.name != "fp32":
         found.append(
-            "the model was trained with --fp32-residual-connection: Hugging Face's rounds the residual "
+            "the model was trained with --fp32-residual-connection: Hugging Face's model rounds the residual "
             f"stream to {config.precision.name}, unless it is loaded in fp32"
         )
     return found
@@ -52,16 +52,16 @@ def write_hugging_face(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> None:
-    """Writes the folder `output`: config.json, weights as safetensors, what `write_tokenizer` adds, and the
-    digests of all files.
+    """Writes the folder `output`: config.json, weights as safetensors, the files of `write_tokenizer`, and
+    the digests of all files.
 
-    precision: 'fp32', 'fp16' or 'bf16'; None: that of the run. verify: compare the weights with their digests
-    if the checkpoint has any. One file of weights at a time is in memory. The folder appears complete and
-    synced, or not at all. Raises UserError for a model that no family can express, for damaged
-    files, for an `output` that exists or cannot be written, and for too little disk space.
+    precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. verify: compare the weights with
+    their digests if the checkpoint has any. Only one file of weights at a time is in memory. The folder
+    appears complete and synced, or not at all. Raises UserError if no family can express the model, files are
+    damaged, `output` exists or cannot be written, or the disk is too full.
     """
     config = checkpoint.config
-    family_of(config.model)  # refuses other models before anything is written
+    family_of(config.model)  # rejects other models before anything is written
     precision = precision or config.precision.name
     reader = open_reader(checkpoint)
     with temporary_folder(output, ".tmp", _size_bytes(reader, precision)) as temporary:
@@ -82,7 +82,7 @@ def write_hugging_face(
 
 
 def _size_bytes(reader: StateReader, precision: str) -> int:
-    """Of the weights in the output."""
+    """Returns the size of the weights in the output, in bytes."""
     return PARAMETER_DTYPES[precision].itemsize * sum(prod(s.valid_shape) for s in reader.specs.values())
 
 
@@ -92,9 +92,9 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
 
     model_type, family = family_of(config.model)
     settings = family.hf_settings(config.model) | {"vocab_size": vocab_size}
-    # In the training data a document starts after the end of another: one token marks both. No token is for
-    # padding: some classes have a default, with which transformers masks that token and does not train its
-    # embedding.
+    # In the training data one token marks both the end of a document and the start of the next. The model has
+    # no padding token. It is set to None, because transformers would mask the default padding token of some
+    # classes.
     hf_config = AutoConfig.for_model(
         model_type,
         **settings,
@@ -109,20 +109,20 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
 
 
 def _needs_master_weights(config: Config, precision: str) -> bool:
-    """Whether the weights in the precision of the run are rounded more than the result."""
+    """Returns whether the weights in the precision of the run are less precise than the output."""
     return precision == "fp32" and config.precision.name != "fp32"
 
 
 def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
-    """What `write_hugging_face` compares the weights with, in words."""
+    """Describes what `write_hugging_face` compares the weights with."""
     config = checkpoint.config
     master_weights = _needs_master_weights(config, precision or config.precision.name)
     return open_reader(checkpoint).weights_verification(master_weights)
 
 
 class HuggingFaceWriter(StateWriter):
-    """Writes the weights of a model as model.safetensors, or as several files with an index, named as by
-    `save_pretrained`. Moments are not written. One file of weights at a time is in memory."""
+    """Writes the weights of a model as model.safetensors, or as several files with an index, with the file
+    names of `save_pretrained`. Does not write moments. Only one file of weights at a time is in memory."""
 
     def __init__(self, folder: Path, model: ModelConfig, precision: str, max_file_bytes: int) -> None:
         super().__init__(folder)
@@ -130,19 +130,15 @@ class HuggingFaceWriter(StateWriter):
         _, family = family_of(model)
         names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
         self._parameters = {parameter.megatron: parameter for parameter in names}
-        # Of each file that was written: its digest and the names of its weights.
+        # Digest and names of the weights of each file that was written.
         self._files: list[tuple[str, list[str]]] = []
         self._pending: dict[str, Tensor] = {}
         self._total_bytes = 0
 
     def write_parameter(
-        self,
-        name: str,
-        spec: ParameterSpec,
-        states: Mapping[str, Iterable[Tensor]],
-        step: float | None = None,
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """See `StateWriter`. UserError if the precision cannot hold the values."""
+        """See `StateWriter`. Raises UserError if the precision cannot hold the values."""
         parameter = self._parameters[name]
         parts = self._converted(list(states[VALUES]), parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
@@ -153,7 +149,7 @@ class HuggingFaceWriter(StateWriter):
             self._total_bytes += part.nbytes
 
     def _converted(self, blocks: list[Tensor], parameter: Parameter) -> list[Tensor]:
-        """The Hugging Face tensors of one Megatron parameter."""
+        """Returns the Hugging Face tensors of one Megatron parameter."""
         values = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         converted = values.to(PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
@@ -162,7 +158,7 @@ class HuggingFaceWriter(StateWriter):
                 f"--dtype {self._precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
             )
         parts = parameter.transform.to_hf(converted, self._model)
-        # A file must not hold two views of one memory.
+        # Tensors in one file must not share memory.
         return [
             part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts
         ]
@@ -172,14 +168,14 @@ class HuggingFaceWriter(StateWriter):
 
         part = self.folder / f"part-{len(self._files)}"
         save_file(self._pending, part, metadata={"format": "pt"})
-        # safetensors writes files that only the owner can read: use the mode of the other files.
+        # safetensors writes files that only their owner can read: set the mode of the other files.
         part.chmod((self.folder / "config.json").stat().st_mode)
-        # The file is still in the page cache.
+        # Computed now, while the file is still in the page cache.
         self._files.append((digest_of(part), list(self._pending)))
         self._pending = {}
 
     def finish(self) -> dict[str, str]:
-        """Writes what is left, and the index. Returns the digest of each file of weights."""
+        """Writes the pending weights and the index. Returns the digest of each file of weights."""
         self._write_file()
         if len(self._files) == 1:
             (self.folder / "part-0").rename(self.folder / "model.safetensors")

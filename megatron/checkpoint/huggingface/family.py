@@ -1,8 +1,8 @@
 """How the models of one Hugging Face family map to Megatron models.
 
-A `Family` is a table of corresponding settings and parameters: names with `megatron` are those of this
-repository, names with `hf` those of transformers. `exporter` uses it to write a folder from a checkpoint, and
-`importer` to write a checkpoint from a folder. families/ has the tables, `FAMILIES` lists them.
+A `Family` is a table of corresponding settings and parameters. Names with `megatron` belong to this program,
+names with `hf` to transformers. `exporter` uses the table to write a folder from a checkpoint, and `importer`
+to write a checkpoint from a folder. families/ has the tables, and `FAMILIES` lists them.
 """
 
 from __future__ import annotations
@@ -28,59 +28,58 @@ WORD_EMBEDDINGS = f"{EMBED}.word_embeddings.weight"
 """Megatron name of the word embeddings, which are tied to the LM head."""
 
 LM_HEAD = "lm_head.weight"
-"""Hugging Face name of the LM head. Some files contain a tied one as well."""
+"""Hugging Face name of the LM head. Some files contain it although it is tied."""
 
 
-# Of a part of a tensor. The check needs temporaries of twice the part's size.
+# Elements that are checked at a time: the check needs temporaries of twice their size.
 _CHECKED_ELEMENTS = 2**24
 
 
 def count_non_finite(values: Tensor) -> int:
-    """How many numbers are NaN or infinite."""
+    """Returns how many values are NaN or infinite."""
     return sum(int((~part.isfinite()).sum()) for part in values.reshape(-1).split(_CHECKED_ELEMENTS))
 
 
 @dataclass(frozen=True)
 class Transform:
-    """Conversion between one Megatron tensor and one or more Hugging Face tensors, with the model's sizes.
+    """Conversion between one Megatron tensor and one or more Hugging Face tensors of a model.
 
-    slice_dim: a tensor-parallel Megatron shard is made from equal slices of the Hugging Face tensors along
-    this dimension, with the number of heads and groups of one rank; None: it is not, or the dimension depends
-    on the parameter.
+    slice_dim: equal slices of the Hugging Face tensors along this dimension make a TP shard, if they are
+    converted with the number of heads and groups of one rank. None: they do not, or the dimension varies.
     """
 
     to_hf: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
     to_megatron: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     slice_dim: int | None = None
-    of_groups: bool = False
-    """Whether a slice must hold whole groups of heads, whose keys and values have fewer rows."""
+    needs_whole_groups: bool = False
+    """Whether a slice must hold whole query groups, because keys and values have fewer rows than queries."""
 
 
 def one_to_one(
     to_hf: Callable[[Tensor, ModelConfig], Tensor], to_megatron: Callable[[Tensor, ModelConfig], Tensor]
 ) -> Transform:
-    """Conversion between one Megatron tensor and one Hugging Face tensor."""
+    """Returns the conversion between one Megatron tensor and one Hugging Face tensor."""
     return Transform(lambda x, model: [to_hf(x, model)], lambda parts, model: to_megatron(parts[0], model))
 
 
-SAME = one_to_one(lambda x, model: x, lambda x, model: x)
+IDENTITY = one_to_one(lambda x, model: x, lambda x, model: x)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's Megatron name and its Hugging Face names. In `megatron`, `{layer}` is a transformer
-    layer's index in the pipeline's list, `{final}` that of the final norm, `{head}` that of an untied LM
-    head. In `hf`, `{block}` counts transformer layers from 0."""
+    """A parameter's Megatron name and its Hugging Face names. In `megatron`, three placeholders stand for
+    indices in the pipeline's layer list: `{layer}` for a transformer layer, `{final}` for the final norm,
+    `{head}` for an untied LM head. In `hf`, `{block}` counts transformer layers from 0."""
 
     megatron: str
     hf: tuple[str, ...]
-    transform: Transform = SAME
+    transform: Transform = IDENTITY
 
 
 def with_bias(
-    megatron: str, hf: str, weight: Transform = SAME, bias: Transform = SAME
+    megatron: str, hf: str, weight: Transform = IDENTITY, bias: Transform = IDENTITY
 ) -> tuple[Parameter, Parameter]:
-    """The weight and the bias of a layer."""
+    """Returns the weight and the bias of a layer."""
     return (
         Parameter(f"{megatron}.weight", (f"{hf}.weight",), weight),
         Parameter(f"{megatron}.bias", (f"{hf}.bias",), bias),
@@ -89,12 +88,11 @@ def with_bias(
 
 @dataclass(frozen=True)
 class Conversion:
-    """A group of settings without a one-to-one mapping: names on both sides, and functions that convert in
-    each direction.
+    """A group of settings without a one-to-one mapping, with a function for each direction.
 
     megatron: fields of ModelConfig. hf: settings of config.json. `to_megatron` raises UserError for values
-    without an equivalent. megatron_values: the values of a field that can be converted, if not all can.
-    check_file: raises UserError if a setting of config.json differs from the value that transformers uses.
+    without an equivalent. megatron_values: field -> its convertible values, if not all are. check_file:
+    raises UserError if a setting of config.json differs from the value that transformers uses.
     """
 
     megatron: tuple[str, ...]
@@ -109,16 +107,15 @@ class Conversion:
 class Family:
     """The mapping of one Hugging Face model type.
 
-    fields: (field of ModelConfig, Hugging Face setting). training_fields: the same for settings that only
-    affect training; if two map to one field, the first is read. megatron_constants, hf_constants: values that
-    every model of the family has. megatron_derived: fields of ModelConfig that other fields determine. All
-    other fields of ModelConfig that change the model have their defaults. conversions: see `Conversion`.
-    megatron_training: values of settings that only affect training, for a run that starts from the model.
-    default_seq_length: for a config.json without a length. head: the parameter of an untied LM head. prefix:
-    of all Hugging Face names except the head's; files that were saved without the head lack it. buffers:
-    names in Hugging Face files that are not weights and are ignored. ignored: Hugging Face settings that do
-    not change the model. aliases: names of weights in files of other versions of transformers -> names in the
-    table.
+    fields: pairs of (field of ModelConfig, Hugging Face setting). training_fields: such pairs for settings
+    that affect only training; if two map to one field, the first is read. megatron_constants, hf_constants:
+    values that every model of the family has. megatron_derived: fields of ModelConfig that other fields
+    determine. All other fields of ModelConfig that change the model must have their defaults. conversions:
+    see `Conversion`. megatron_training: training settings of a run that starts from the model.
+    default_seq_length: used if config.json has no length. head: the parameter of an untied LM head. prefix:
+    begins all Hugging Face names except the head's; files that were saved without the head lack it. buffers:
+    ignored names in Hugging Face files that are not weights. ignored: Hugging Face settings that do not
+    change the model. aliases: names of weights in files of other transformers versions -> names in the table.
     """
 
     title: str
@@ -139,9 +136,9 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def differences(self, model: ModelConfig) -> dict[str, Any]:
-        """Field -> the value that the family has, for each setting of a model that the family cannot express.
+        """Returns the settings that the family cannot express: field -> the value that the family needs.
 
-        A field that no table of the family has is among them unless it has its default value.
+        A field that is in no table of the family must have its default value.
         """
         mapped = {field for field, _ in self.fields}.union(*(pair.megatron for pair in self.conversions))
         unused = dataclasses.replace(model, **self.megatron_constants).unused_fields()
@@ -162,7 +159,7 @@ class Family:
         return {name: value for name, value in needed.items() if getattr(model, name) != value}
 
     def megatron_settings(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
-        """Values of ModelConfig's fields for a Hugging Face configuration, unchecked."""
+        """Returns values of ModelConfig's fields for a Hugging Face configuration, unchecked."""
         # If two Hugging Face settings map to one field, the first is read.
         pairs = (*self.fields, *reversed(self.training_fields))
         values = {field: getattr(hf_config, setting, None) for field, setting in pairs}
@@ -173,19 +170,18 @@ class Family:
         return {**self.megatron_training, **self.megatron_constants, **fields}
 
     def hf_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """The settings of the Hugging Face configuration of a model that the family can express."""
+        """Returns the settings of the Hugging Face configuration of a model that the family can express."""
         mapped = {setting: getattr(model, field) for field, setting in self.fields + self.training_fields}
         converted = [item for pair in self.conversions for item in pair.to_hf(model).items()]
         return {**mapped, **dict(converted), **self.hf_constants}
 
     def known_settings(self) -> set[str]:
-        """The names of the Hugging Face settings that a table of the family has."""
+        """Returns the names of the Hugging Face settings in the tables of the family."""
         pairs = {setting for _, setting in self.fields + self.training_fields}
         return pairs.union(self.hf_constants, self.ignored, *(pair.hf for pair in self.conversions))
 
     def names(self, num_layers: int, untied: bool = False) -> Iterator[Parameter]:
-        """The parameters of a model with `num_layers` layers and a tied or `untied` LM head, with the layer
-        numbers filled in."""
+        """Yields the parameters of a model with `num_layers` layers, with the layer numbers filled in."""
         final = FIRST_TRANSFORMER_LAYER + num_layers + 1
         head = (self.head,) if untied and self.head is not None else ()
         for parameter in (*self.parameters, *head):
@@ -199,7 +195,7 @@ class Family:
                 )
 
     def buffer_names(self, num_layers: int) -> set[str]:
-        """The names of the buffers of a model with `num_layers` layers."""
+        """Returns the names of the buffers of a model with `num_layers` layers."""
         return {name.format(block=block) for name in self.buffers for block in range(num_layers)}
 
 
@@ -216,12 +212,12 @@ DROPOUT = (("hidden_dropout", "hidden_dropout"), ("attention_dropout", "attentio
 
 
 def equal_heads(model: ModelConfig) -> int:
-    """Head dimension of attention heads that divide the hidden size among them."""
+    """Returns the head dimension if the heads divide the hidden size among them."""
     return model.hidden_size // model.num_attention_heads
 
 
 def setting(field: str, value: Any) -> str:
-    """A field and its value as a user types them: '--kv-channels 16', '--mup', 'no --mup'."""
+    """Returns a field and its value as a user types them: '--kv-channels 16', '--mup', 'no --mup'."""
     if value is None or value is False:
         return f"no {option_name(field)}"
     return option_name(field) if value is True else f"{option_name(field)} {value}"
@@ -229,7 +225,7 @@ def setting(field: str, value: Any) -> str:
 
 _FAMILIES = "megatron.checkpoint.huggingface.families"
 
-# Instances of `Family`. A model that several families can express is exported as the first of them.
+# Instances of `Family`. If several families can express a model, it is exported as the first of them.
 FAMILIES = Registry(
     "Hugging Face model type",
     {
@@ -247,10 +243,10 @@ FAMILIES = Registry(
 
 
 def family_of(model: ModelConfig) -> tuple[str, Family]:
-    """The model type and family that a model is exported as.
+    """Returns the model type and family that a model is exported as.
 
-    UserError for a model that no family can express. It names the settings in which the model differs from
-    the most similar families, and what these need.
+    Raises UserError if no family can express the model. The message names the settings in which the model
+    differs from the most similar families, and the values that these families need.
     """
     families: dict[str, Family] = {name: FAMILIES.load(name) for name in FAMILIES}
     differences = {name: family.differences(model) for name, family in families.items()}
@@ -269,12 +265,12 @@ def _joined(settings: Mapping[str, Any]) -> str:
     return " and ".join(setting(field, value) for field, value in settings.items())
 
 
-# Name in --activation -> names in transformers (its activations.py) of the same function.
+# Name in --activation -> names of the function in transformers (activations.py).
 _NAMES = {"gelu_exact": ("gelu",), "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
 
 
 def exact_or_tanh(setting: str) -> Conversion:
-    """--activation and the `setting` of a family whose models have GELU, exact or in its tanh form."""
+    """Returns the conversion between --activation and a family's `setting` for exact or tanh GELU."""
 
     def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
         found = getattr(hf_config, setting)

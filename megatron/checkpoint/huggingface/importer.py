@@ -1,8 +1,8 @@
-"""Converts a Hugging Face model into a universal checkpoint at iteration 0, to start training from.
+"""Converts a Hugging Face model into a universal checkpoint at iteration 0, from which training starts.
 
-It reads folders as `save_pretrained` and the hub have them: config.json, and the weights in
-`model.safetensors` or `pytorch_model.bin`, or in several files with an index (JSON, whose `weight_map` maps
-each weight to its file).
+It reads folders in the layout of `save_pretrained` and the hub: config.json, and the weights in
+`model.safetensors` or `pytorch_model.bin`, or in several files with a JSON index (`weight_map`: weight ->
+file).
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# Limit for integers in a config.json: far more than any number of tokens, layers or units.
+# Limit for integers in a config.json: far more than the tokens, layers or units of any model.
 _LARGEST_SETTING = 1 << 40
-# For these transformers makes a list or a dictionary with so many entries.
+# Settings for which transformers creates a list or a dictionary of this length.
 _COUNTS = ("num_labels", "num_hidden_layers", "n_layer", "num_layers")
 _LARGEST_COUNT = 100_000
-# Settings of any config.json that no logits depend on: generation, files, and types of older versions.
+# Settings of any config.json that do not change the logits: generation, files, and types of older versions.
 _NEVER_CHANGE_THE_MODEL = frozenset(
     "model_type torch_dtype use_cache bos_token_id eos_token_id pad_token_id sep_token_id _commit_hash "
     "gradient_checkpointing output_past torchscript use_bfloat16 tokenizer_class temperature top_k top_p "
@@ -77,8 +77,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in a file. `read` maps it into memory. Its pages are unmapped when the tensor is freed, so the
-    resident memory does not grow with the size of the model."""
+    """A weight in a file. `read` maps it into memory. Freeing the tensor unmaps its pages, so the resident
+    memory does not grow with the size of the model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -90,8 +90,8 @@ class HuggingFaceModel:
     """A model in a Hugging Face folder. All of its weights are present.
 
     fields: values for ModelConfig. rows: number of word embeddings, which may exceed the number of tokens.
-    precision: 'fp32', 'fp16' or 'bf16', the dtype of the weights (fp32 if they have several). stored: Hugging
-    Face's name, with prefix -> weight.
+    precision: 'fp32', 'fp16' or 'bf16', the dtype of the weights (fp32 if the dtypes differ). stored: Hugging
+    Face name, with prefix -> weight.
     """
 
     folder: Path
@@ -102,8 +102,8 @@ class HuggingFaceModel:
     stored: dict[str, StoredWeight]
 
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
-        """The config of a run that could have saved this model. data: the tokenizer's flags. vocab_size:
-        --vocab-size. Settings that do not affect the model have their defaults."""
+        """Returns the config of a run that could have saved this model. data: the tokenizer's flags.
+        vocab_size: --vocab-size. Settings that do not affect the model have their defaults."""
         precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
         return _config(self.fields, vocab_size, data, precision)
 
@@ -119,12 +119,12 @@ class HuggingFaceModel:
         return {parameter.megatron: parameter for parameter in names}
 
     def parts(self, name: str) -> list[Tensor]:
-        """The Hugging Face tensors of a parameter, mapped."""
+        """Returns the memory-mapped Hugging Face tensors of a parameter."""
         return [self.stored[hf_name].read() for hf_name in self.parameters[name].hf]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Megatron name, global weight) of every parameter, with `rows` word embeddings, in the dtype
-        of the files. Each is read when it is used."""
+        """Yields (Megatron name, global weight) of every parameter, in the dtype of the files. Each weight is
+        read only when it is used. There are `rows` word embeddings."""
         for name, parameter in self.parameters.items():
             yield name, parameter.transform.to_megatron(self.parts(name), self.model)
 
@@ -142,24 +142,24 @@ def _config(
 
 
 def own_tokenizer(folder: Path) -> dict[str, Any]:
-    """The flags of the tokenizer that the model's folder holds; {} if it holds none."""
+    """Returns the flags of the tokenizer in the model's folder; {} if it has none."""
     has_one = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     return {"tokenizer_name_or_path": str(folder.resolve())} if has_one else {}
 
 
 def read_flags(folder: Path) -> Config:
-    """The flags of a run that starts from the model in `folder`, without weights: those of the model, and of
-    the tokenizer in the folder. Without one every word embedding is taken to be of a token."""
+    """Returns the flags of a run that starts from the model in `folder`: flags of the model, and of the
+    tokenizer in the folder. Without a tokenizer, every word embedding counts as a token. Reads no weights."""
     _, fields = read_settings(folder)
     rows, tokenizer = fields.pop("vocab_size"), own_tokenizer(folder)
     return _config(fields, None if tokenizer else rows, DataConfig(**tokenizer), PrecisionConfig())
 
 
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
-    """The model in `folder`, of a family in `registry.FAMILIES`.
+    """Returns the model in `folder`, which must belong to one of the `FAMILIES`.
 
-    Raises UserError for a folder that cannot be read, for a model that cannot be converted, and for weights
-    that are missing, unknown or differ in shape from config.json.
+    Raises UserError if the folder cannot be read, if the model cannot be converted, or if weights are
+    missing, unknown or have other shapes than config.json says.
     """
     folder = Path(folder)
     family, fields = read_settings(folder)
@@ -180,8 +180,8 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
 
 
 def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family of the model that `folder`/config.json describes, and values for ModelConfig, in which
-    vocab_size is the number of word embeddings. UserError for a model that cannot be converted."""
+    """Returns the family of the model in `folder`/config.json, and values for ModelConfig. Their vocab_size
+    is the number of word embeddings. Raises UserError for a model that cannot be converted."""
     from transformers import AutoConfig
 
     settings = _check_settings(folder)
@@ -190,19 +190,19 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
     try:
-        # Without trust_remote_code=False it would ask on the terminal whether to run the folder's code.
+        # Without trust_remote_code=False, transformers would ask whether to run the folder's code.
         hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the type depends on what is wrong
-        # The first line names the check, the next ones what it found.
+    except Exception as error:  # the error's type depends on the problem
+        # The first line names the failed check, the next lines say what it found.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"transformers refuses {folder / 'config.json'} ({one_line(reason)})") from error
+        raise UserError(f"transformers rejects {folder / 'config.json'} ({one_line(reason)})") from error
     family, fields = _family_and_fields(hf_config, settings, folder)
     _check_names(folder, settings, family, type(hf_config))
     return family, fields
 
 
 def _check_settings(folder: Path) -> dict[str, Any]:
-    """The content of config.json; UserError if transformers cannot read it in bounded time."""
+    """Returns the content of config.json. Raises UserError if reading it could take unbounded time."""
     path = folder / "config.json"
     try:
         settings = read_json(path)
@@ -225,7 +225,7 @@ def _check_settings(folder: Path) -> dict[str, Any]:
 def _check_names(
     folder: Path, settings: dict[str, Any], family: Family, hf_class: type[PreTrainedConfig]
 ) -> None:
-    """UserError for a setting that no table has, unless it has the default value of `hf_class`."""
+    """Raises UserError for a setting that is in no table and differs from the default of `hf_class`."""
     from transformers import PreTrainedConfig
 
     known = family.known_settings() | _NEVER_CHANGE_THE_MODEL | PreTrainedConfig().to_dict().keys()
@@ -235,12 +235,12 @@ def _check_names(
         if name not in known and (name not in defaults or value != defaults[name]):
             raise UserError(
                 f"{folder} has {shown(name)} = {one_line(value)} in its config.json, which has no equivalent "
-                f"here: only a {family.title} model without it can be converted"
+                f"in this program: only a {family.title} model without this setting can be converted"
             )
 
 
 def _all_weights(folder: Path) -> dict[str, StoredWeight]:
-    """Every weight in the files of the folder, by its name there."""
+    """Returns every weight in the files of the folder, by its stored name."""
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
 
 
@@ -274,8 +274,8 @@ def _family_and_fields(
 def _known_weights(
     folder: Path, family: Family, stored: Mapping[str, StoredWeight], num_layers: int, untied: bool
 ) -> dict[str, StoredWeight]:
-    """The weights in the family's table, by Hugging Face's name. UserError for missing ones, and for others
-    except buffers and a copy of the tied weight."""
+    """Returns the weights in the family's table, by Hugging Face name. Raises UserError if a weight is
+    missing, and for any other weight except buffers and a copy of the tied weight."""
     if num_layers > len(stored):
         raise HostileFileError(
             f"{folder} has {num_layers:,} layers in its config.json, and {len(stored):,} weights in all"
@@ -298,7 +298,7 @@ def _known_weights(
         raise UserError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")
     if unexpected:
         raise UserError(
-            f"{folder} holds, beside those of the model, {len(unexpected)} weights, among them "
+            f"{folder} holds {len(unexpected)} weights that the model does not have, among them "
             f"{min(unexpected)}"
         )
     (embeddings,) = (name for name, parameter in expected.items() if parameter.megatron == WORD_EMBEDDINGS)
@@ -320,13 +320,13 @@ def _weight_files(folder: Path) -> list[Path]:
                 names = list(read_json(index)["weight_map"].values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index} is not an index of weights ({one_line(error)})") from error
-            # Only the name of a file in the folder: the file itself may be a link, as in the hub's cache.
+            # Each name must be a file in the folder, but the file may be a link, as in the hub's cache.
             return [folder / name for name in sorted({check_plain(name, index) for name in names})]
     raise UserError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
 
 
 def _read(path: Path) -> Mapping[str, StoredWeight]:
-    """All weights of a file by name. The content of a .safetensors file is read weight by weight."""
+    """Returns all weights of a file by name. Each weight in a .safetensors file is read when it is used."""
     if path.suffix != ".safetensors":
         content = load_torch_file(path)
         if not isinstance(content, dict) or not all(
@@ -380,11 +380,11 @@ def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> 
 
 
 def check_finite(values: Tensor, folder: Path, name: str) -> None:
-    """UserError if values of the parameter `name` are NaN or infinite."""
+    """Raises UserError if a value of the parameter `name` is NaN or infinite."""
     if count := count_non_finite(values):
         raise UserError(
-            f"{folder} holds {count:,} numbers of {name} that are NaN or infinite: it is "
-            "damaged, or its training diverged: use another one"
+            f"{folder} holds {count:,} values of {name} that are NaN or infinite: the folder is "
+            "damaged, or the training diverged. Use another model"
         )
 
 
@@ -392,12 +392,12 @@ def write_universal(
     model: HuggingFaceModel, config: Config, vocab_size: int, eod: int | None, output: Path
 ) -> None:
     """Writes the universal checkpoint `output`, complete or not at all, and its name into `latest_universal`
-    beside it. It has no moments: the optimizer starts with new ones.
+    beside it. The checkpoint has no moments, so the optimizer starts with new ones.
 
-    config: from `model.config`. vocab_size: true size of the vocabulary; rows beyond it are dropped. eod: the
-    end-of-document token, None if unknown. One weight at a time is in memory. Raises UserError for a
-    vocabulary that is larger than the model's, non-finite weights, an `output` that exists, and too
-    little disk space.
+    config: from `model.config`. vocab_size: size of the vocabulary without padding; further rows are removed.
+    eod: the end-of-document token, None if unknown. Only one weight at a time is in memory. Raises UserError
+    if the vocabulary is too large for the model, a weight is not finite, `output` exists, or the disk is
+    full.
     """
     if vocab_size > model.rows:
         raise UserError(
@@ -422,7 +422,7 @@ def write_universal(
 def _run_record(
     config: Config, vocab_size: int, eod: int | None, specs: Mapping[str, ParameterSpec]
 ) -> dict[str, Any]:
-    """The `run.json` that a single process would write before its first step."""
+    """Returns the `run.json` that a single process would write before its first step."""
     parallel = config.parallel
     return {
         "state": asdict(TrainingState()),
@@ -443,8 +443,8 @@ def _run_record(
 
 
 def start_flags(config: Config, output: Path) -> list[str]:
-    """Flags of `pretrain_gpt.py` that start from the checkpoint `output`, which `write_universal` made:
-    checkpoint, model and tokenizer. Settings with their default are omitted."""
+    """Returns the flags of `pretrain_gpt.py` that start a run from `output`, the checkpoint of
+    `write_universal`: checkpoint, model and tokenizer. Settings with default values are left out."""
     model, chosen = config.model, config.model.chosen_settings()
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     derived = {field.name for field in dataclasses.fields(model) if flag_of(field).derived} - chosen

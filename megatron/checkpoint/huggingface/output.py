@@ -1,7 +1,7 @@
 """The folder that a conversion writes: complete or absent, with the digests of its files.
 
-The digests have the format of sha256sum: `sha256sum -c megatron.sha256` compares them. Other programs write
-SHA256SUMS, which may list other files; this program does not read it.
+The digests have the format of sha256sum: `sha256sum -c megatron.sha256` compares them. This program does not
+read SHA256SUMS, in which other programs may list other files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron.checkpoint.files import describe_file, problem_of_content, read_with_retries
+from megatron.checkpoint.files import content_problem, describe_file, read_with_retries
 from megatron.checkpoint.names import check_file
 from megatron.checkpoint.to_universal import check_space
 from megatron.errors import UserError, one_line
@@ -26,11 +26,11 @@ from megatron.text_table import first_few
 
 @contextmanager
 def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[Path]:
-    """A new folder beside `output`, which the body fills and renames to `output`; removed if the body raises.
-    The folder of a conversion that was killed is replaced.
+    """Creates a folder beside `output`, which the block fills and renames to `output`; removes it if the
+    block raises. Replaces the temporary folder of a conversion that was killed.
 
-    suffix: of its name. Raises UserError if `output` exists, if this folder exists and is not of a killed
-    conversion, if it cannot be made or written, and if its disk has fewer than needed_bytes free.
+    suffix: appended to the name of `output`. Raises UserError if `output` exists, if the temporary folder is
+    not from a killed conversion or cannot be written, or if its disk has fewer than needed_bytes free.
     """
     temporary = output.with_name(output.name + suffix)
     with _locked(output, temporary) as is_leftover:
@@ -43,7 +43,7 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
         except FileExistsError as error:
             raise UserError(_exists(temporary)) from error
         except OSError as error:
-            raise UserError(f"{output} cannot be made ({error.strerror}): give another folder") from error
+            raise UserError(f"{output} cannot be created ({error.strerror}): give another folder") from error
         try:
             check_space(temporary, needed_bytes, str(output))
             yield temporary
@@ -62,12 +62,12 @@ def _exists(path: Path) -> str:
 
 @contextmanager
 def _locked(output: Path, temporary: Path) -> Iterator[bool]:
-    """Locks a file beside the temporary folder, which the kernel unlocks however this process ends. Yields
-    whether the file is of a killed conversion.
+    """Locks a file beside the temporary folder; the kernel unlocks it however this process ends. Yields
+    whether a killed conversion left the file.
 
-    The file is not in the folder: NFS keeps an open file that is deleted under another name, so its folder
-    cannot be deleted. Raises UserError if another process has the lock. On a file system without locks the
-    file itself is the lock, and somebody has to remove that of a killed conversion.
+    The file is not in the folder, because NFS renames an open file instead of deleting it, and its folder
+    could not be deleted. Raises UserError if another process has the lock. On a file system without locks the
+    file itself is the lock, and the user has to remove it after a killed conversion.
     """
     path = temporary.with_name(temporary.name + ".lock")
     try:
@@ -76,11 +76,11 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
         creation = 0 if is_leftover else os.O_CREAT | os.O_EXCL
         lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | creation, 0o666)
     except OSError as error:
-        raise UserError(f"{output} cannot be made ({error.strerror}): give another folder") from error
+        raise UserError(f"{output} cannot be created ({error.strerror}): give another folder") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_name_of(path, lock):  # the process that had the lock has ended and deleted the file
+            if not _is_name_of(path, lock):  # the process with the lock has ended and deleted the file
                 raise BlockingIOError
         except BlockingIOError as error:
             raise UserError(
@@ -89,8 +89,8 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
         except OSError as error:
             if is_leftover:
                 raise UserError(
-                    f"{path} exists already, of a conversion that runs or was killed: remove it and "
-                    f"{temporary.name}, or give another folder"
+                    f"{path} exists already: its conversion runs or was killed. Give another folder, or "
+                    f"remove {path.name} and {temporary.name} if it was killed"
                 ) from error
         try:
             yield is_leftover
@@ -108,7 +108,7 @@ def _is_name_of(path: Path, descriptor: int) -> bool:
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:
-    """Whether it may be that of a write in the folder, as on a full disk; an error of another file is not."""
+    """Returns whether an error may come from a write in the folder, as on a full disk."""
     if isinstance(error, OSError):
         return not isinstance(error.filename, str) or Path(error.filename).is_relative_to(folder)
     return isinstance(error, SafetensorError)
@@ -124,8 +124,7 @@ def digest_of(path: Path) -> str:
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Writes the digests of all files in a folder and its sub-folders. known: digests by file name;
-    these files are not read again."""
+    """Writes the digests of all files below a folder. known: file name -> digest that is known already."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     names = [path.relative_to(folder).as_posix() for path in paths]
     lines = [f"{known.get(name) or digest_of(folder / name)}  {name}\n" for name in names]
@@ -133,9 +132,9 @@ def write_digests(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """Name of each file that has a digest -> its SHA-256; {} for a folder without digests.
+    """Returns the SHA-256 of each file that has one, by name; {} for a folder without digests.
 
-    Raises UserError if they are malformed, OSError if they cannot be read now.
+    Raises UserError if the digests are malformed, and OSError if they cannot be read now.
     """
     path = folder / DIGEST_FILE
     if not path.exists():
@@ -148,17 +147,17 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def digest_problem(folder: Path, name: str, digest: str) -> str | None:
-    """Reads a file. Returns what is wrong with it, in words; None if it has the digest. OSError if it cannot
-    be read now."""
+    """Reads a file and returns its problem; None if it has this digest. Raises OSError if it cannot be read
+    now."""
     differs = f"differs from its digest in {DIGEST_FILE}"
-    return problem_of_content(folder, name, lambda found: found["sha256"] == digest, differs)
+    return content_problem(folder, name, lambda found: found["sha256"] == digest, differs)
 
 
 def check_digests(folder: Path) -> None:
-    """Raises UserError, with their names, for files that differ from their digests."""
+    """Raises UserError if files differ from their digests. The message names the files."""
     problems = [digest_problem(folder, *entry) for entry in read_digests(folder).items()]
     if damaged := [problem for problem in problems if problem]:
         raise UserError(
-            f"{folder} is damaged: {first_few(damaged)}: copy it again, or delete {DIGEST_FILE} if you have "
+            f"{folder} is damaged: {first_few(damaged)}: copy it again, or remove {DIGEST_FILE} if you have "
             "changed the folder yourself"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader, check_shape
-from megatron.checkpoint.huggingface.family import SAME
+from megatron.checkpoint.huggingface.family import IDENTITY
 from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
     check_finite,
@@ -26,8 +26,7 @@ from megatron.mpu.parameters import ParameterSpec
 
 
 class HuggingFaceReader(StateReader):
-    """Reads config.json and the weights beside it, which are memory-mapped. See `read_shard` for what a rank
-    reads of them."""
+    """Reads config.json and the memory-mapped weights beside it. `read_shard` says what one rank reads."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -48,7 +47,7 @@ class HuggingFaceReader(StateReader):
         return self._model.parameters.keys()
 
     def files_to_verify(self) -> list[str]:
-        """See `StateReader`. The files that the export of this program gave a digest."""
+        """See `StateReader`. Returns the files for which an export of this program wrote digests."""
         return list(self._digests)
 
     def file_problem(self, name: str) -> str | None:
@@ -58,28 +57,29 @@ class HuggingFaceReader(StateReader):
     def _digests(self) -> dict[str, str]:
         return read_digests(self.folder)
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         return [VALUES]
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
-        """See `StateReader`. UserError for numbers that are not finite."""
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
+        """See `StateReader`. Raises UserError for values that are not finite."""
         full = self._converted(name, self._model.parts(name), self._model.model)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
 
-    def read_shard(self, name: str, kind: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """See `StateReader`. Reads only a slice of the stored tensors if it makes this rank's shard: not of
-        the vocabulary, of the matrices that GPT-2 transposes, and of heads with fewer groups than ranks."""
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """See `StateReader`. Reads only a slice of the stored tensors if the slice makes this rank's shard.
+        Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for query groups that
+        cannot be divided evenly among the ranks."""
         ranks, transform = tp_group.size, self._model.parameters[name].transform
-        dim = spec.shard_dim if transform is SAME else transform.slice_dim
+        dim = spec.shard_dim if transform is IDENTITY else transform.slice_dim
         has_one_rank = ranks == 1 or spec.shard_dim is None
-        splits_groups = transform.of_groups and self._model.model.query_groups % ranks
+        splits_groups = transform.needs_whole_groups and self._model.model.query_groups % ranks
         if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
-            return super().read_shard(name, kind, spec, tp_group)
+            return super().read_shard(name, state_name, spec, tp_group)
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._model.parts(name)]
         of_rank = self._model.model
-        if transform.of_groups:
+        if transform.needs_whole_groups:
             of_rank = dataclasses.replace(
                 of_rank,
                 num_attention_heads=of_rank.num_attention_heads // ranks,
@@ -97,7 +97,7 @@ class HuggingFaceReader(StateReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the settings of the model, and the vocabulary with the rows of the word
-        embeddings, which may be more."""
+        embeddings. Extra rows are allowed."""
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         differences = [
             f"{name} was {getattr(self._model.model, name)}, is {value}"

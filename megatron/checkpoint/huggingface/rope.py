@@ -1,4 +1,4 @@
-"""Rotary settings: fields of ModelConfig, and `rope_parameters` of a Hugging Face configuration.
+"""Converts rotary settings between ModelConfig and Hugging Face's `rope_parameters`.
 
 Older files have `rope_theta` and `rope_scaling`, from which transformers makes `rope_parameters`.
 """
@@ -18,7 +18,7 @@ from megatron.errors import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Fields of ModelConfig for the scaling -> keys of rope_parameters.
+# Fields of ModelConfig for the RoPE scaling -> keys of rope_parameters.
 _KEYS = {
     "rope_scaling_factor": "factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
@@ -27,13 +27,13 @@ _KEYS = {
     "rope_beta_slow": "beta_slow",
     "rope_beta_fast": "beta_fast",
 }
-# What transformers takes for a value that is null, 0 or absent. It has no default of the others.
+# The values that transformers uses if a key is null, 0 or absent. Other keys have no default.
 _HF_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
-# Values that say the same as no value. Of other keys null does, as transformers reads them.
+# Key -> the value with which transformers treats the key as absent. For all other keys it is null.
 _WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1.0}
-# Settings beside rope_parameters, and their keys there.
-_BESIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-_BESIDE_PARTIAL = {**_BESIDE, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+# Settings outside rope_parameters -> the equivalent keys in rope_parameters.
+_OUTSIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+_OUTSIDE_PARTIAL = {**_OUTSIDE, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
 def _to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def _to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
-    """UserError for a rotary setting of a config.json that is not a number. transformers would compute with
-    it before it names it."""
+    """Raises UserError for a rotary setting of a config.json that is not a number. transformers would fail in
+    a computation, without naming the setting."""
     for rope in (settings.get("rope_parameters"), settings.get("rope_scaling")):
         if not isinstance(rope, dict):
             continue
@@ -56,7 +56,7 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
             continue
         for field in ROPE_SCALINGS[kind].settings:
             key = _KEYS[field]
-            # YaRN's factor may be null: it is then a ratio of two contexts.
+            # YaRN's factor may be null: it is then the ratio of two context lengths.
             optional = key in _HF_DEFAULTS or (kind == "yarn" and key == "factor")
             if key in rope and not (rope[key] is None and optional):
                 _expect_number(key, rope[key], kind)
@@ -71,7 +71,7 @@ def _expect_number(key: str, value: Any, kind: str) -> None:
 
 
 def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
-    """read: keys of rope_parameters that the caller reads."""
+    """Returns fields of ModelConfig. read: keys of rope_parameters that the caller converts."""
     found = getattr(hf_config, "rope_parameters", None) or {}
     if not isinstance(found, dict):
         raise UserError(f"the model's rope_parameters are {one_line(found)}: expected an object")
@@ -96,43 +96,43 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
         values["rope_scaling_type"] = kind
     without_effect = {**_WITHOUT_EFFECT, "type": kind}  # an older name of rope_type
     for key, value in rope.items():
-        # transformers adds the context of the model itself if the file has none.
+        # transformers adds the model's context length if the file has none.
         unused = key in read or (key == "original_max_position_embeddings" and kind in ("default", "linear"))
         if not unused and value != without_effect.get(key):
             raise UserError(
                 f"the model's rope_parameters have {one_line(key)} = {one_line(value)}, which has no "
-                f"equivalent here with rope_type {kind}"
+                f"equivalent in this program with rope_type {kind}"
             )
     values["rotary_base"] = float(values["rotary_base"])
     return values
 
 
-def _check_beside(
-    settings: Mapping[str, Any], hf_config: PreTrainedConfig, keys: Mapping[str, str] = _BESIDE
+def _check_outside_settings(
+    settings: Mapping[str, Any], hf_config: PreTrainedConfig, keys: Mapping[str, str] = _OUTSIDE
 ) -> None:
-    """UserError for a rotary setting of a config.json that differs from what transformers uses.
+    """Raises UserError for a rotary setting of a config.json that differs from what transformers uses.
 
-    It reads rope_scaling before rope_parameters, and settings beside these only for keys that they lack.
-    keys: names beside them -> keys in them.
+    transformers prefers rope_scaling to rope_parameters, and uses settings outside both only for missing
+    keys. keys: name of a setting outside -> its key inside.
     """
     used = getattr(hf_config, "rope_parameters", None) or {}
-    beside = {name: (settings.get(name), key) for name, key in keys.items()}
+    outside = {name: (settings.get(name), key) for name, key in keys.items()}
     if settings.get("rope_scaling") and settings.get("rope_parameters"):
-        beside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
-    for name, (value, key) in beside.items():
+        outside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
+    for name, (value, key) in outside.items():
         if value is not None and value != used.get(key):
             raise UserError(
                 f"the model has {shown(name)} = {one_line(value)}, but transformers uses {key} = "
-                f"{one_line(used.get(key))} of rope_parameters or rope_scaling: drop the one that is wrong"
+                f"{one_line(used.get(key))} of rope_parameters or rope_scaling: remove the wrong one"
             )
 
 
 ROPE = Conversion(
     megatron=("rotary_base", "rope_scaling_type", *_KEYS),
-    hf=("rope_parameters", "rope_scaling", *_BESIDE),
+    hf=("rope_parameters", "rope_scaling", *_OUTSIDE),
     to_hf=_to_hf,
     to_megatron=_to_megatron,
-    check_file=_check_beside,
+    check_file=_check_outside_settings,
 )
 
 
@@ -153,9 +153,9 @@ def _partial_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 PARTIAL_ROPE = Conversion(
     megatron=(*ROPE.megatron, "rotary_percent"),
-    hf=("rope_parameters", "rope_scaling", *_BESIDE_PARTIAL),
+    hf=("rope_parameters", "rope_scaling", *_OUTSIDE_PARTIAL),
     to_hf=_partial_to_hf,
     to_megatron=_partial_to_megatron,
-    check_file=partial(_check_beside, keys=_BESIDE_PARTIAL),
+    check_file=partial(_check_outside_settings, keys=_OUTSIDE_PARTIAL),
 )
-"""For families in which a part of each head may be rotated."""
+"""For families that may rotate only a part of each head."""

@@ -16,10 +16,10 @@ from megatron.text_table import first_few
 
 
 def find_branch_point(options: CheckpointConfig, with_files: bool = True) -> Checkpoint:
-    """The checkpoint of iteration --branch-at in --load, or --load itself if it is a checkpoint. UserError
-    if there is none of this iteration, or if the run is not in a stable phase there.
+    """Returns the checkpoint of iteration --branch-at in --load, or --load itself if it is a checkpoint.
+    Raises UserError if there is none, or if it is not in the stable phase of its run.
 
-    with_files: as `open_checkpoint`.
+    with_files: see `open_checkpoint`.
     """
     load, iteration = Path(options.load or ""), options.branch_at or 0
     if options.universal_checkpoint:
@@ -49,13 +49,13 @@ def _native_folder(load: Path, iteration: int) -> Path:
 
 
 def check_stable_phase(checkpoint: Checkpoint) -> None:
-    """Raises UserError unless the learning rate of the run that wrote the checkpoint is in its stable phase
-    there: after the warm-up and not after the start of a decay."""
+    """Raises UserError unless the checkpoint is in the stable phase of its learning-rate schedule: after the
+    warm-up and not after the start of a decay."""
     state = checkpoint.state
     start = f"--branch-at {state.iteration}: checkpoint {checkpoint.folder}"
     if checkpoint.is_external:
         raise UserError(
-            f"{start} was written by another program, and its schedule is not known: resume it with --load "
+            f"{start} was written by another framework, and its schedule is not known: resume it with --load "
             "and the flags of its schedule"
         )
     schedule = schedule_of(checkpoint.config)
@@ -69,24 +69,24 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
     if (position := progress.count(schedule.warmup_unit)) < schedule.warmup:
         raise UserError(
             f"{start} is in the warm-up of its run, at {position:,} of {schedule.warmup:,.0f} "
-            f"{schedule.warmup_unit}: branch from a later one"
+            f"{schedule.warmup_unit}: branch from a later checkpoint"
         )
     position = progress.count(schedule.decay_unit)
     if schedule.wsd_style is not None and position > schedule.decay_start:
         raise UserError(
             f"{start} is at {position:,} {schedule.decay_unit}, and the decay of its run began at "
-            f"{schedule.decay_start:,.0f}: branch from an earlier one"
+            f"{schedule.decay_start:,.0f}: branch from an earlier checkpoint"
         )
 
 
 def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
-    """Whether a checkpoint in --save belongs to a branch that started from --load with this --branch-at."""
+    """Returns whether a checkpoint in --save belongs to the branch from --load with this --branch-at."""
     is_branch = checkpoint.origin.get("branch_at") == options.branch_at
-    return is_branch and is_started_from(checkpoint, options.load)
+    return is_branch and was_started_from(checkpoint, options.load)
 
 
-def is_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
-    """Whether the run of a checkpoint was started from --load, or from a checkpoint in it. The path in its
-    origin decides."""
+def was_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
+    """Returns whether a checkpoint's run was started from --load, or a checkpoint in it, by its origin's
+    path."""
     path = checkpoint.origin.get("path")
     return isinstance(path, str) and os.path.realpath(load or "") in (path, os.path.dirname(path))

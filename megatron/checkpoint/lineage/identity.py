@@ -1,12 +1,12 @@
 """The identity of a run, and its records in `run.json`, `latest` and `latest.json`.
 
-Names such as `global_step4` are the same in every run, so they do not identify a checkpoint. `run.json`
-therefore holds `run_id` (128 random bits, created when a run starts in a --save folder) and `lineage`: the
-earlier checkpoints, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids
-have a lineage of names only. They can still be read.
+Names such as `global_step4` occur in every run, so they do not identify a checkpoint. `run.json` therefore
+holds `run_id` (128 random bits, created when a run starts in a --save folder) and `lineage`: the earlier
+checkpoints, oldest first, each with the digest of its `run.json`. Checkpoints from before run ids have a
+lineage of names only; they can still be read.
 
 `latest` in a --save folder holds the name of the newest checkpoint, as DeepSpeed writes it; users edit it to
-resume from an older one. `latest.json` records what the program itself wrote there. If both agree,
+resume from an older one. `latest.json` records what the program itself wrote into `latest`. If the two agree,
 `latest.json` decides: it is right even if the job was killed after a checkpoint was renamed and before
 `latest` was updated. If they differ, a user has edited `latest`, and `latest` decides.
 """
@@ -29,7 +29,7 @@ from megatron.files import HostileFileError, read_json, write_atomically, write_
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
 CHECKPOINT_NAME = re.compile(r"global_step([0-9]{1,12})")
-# Number of entries that are kept: enough for every checkpoint that may be deleted or resumed.
+# Maximum length of a lineage: enough for every checkpoint that may be deleted or resumed.
 MAX_LINEAGE = 1000
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -52,40 +52,40 @@ class RunIdentity:
     """The run of this job; known on rank 0 only.
 
     lineage: its checkpoints so far, oldest first. origin: the checkpoint outside --save, or the converted
-    one, that the run was started from. claimed: names in --save that belong to the run although they have no
-    run id (see `lineage.start`). attempt: random, different in each job.
+    one, that the run was started from. without_run_id: names in --save that belong to the run although they
+    have no run id (see `lineage.start`). attempt: random, different in each job.
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))
     lineage: tuple[LineageEntry, ...] = ()
     origin: Mapping[str, Any] | None = None
-    claimed: frozenset[str] = frozenset()
+    without_run_id: frozenset[str] = frozenset()
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def with_checkpoint(self, entry: LineageEntry) -> RunIdentity:
-        """The identity after `entry` was saved."""
+        """Returns the identity after `entry` was saved."""
         before = (other for other in self.lineage if other.name != entry.name)
         return replace(self, lineage=(*before, entry)[-MAX_LINEAGE:])
 
     def rolled_back_to(self, name: str) -> RunIdentity:
-        """The identity after a rollback to the checkpoint `name` of the lineage."""
+        """Returns the identity after a rollback to the checkpoint `name` of the lineage."""
         position = [entry.name for entry in self.lineage].index(name)
         return replace(self, lineage=self.lineage[: position + 1])
 
     def record(self) -> dict[str, Any]:
-        """The identity as `run.json` of the next checkpoint stores it."""
+        """Returns the identity as `run.json` of the next checkpoint stores it."""
         lineage = [asdict(entry) for entry in self.lineage]
         return {"run_id": self.run_id, "origin": self.origin, "lineage": lineage}
 
     def saved(self, entry: LineageEntry) -> bool:
-        """Whether this run saved a checkpoint of its lineage, rather than the run that it was started
-        from."""
-        return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.claimed)
+        """Returns whether this run, and not the run it was started from, saved a checkpoint of its
+        lineage."""
+        return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.without_run_id)
 
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
-        """Whether the checkpoint `name` in --save belongs to this run. run: the content of its `run.json`;
-        None if it cannot be read."""
-        if name in self.claimed:
+        """Returns whether the checkpoint `name` in --save belongs to this run. run: the content of its
+        `run.json`; None if it cannot be read."""
+        if name in self.without_run_id:
             return True
         if run is None:
             return False
@@ -94,14 +94,15 @@ class RunIdentity:
 
 
 def parse_run_id(value: Any) -> str | None:
-    """Checks a `run_id` read from a file; None stays None. ValueError unless it has 32 hex digits."""
+    """Checks a `run_id` read from a file; None stays None. Raises ValueError unless it has 32 hex digits."""
     if value is not None and not (isinstance(value, str) and _RUN_ID.fullmatch(value)):
         raise ValueError("run_id is not 32 hex digits")
     return value
 
 
 def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
-    """Parses a `lineage` read from a file; keeps the newest MAX_LINEAGE entries. ValueError if malformed."""
+    """Parses a `lineage` from a file; keeps the newest MAX_LINEAGE entries. Raises ValueError if
+    malformed."""
     if not isinstance(value, list):
         raise ValueError("lineage is not a list")
     return tuple(_parse_entry(item) for item in value[-MAX_LINEAGE:])
@@ -141,8 +142,8 @@ def _iteration_of(name: Any) -> int:
 class LatestRecord:
     """The content of `latest.json`.
 
-    latest: the name that `latest` held when this was written. lineage: the run's checkpoints, oldest first,
-    up to the newest complete one. upcoming: a checkpoint that is about to be renamed into place.
+    latest: the name that `latest` held when the record was written. lineage: the run's checkpoints, oldest
+    first, up to the newest complete one. upcoming: a checkpoint that is about to be renamed into place.
     """
 
     latest: str
@@ -163,14 +164,14 @@ class LatestRecord:
 
 
 def read_latest(folder: Path) -> str | None:
-    """The name in `latest`; None if the file is missing or holds anything else. OSError if it cannot be read
+    """Returns the name in `latest`; None if there is no valid name. Raises OSError if it cannot be read
     now."""
     name = read_name(folder / LATEST_FILE)
     return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
 
 
 def read_record(folder: Path) -> LatestRecord | None:
-    """The content of `latest.json`; None if it is missing or damaged. OSError if it cannot be read now."""
+    """Returns `latest.json`; None if it is missing or damaged. Raises OSError if it cannot be read now."""
     path = folder / RECORD_FILE
     try:
         record = read_with_retries(path, lambda: read_json(path))
@@ -188,19 +189,19 @@ def read_record(folder: Path) -> LatestRecord | None:
 
 
 def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity) -> None:
-    """Records, before a checkpoint is renamed into place, which one that will be."""
+    """Records a checkpoint in `latest.json` before it is renamed into place."""
     latest = read_latest(folder) or ""
     _write(folder, LatestRecord(latest, identity.run_id, identity.lineage, identity.origin, upcoming))
 
 
 def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
-    """Writes the name of a complete checkpoint into `latest`. identity: its lineage includes the
-    checkpoint."""
+    """Writes the name of a complete checkpoint into `latest`. identity: with the checkpoint in its
+    lineage."""
     write_atomically(folder / LATEST_FILE, entry.name)
     try:
         _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))
     except OSError as error:
-        # What `record_upcoming` wrote still describes the folder.
+        # The record that `record_upcoming` wrote still describes the folder.
         _LOG.warning("%s cannot be updated: %s", folder / RECORD_FILE, error)
 
 

@@ -1,14 +1,14 @@
 """Ownership of a --save folder: only one job writes checkpoints there, and a second one stops at its start.
 
 A job claims the folder with an empty file `owner-<n>-<token>.json`. The token is random, and n is greater
-than all numbers there. Then the job lists the folder again. It withdraws if there is a higher claim, or a
-filled one that is active, and waits until all other empty claims are gone. So if several jobs claim at once,
-or see an old listing, only one of them fills its file and becomes the owner. Its rank 0 then writes a
-heartbeat into the file.
+than the numbers of all existing claims. Then the job lists the folder again. It withdraws if there is a
+higher claim, or a filled claim that is active, and waits until all other empty claims are gone. So if several
+jobs claim the folder at once, or see an old listing, only one of them fills its file and becomes the owner.
+The rank 0 of the owner then writes heartbeats into the file.
 
-A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if it did not
-change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never compared.
-A job that lost the folder finds its own file removed, or a higher filled one, and stops before it writes.
+A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if its file did
+not change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never
+compared. A job that lost the folder finds its own file removed, or a higher filled claim, and stops.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _LONGEST_TEXT = 60
 
 @dataclass(frozen=True)
 class Timing:
-    """Intervals of the owner's heartbeat, of the timeout without one, and of polling by others, in
-    seconds."""
+    """Times in seconds: between heartbeats, until a claim without heartbeat is stale, and between polls."""
 
     heartbeat_s: float = 10.0
     stale_after_s: float = 60.0
@@ -52,7 +51,8 @@ class Timing:
 @dataclass(frozen=True)
 class Owner:
     """The content of an owner file. machine: boot id and process-id namespace, "" if unknown. process_start:
-    in clock ticks, from /proc. since, seen: the owner's clock, for people to read."""
+    start time in clock ticks, from /proc. since, seen: times of the claim and the last heartbeat by the
+    owner's clock, only for messages."""
 
     token: str
     job: str
@@ -68,7 +68,7 @@ class Owner:
 
     @classmethod
     def of_this_process(cls, host: str, env: Mapping[str, str] = os.environ) -> Owner:
-        """A new owner: this process, of the Slurm job that the environment names, if any."""
+        """Describes this process as an owner, with the Slurm job that the environment names, if any."""
         now = _clock()
         return cls(
             token=secrets.token_hex(16),
@@ -84,16 +84,16 @@ class Owner:
 
     @property
     def description(self) -> str:
-        """Job, host and process, in words."""
+        """Job, host and process, for messages."""
         job = f"Slurm job {self.job}" if self.job else "another run"
         return f"{job} on {self.host} (process {self.pid}, since {self.since})"
 
     def is_on_same_machine(self, other: Owner) -> bool:
-        """Whether both are processes in one process-id namespace of one machine."""
+        """Returns whether both processes are in one process-id namespace of one machine."""
         return bool(self.machine) and self.machine == other.machine
 
     def has_ended(self) -> bool:
-        """Whether the process has ended. Only valid on the same machine."""
+        """Returns whether the process has ended. Valid only on the same machine."""
         start = _start_of(self.pid)
         return start is None or start != self.process_start
 
@@ -112,8 +112,7 @@ class FolderOwner:
 
     @property
     def lost_reason(self) -> str | None:
-        """Why this job must not write to the folder any more, as found by a heartbeat or `problem`. Reads no
-        file."""
+        """Why this job must not write to the folder any more, as last found. Reads no file."""
         return self._lost_reason
 
     def start(self) -> None:
@@ -127,16 +126,16 @@ class FolderOwner:
         self.write_heartbeat()
 
     def write_heartbeat(self) -> bool:
-        """Writes one heartbeat; False once the folder is lost."""
-        with self._lock, suppress(OSError):  # the next one may succeed
+        """Writes one heartbeat. Returns False once the folder is lost."""
+        with self._lock, suppress(OSError):  # the next heartbeat may succeed
             if self._find_problem() is None:
                 self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
                 _write(self._path, self._owner)
         return self._lost_reason is None
 
     def problem(self) -> str | None:
-        """Why this job must not write to the folder any more; None while it is the owner. OSError if the
-        folder cannot be read."""
+        """Returns why this job must not write to the folder any more; None while it is the owner. Raises
+        OSError if the folder cannot be read."""
         with self._lock:
             return self._find_problem()
 
@@ -181,7 +180,7 @@ class _Claim:
 
     @classmethod
     def of(cls, path: Path, content: bytes = b"") -> _Claim:
-        """The claim of a file with an owner file's name."""
+        """Returns the claim in an owner file, by the file's name."""
         match = _FILE.fullmatch(path.name)
         assert match is not None
         return cls(int(match[1]), match[2] or "", path, content)
@@ -196,7 +195,7 @@ class _Claim:
 def hold_folder(
     folder: str | None, host: str, print_fn: Callable[[str], object]
 ) -> Iterator[FolderOwner | None]:
-    """Owns a folder during the block. With folder None there is nothing to own."""
+    """Owns a folder during the block. Does nothing if folder is None."""
     if folder is None:
         yield None
         return
@@ -211,10 +210,10 @@ def hold_folder(
 def acquire(
     folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`. Waits until it is known whether the current owner is active.
+    """Makes this process the owner of `folder`. Waits until it is known whether a current owner is active.
 
-    print_fn: receives a line when it waits, and when it takes over. Raises UserError, which names the
-    owner, if that one is active.
+    print_fn: receives a line for the wait and one for the takeover. Raises UserError, which names the current
+    owner, if that owner is active.
     """
     attempt = _Attempt(folder, me, print_fn, timing or Timing())
     try:
@@ -229,23 +228,23 @@ def acquire(
 
 
 class _Attempt:
-    """The attempt of a job to become the owner: its own claim, and what it has seen of others."""
+    """The attempt of a job to become the owner: its own claim, and the last state of other claims."""
 
     def __init__(self, folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing) -> None:
         self.folder, self.me, self.print_fn, self.timing = folder, me, print_fn, timing
         self.own: _Claim | None = None
         self.started = timing.now()
-        self.seen: dict[Path, tuple[bytes, float]] = {}  # content of each claim, and since when
+        self.seen: dict[Path, tuple[bytes, float]] = {}  # content of each claim, and when it last changed
         self.reported: Path | None = None
 
     def step(self) -> FolderOwner | None:
-        """Lists the folder once; returns the ownership if no other job can have it."""
+        """Lists the folder once. Returns the ownership if no other job can have it, else None."""
         claims = _claims(self.folder)
         if self.own is not None and self.own not in claims:
-            self.withdraw()  # this process did not write for so long that another removed its file
+            self.withdraw()  # this process was silent for so long that another job removed its file
         others = [claim for claim in claims if claim != self.own]
         before = dict(self.seen)
-        stale_reasons = {claim.path: self._look_at(claim) for claim in others}
+        stale_reasons = {claim.path: self._observe(claim) for claim in others}
         # The owner if there is one, else the claim with the highest priority.
         active_claims = [claim for claim in others if not stale_reasons[claim.path]]
         other_claim = max(active_claims, key=lambda claim: (claim.owner is not None, claim), default=None)
@@ -261,7 +260,7 @@ class _Attempt:
             if highest is not None and number > _LAST_NUMBER:
                 raise UserError(
                     f"--save {self.folder}: {highest.path.name} has the last possible number, which no job "
-                    "has reached by counting: remove the file if no job uses the folder"
+                    "reaches by counting: remove the file if no job uses the folder"
                 )
             self.own = _claim(self.folder, number, self.me)
             return self.step()
@@ -274,8 +273,8 @@ class _Attempt:
                 self.own.path.unlink()
             self.own = None
 
-    def _look_at(self, claim: _Claim) -> str:
-        """Why another job's claim is stale, in words; "" if it may be active."""
+    def _observe(self, claim: _Claim) -> str:
+        """Returns why another job's claim is stale; "" if it may be active."""
         content, since = self.seen.get(claim.path, (None, 0.0))
         if content != claim.content:
             since = self.timing.now()
@@ -283,12 +282,12 @@ class _Attempt:
         return _stale_reason(claim.owner, self.me, self.timing.now() - since, self.timing)
 
     def _wait_for(self, other_claim: _Claim, before: tuple[bytes, float] | None) -> None:
-        """Raises UserError if the owner of the other claim is active. before: content and time of the claim
-        in the last listing."""
+        """Raises UserError if the owner of the other claim is active. before: content of the claim in the
+        last listing, and when it last changed."""
         timing, other = self.timing, other_claim.owner
         has_heartbeat = before is not None and before[0] != other_claim.content
         if _is_same_job(other, self.me):
-            # An old process of this very job may take a while to end.
+            # An earlier process of this same job may take a while to end.
             is_active = has_heartbeat and timing.now() - self.started >= timing.stale_after_s
         else:
             is_active = has_heartbeat or (other is not None and other.is_on_same_machine(self.me))
@@ -307,7 +306,7 @@ class _Attempt:
     def _confirm(
         self, own: _Claim, stale_claims: list[_Claim], stale_reasons: Mapping[Path, str]
     ) -> FolderOwner | None:
-        """Fills this job's claim and removes stale ones; None if another job was faster."""
+        """Fills this job's claim and removes stale claims. Returns None if another job was faster."""
         try:
             _write(own.path, self.me)
         except OSError as error:
@@ -332,8 +331,7 @@ class _Attempt:
 
 
 def _stale_reason(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
-    """Why the owner's claim is stale, in words; "" if it may be active. silent_s: time without a change of
-    its file."""
+    """Returns why a claim is stale; "" if it may be active. silent_s: time since its file last changed."""
     if other is not None and other.is_on_same_machine(me) and other.has_ended():
         return "its process has ended"
     if _is_same_job(other, me) and other is not None and other.restart != me.restart:
@@ -355,12 +353,12 @@ def _claim(folder: Path, number: int, me: Owner) -> _Claim:
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError as error:
-        raise UserError(f"--save {folder}: {path.name} cannot be made ({error.strerror})") from error
+        raise UserError(f"--save {folder}: {path.name} cannot be created ({error.strerror})") from error
     return _Claim.of(path)
 
 
 def _write(path: Path, owner: Owner) -> None:
-    """Fills an owner file. It is never created here: if it was removed, another job owns the folder."""
+    """Fills an owner file, but creates none: if the file was removed, another job owns the folder."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         os.pwrite(descriptor, _encoded(owner), 0)
@@ -370,7 +368,7 @@ def _write(path: Path, owner: Owner) -> None:
 
 
 def _claims(folder: Path) -> list[_Claim]:
-    """The owner files of a folder, the highest last. The content is empty if it cannot be read."""
+    """Returns the claims in a folder, the highest last. The content of an unreadable file is empty."""
     claims = []
     for path in _listed(folder):
         if _FILE.fullmatch(path.name):
@@ -393,7 +391,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _content(path: Path) -> bytes | None:
-    """The content of a file; None if the file does not exist."""
+    """Returns the content of a file; None if the file does not exist."""
     try:
         with open_regular(path) as file:
             return file.read(_FILE_BYTES)
@@ -408,7 +406,7 @@ def _encoded(owner: Owner) -> bytes:
 
 
 def _parsed(content: bytes) -> Owner | None:
-    """Parses an owner file; None if it is not complete."""
+    """Parses an owner file. Returns None if it is incomplete."""
     try:
         values: Any = json.loads(content)
     except (ValueError, RecursionError):
@@ -428,7 +426,7 @@ def _clock() -> str:
 
 
 def _machine() -> str:
-    """Boot id and process-id namespace. Containers on one machine have their own process ids."""
+    """Returns boot id and process-id namespace: each container has its own process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -437,7 +435,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Start time of a process on this machine; None if it does not exist or has ended."""
+    """Returns the start time of a process on this machine; None if it does not exist or has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

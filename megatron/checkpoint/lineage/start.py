@@ -1,5 +1,4 @@
-"""Decisions at the start of a run: which checkpoint to load, which run to continue, and whether --save may be
-written."""
+"""Decides at the start which checkpoint to load, which run to continue, and whether --save may be written."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from megatron.checkpoint.discovery import (
 from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
-from megatron.checkpoint.lineage.branch import find_branch_point, is_started_from
+from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
@@ -34,10 +33,10 @@ from megatron.mpu.world import of_rank_0
 from megatron.text_table import first_few
 
 
-def check_save_place(config: Config) -> None:
-    """Raises UserError if --save is a checkpoint or lies inside one. Whoever deletes that checkpoint would
-    delete the run as well. For each rank, before it creates --save: a folder in a checkpoint prevents its
-    deletion."""
+def check_save_is_outside_checkpoints(config: Config) -> None:
+    """Raises UserError if --save is a checkpoint or lies inside one: deleting that checkpoint would delete
+    the run as well. Each rank calls it before it creates --save, because this program does not delete a
+    checkpoint with an unknown folder in it."""
     if config.checkpoint.save is None or config.training.no_train:
         return
     save = Path(os.path.realpath(config.checkpoint.save))
@@ -48,12 +47,12 @@ def check_save_place(config: Config) -> None:
                 f"{folder}: give a folder outside it ({folder.parent} to continue the run of this checkpoint)"
             )
         if os.path.ismount(folder):
-            return  # looking into the folder of an automounter asks its servers
+            return  # above a mount point, a lookup may make an automounter ask its servers
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, of this program or another one: DeepSpeed's file of the first rank is
-    in it, or a `run.json` that lists files."""
+    """Returns whether a folder is a checkpoint of any framework: it has DeepSpeed's file of the first rank,
+    or a `run.json` that lists files."""
     if any(os.path.lexists(folder / name) for name in FIRST_MODEL_FILES):
         return True
     try:
@@ -70,28 +69,27 @@ def check_load_folder(config: Config) -> None:
         return
     if config.training.no_train:
         raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
-    if save is None or not (_is_same(load, save) or _continuation(config.checkpoint, None)):
+    if save is None or not (_is_same_path(load, save) or _continuation(config.checkpoint, None)):
         raise UserError(
-            f"--load {load} does not exist: pass an existing folder, or omit --load; to start "
-            "from scratch and resume later, pass the same folder as --load and --save"
+            f"--load {load} does not exist: pass an existing folder, or remove --load; to "
+            "start from scratch and resume later, pass one folder as both --load and --save"
         )
 
 
 def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """The checkpoint in --load; or, if this run was started from it before, the newest one that the run has
-    saved to --save since. So the same command, given again, resumes. None if --load holds no checkpoint.
+    """Returns the checkpoint in --load (None if there is none). If this run was started from it before,
+    returns the newest checkpoint that the run has saved to --save since: repeating a command resumes its run.
 
-    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to those that this run
-    has saved."""
+    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to the run's own."""
     if config.load is None:
         return None
     load = Path(config.load)
     try:
         given = _find_given(config, damaged)
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
-            raise UserError(f"checkpoint {given.folder}: {problem}; give another one to --load")
+            raise UserError(f"checkpoint {given.folder}: {problem}; pass another checkpoint to --load")
     except UserError as error:
-        # The run may have saved its own checkpoints since, and not need --load any more.
+        # If the run has saved its own checkpoints since, it no longer needs --load.
         continued = _continuation(config, damaged)
         if continued is None:
             raise
@@ -106,7 +104,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     )
     if config.save is None or format_of(Path(config.save)) != NATIVE:
         return given
-    if not config.universal_checkpoint and _is_same(load, config.save):
+    if not config.universal_checkpoint and _is_same_path(load, config.save):
         return given
     try:
         own = find_latest(config.save, damaged)
@@ -114,21 +112,21 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
         raise
     except UserError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
-    if own is None or not started_from(own.origin, given, config):
+    if own is None or not origin_matches(own.origin, given, config):
         return given
     reason = f"this run has saved it since it started from {given.folder}"
     return _with_reasons(own, reason, own.skip_reason)
 
 
 def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
-    """The checkpoint, with the non-empty reasons why it was selected."""
+    """Returns the checkpoint with the non-empty reasons for its selection."""
     return replace(checkpoint, skip_reason="; ".join(filter(None, reasons)))
 
 
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """The newest checkpoint in --save of a run that was started from --load, which is another folder. The
-    path in its origin decides. None if there is none."""
-    if config.load is None or config.save is None or _is_same(config.load, config.save):
+    """Returns the newest checkpoint in --save if its run was started from --load, by the path in its origin;
+    else None. --load and --save are different folders."""
+    if config.load is None or config.save is None or _is_same_path(config.load, config.save):
         return None
     try:
         own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
@@ -136,13 +134,13 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
         raise
     except UserError:
         return None
-    if own is None or not _is_loaded_alike(own.origin, config):
+    if own is None or not _has_same_load_flags(own.origin, config):
         return None
-    return own if is_started_from(own, config.load) else None
+    return own if was_started_from(own, config.load) else None
 
 
 def _find_given(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """The checkpoint that --load and its flags name."""
+    """Returns the checkpoint that --load and its flags name."""
     load = Path(config.load or "")
     if config.branch_at is not None:
         return find_branch_point(config)
@@ -160,11 +158,11 @@ def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | 
 
 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Identifies a checkpoint. Stored as `origin` of a run that starts from it.
+    """Identifies a checkpoint. A run that starts from it stores the result as its `origin`.
 
-    path: its path at that time. It is compared only if there is no digest, or if the checkpoint no longer
-    exists or is damaged. weights_only, no_optimizer: what was not loaded. branch_at: the iteration of a decay
-    branch; None for any other run.
+    path: the path at the start of the run. It is compared only if there is no digest, or if the checkpoint no
+    longer exists or is damaged. weights_only, no_optimizer: see `Checkpoint`. branch_at: the iteration at
+    which a decay branch starts; None for any other run.
     """
     return {
         "folder": checkpoint.folder.name,
@@ -177,38 +175,36 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def started_from(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
-    """Whether `origin` is the given checkpoint, or an earlier one of its run if --load is that run's
-    folder; loaded with the same --finetune, --no-load-optim and --branch-at."""
-    if not isinstance(origin, dict) or not _is_loaded_alike(origin, config):
+def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
+    """Returns whether a run with this origin was started with these flags from the given checkpoint. If
+    --load is the folder of the checkpoint's run, earlier checkpoints of that run count too."""
+    if not isinstance(origin, dict) or not _has_same_load_flags(origin, config):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
     if digest is None or digest == now["sha256"]:
-        # Without a digest, as in other programs' checkpoints, the path distinguishes two of the same name.
+        # Checkpoints without digests, as of other frameworks, are distinguished by name and path.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
-    if config.universal_checkpoint or _is_same(given.folder, config.load):
+    if config.universal_checkpoint or _is_same_path(given.folder, config.load):
         return False
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
 
 
-def _is_loaded_alike(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Whether a run with this origin did not load what the flags exclude, and nothing else, and is the same
-    branch."""
+def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
+    """Returns whether a run with this origin had equal --finetune, --no-load-optim and --branch-at."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
 
 def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
-    """The identity of the run that a start from `checkpoint` continues, or of a new run.
+    """Returns the identity of the run that is continued from `checkpoint`, or of a new run.
 
-    The run is continued if the checkpoint is in --save and is the newest there, or if a user has set `latest`
-    to it. A start from a checkpoint in another folder, or with --finetune, begins a new run with that
-    checkpoint as its origin.
+    The run is continued if the checkpoint is the newest in --save, or if a user has set `latest` to it. A
+    start from a different folder, or with --finetune, begins a new run with the checkpoint as its origin.
     """
     if checkpoint is None:
         return RunIdentity()
-    # A converted checkpoint has the run.json of its source, and is not in its lineage.
+    # A converted checkpoint has the run.json of its source, but is not part of the source's lineage.
     converted = format_of(checkpoint.folder) != NATIVE
     lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
     origin: Any = origin_record(checkpoint)
@@ -216,62 +212,64 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
         return RunIdentity(lineage=lineage, origin=origin)
     save = Path(config.save)
     record = read_record(save)
-    resumes = not checkpoint.weights_only and _is_same(checkpoint.folder.parent, save)
+    resumes = not checkpoint.weights_only and _is_same_path(checkpoint.folder.parent, save)
     if resumes and (converted or _is_current(checkpoint, config)):
         run_id = checkpoint.run_id or RunIdentity().run_id
         if not converted:
             origin = checkpoint.run.get("origin")
-        claimed = _claimed(save, lineage, record if record and record.run_id == run_id else None)
-        return RunIdentity(run_id, lineage, origin, claimed)
-    if record is not None and started_from(record.origin, checkpoint, config):
+        own_record = record if record and record.run_id == run_id else None
+        return RunIdentity(run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, own_record))
+    if record is not None and origin_matches(record.origin, checkpoint, config):
         # This run has saved to this folder before, but all its checkpoints are damaged.
-        return RunIdentity(record.run_id, lineage, origin, _claimed(save, lineage, record))
+        return RunIdentity(record.run_id, lineage, origin, _checkpoints_without_run_id(save, lineage, record))
     return RunIdentity(lineage=lineage, origin=origin)
 
 
 def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
-    """Whether a checkpoint in --save is the one that a resume would select; False if --load names an older
-    one."""
-    if not _is_same(checkpoint.folder, config.load or ""):
+    """Returns whether a resume from --save would select this checkpoint."""
+    if not _is_same_path(checkpoint.folder, config.load or ""):
         return True
     try:
         current = find_latest(str(config.save))
     except MissingCheckpointError:
         return False
-    return current is not None and _is_same(current.folder, checkpoint.folder)
+    return current is not None and _is_same_path(current.folder, checkpoint.folder)
 
 
-def _claimed(save: Path, lineage: Sequence[Any], record: LatestRecord | None) -> frozenset[str]:
-    """Names in --save that belong to the resumed run although they have no run id: unfinished ones,
-    unreadable ones that the run's own files name, and those from before run ids with the same lineage."""
+def _checkpoints_without_run_id(
+    save: Path, lineage: Sequence[Any], record: LatestRecord | None
+) -> frozenset[str]:
+    """Returns the checkpoints in --save that belong to the resumed run although they have no run id. They are
+    unfinished, or unreadable but named in `latest` or `latest.json`, or they are in this lineage and were
+    saved before run ids existed."""
     recorded = {read_latest(save), *(entry.name for entry in (record.entries if record else ()))}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
-    claimed = set()
+    found = set()
     for name, path in native_names(save).items():
-        run = _run_of(path)
+        run = _run_record(path)
         if run is None:
             belongs = name in recorded or _lacks_run_file(path)
         else:
             names = {name, *(entry if isinstance(entry, str) else "" for entry in run.get("lineage", []))}
             belongs = "run_id" not in run and bool(names & old_names)
         if belongs:
-            claimed.add(name)
-    return frozenset(claimed)
+            found.add(name)
+    return frozenset(found)
 
 
 def checkpoints_of_other_runs(save: Path, identity: RunIdentity) -> list[str]:
-    """The native checkpoints in --save that belong to other runs, by iteration."""
-    return [name for name, path in native_names(save).items() if not identity.owns(name, _run_of(path))]
+    """Returns the native checkpoints in --save that belong to other runs, by iteration."""
+    return [name for name, path in native_names(save).items() if not identity.owns(name, _run_record(path))]
 
 
 def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
-    """Whether no checkpoint of this name exists, or it belongs to this run."""
+    """Returns whether no checkpoint of this name exists, or the existing one belongs to this run."""
     path = current_path(save, name)
-    return not path.exists() or identity.owns(name, _run_of(path))
+    return not path.exists() or identity.owns(name, _run_record(path))
 
 
-def _run_of(path: Path) -> Mapping[str, Any] | None:
-    """The `run.json` of a checkpoint that need not be the one to resume from; None if it cannot be read."""
+def _run_record(path: Path) -> Mapping[str, Any] | None:
+    """Returns the `run.json` of a checkpoint without retrying failed reads; None if it cannot be read."""
     try:
         return open_checkpoint(path, with_files=False, retry_delays_s=()).run
     except (UserError, OSError):
@@ -286,24 +284,24 @@ def _lacks_run_file(path: Path) -> bool:
 
 
 def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
-    """Raises UserError, unless --overwrite-checkpoints is given, if a new run would start in a --save
-    folder with checkpoints of another run, or if a resumed run would reach iterations for which another run
-    has checkpoints."""
+    """Raises UserError if a new run would start in a --save folder with checkpoints of another run, or if a
+    resumed run would reach iterations for which another run has checkpoints. --overwrite-checkpoints allows
+    both."""
     options = config.checkpoint
     if options.save is None or config.training.no_train or options.overwrite_checkpoints:
         return
     save = Path(options.save)
     found = checkpoints_of_other_runs(save, start_identity(checkpoint, options))
     remedy = (
-        "give another --save, or --overwrite-checkpoints: then a checkpoint is replaced once a new one of "
+        "give another --save, or pass --overwrite-checkpoints, which replaces a checkpoint once a new one of "
         "its name is complete"
     )
-    if checkpoint is None and options.load is not None and not _is_same(options.load, options.save):
+    if checkpoint is None and options.load is not None and not _is_same_path(options.load, options.save):
         raise UserError(
             f"--load {options.load} holds no checkpoint, and --save is {save}: pass a folder with "
-            "one, or omit --load to start from scratch"
+            "a checkpoint, or remove --load to start from scratch"
         )
-    if checkpoint is None or checkpoint.weights_only or not _is_same(checkpoint.folder.parent, save):
+    if checkpoint is None or checkpoint.weights_only or not _is_same_path(checkpoint.folder.parent, save):
         start = "a new run" if checkpoint is None else f"a start from {checkpoint.folder}"
         if checkpoint is not None and checkpoint.weights_only:
             start += " with --finetune"
@@ -318,16 +316,16 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
     newer = [name for name in found if step_of(name) > checkpoint.state.iteration]
     if newer:
         name = checkpoint.folder.name
-        is_named = _is_same(checkpoint.folder, options.load)
+        is_named = _is_same_path(checkpoint.folder, options.load)
         first = f"to resume that run write {name} into {save / 'latest'}" if is_named else "move them away"
         raise UserError(
             f"--save {save} holds checkpoints of another run ({first_few(newer)}) ahead of {name}, "
-            f"from which this one resumes: {first}, {remedy}"
+            f"from which this run resumes: {first}, {remedy}"
         )
 
 
-def _is_same(one: str | Path, other: str | Path | None) -> bool:
-    """Whether two paths name the same folder, which need not exist."""
+def _is_same_path(one: str | Path, other: str | Path | None) -> bool:
+    """Returns whether two paths name the same folder, which need not exist."""
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -338,12 +336,11 @@ def share_checkpoint(
     *,
     leads_node: bool,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on every rank. leads_node: whether this is the first rank of its node.
-    Collective.
+    """Returns rank 0's checkpoint on every rank. leads_node: set on the first rank of each node. Collective.
 
-    The first rank of every node compares the sizes of its files, so that a checkpoint with thousands of files
-    does not load the metadata server with a request per file and rank. Raises UserError on every rank if
-    one node cannot open the checkpoint after some retries.
+    The first rank of every node compares the sizes of its files, because one request per file and rank would
+    overload the metadata server if a checkpoint has thousands of files. Raises UserError on every rank if one
+    node cannot open the checkpoint after some retries.
     """
     checkpoint, problem = of_rank_0(checkpoint), None
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
@@ -363,7 +360,7 @@ def share_checkpoint(
 def _open_with_retries(
     folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
 ) -> None:
-    """Raises UserError unless the folder holds the checkpoint with this digest."""
+    """Raises UserError unless the folder holds the checkpoint with this digest, after some retries."""
     delays = iter(delays_s)
     while True:
         try:

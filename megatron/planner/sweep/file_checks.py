@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.files import MOST_COUNT, Check, is_count, is_text, list_of
+from megatron.files import MAX_COUNT, Check, is_count, is_text, list_of
 
 MAX_REPEAT = 10_000
 
 
 def _is_number(value: Any) -> bool:
     """Also NaN and infinity, as a loss may be."""
-    return type(value) is float or is_count(value, -MOST_COUNT)
+    return type(value) is float or is_count(value, -MAX_COUNT)
 
 
 def _is_size(value: Any) -> bool:

@@ -32,7 +32,8 @@ def save_hf(
     sizes: tuple[int, int] = (VOCAB, 3),
     **changes: Any,
 ) -> None:
-    """A 'bloom' or 'gpt2' with biases and norms that are not at their start; sizes: vocabulary, layers."""
+    """Saves a 'bloom' or 'gpt2' whose biases and norms differ from their initial values. sizes: vocabulary,
+    layers."""
     torch.manual_seed(3)
     vocab, layers = sizes
     if kind == "bloom":
@@ -60,7 +61,7 @@ def convert(*flags: object) -> None:
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
-    """What `convert` prints about a mistake: one sentence, with exit code 2."""
+    """Returns what `convert` prints about a mistake: one sentence, with exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         convert(*flags)
@@ -71,14 +72,14 @@ def mistake(capsys: pytest.CaptureFixture[str], *flags: object) -> str:
 
 
 def change_weights(folder: Path, change: Any) -> None:
-    """Replaces the weights in the folder by what `change` makes of them."""
+    """Replaces the weights in the folder by the result of `change`."""
     weights = change(load_file(folder / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @torch.no_grad()
 def megatron_logits(checkpoint: Checkpoint, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    """Of the model in one process."""
+    """Returns the logits of this program's model in one process."""
     model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
     open_reader(checkpoint).load_weights(model)
     return model.eval()(tokens)
@@ -86,6 +87,6 @@ def megatron_logits(checkpoint: Checkpoint, tokens: torch.Tensor = TOKENS) -> to
 
 @torch.no_grad()
 def hf_logits(folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    """Of transformers, in fp32."""
+    """Returns the logits of transformers' model, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()(tokens).logits

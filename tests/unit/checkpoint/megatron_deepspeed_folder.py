@@ -1,9 +1,9 @@
 """Universal checkpoints as Microsoft's Megatron-DeepSpeed and DeepSpeed's ds_to_universal.py make them.
 
-The rules are those of that program's source: the indices of GPTModelPipe and the halves of a gated MLP
+The rules follow Megatron-DeepSpeed's source: the indices of GPTModelPipe and the halves of a gated MLP
 (megatron/model/gpt_model.py, transformer.py), the arguments (megatron/arguments.py), and what
-`save_checkpoint` adds to DeepSpeed's state (megatron/checkpointing.py). `unpack` has files of the program
-itself.
+`save_checkpoint` adds to DeepSpeed's state (megatron/checkpointing.py). `unpack` extracts files that
+Megatron-DeepSpeed itself wrote.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ ASSET_MODELS: dict[str, dict[str, Any]] = {
 
 
 def their_name(name: str, layers: int, pipeline: bool = True, untied: bool = False) -> str:
-    """The name there of a parameter of `layers` transformer layers. untied: the LM head has its own."""
+    """Returns Megatron-DeepSpeed's name of a parameter, for `layers` transformer layers. untied: the LM head
+    has its own weight."""
     number, _, rest = name.partition(".")
     if number == str(layers + 5):
         return (
@@ -68,7 +69,7 @@ def their_name(name: str, layers: int, pipeline: bool = True, untied: bool = Fal
 
 
 def their_args(config: Config, **changes: Any) -> Namespace:
-    """The arguments of its run, with that program's names and defaults."""
+    """Returns the arguments of a Megatron-DeepSpeed run, with its names and defaults."""
     model = config.model
     rotary = model.position_embedding_type == "rotary"
     args = {
@@ -112,10 +113,10 @@ def write_as_megatron_deepspeed(
     pipeline: bool = True,
     **changes: Any,
 ) -> Path:
-    """`global_step5_universal` in `folder`, named by `latest_universal`.
+    """Writes `global_step5_universal` in `folder`, and names it in `latest_universal`.
 
-    states: parameter here -> file ('fp32', 'exp_avg', ...) -> global tensor without padding, 'step' a number.
-    client_state: what the mp_rank file has otherwise. pipeline: whether it ran without
+    states: this program's parameter -> file ('fp32', 'exp_avg', ...) -> global tensor without padding; 'step'
+    is a number. client_state: other entries of the mp_rank file. pipeline: whether it ran without
     --no-pipeline-parallel. changes: arguments of the run that differ.
     """
     path = folder / f"global_step{STEP}_universal"
@@ -175,7 +176,7 @@ def unpack(folder: Path) -> None:
 
 
 def plain_loss(folder: Path, name: str, samples: torch.Tensor) -> float:
-    """The loss, in plain PyTorch, of the weights of a universal checkpoint of the asset.
+    """Returns the loss, in plain PyTorch, of the weights in a universal checkpoint of the asset.
 
     samples: [batch, SEQ + 1].
     """

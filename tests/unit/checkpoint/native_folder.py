@@ -30,7 +30,7 @@ PADDING = 7.0
 
 
 def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
-    """Values for all parameters, without padding, none at its mean, which would hide errors."""
+    """Returns values for all parameters, without padding. None equals its mean, which would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     wholes = {}
     for name, spec in model_specs(config, VOCAB, EOD).items():
@@ -70,8 +70,8 @@ def optimizer_states(shards: dict[str, torch.Tensor], replicas: int) -> list[dic
 def write_native(
     folder: Path, config: Config, wholes: dict[str, torch.Tensor], step: int = 5, eod: int | None = EOD
 ) -> Path:
-    """`global_step<step>` in `folder` as a run of `config` writes it, all parameters in the optimizer's files
-    of the first stage; `latest` names it."""
+    """Writes `global_step<step>` in `folder` as a run of `config` does, with all parameters in the
+    optimizer's files of the first stage, and names it in `latest`."""
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
     parallel = config.parallel
@@ -125,7 +125,7 @@ def write_native(
 
 
 def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes `run.json` and makes its checksum right again, as an attacker would."""
+    """Changes `run.json` and corrects its checksum, as an attacker would."""
     path = folder / "run.json"
     run = json.loads(path.read_text())
     change(run)
@@ -133,8 +133,8 @@ def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None
 
 
 def flip_a_byte(path: Path) -> None:
-    """In the largest member of a file of torch.save: the zip's directory and the other members stay as they
-    are."""
+    """Changes the largest member of a file of torch.save. The zip's directory and the other members stay
+    unchanged."""
     with zipfile.ZipFile(path) as archive:
         largest = max(archive.infolist(), key=lambda info: ("/data/" in info.filename, info.file_size))
     content = bytearray(path.read_bytes())

@@ -15,7 +15,7 @@ from megatron.checkpoint.lineage.identity import LineageEntry
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     check_save_folder,
-    check_save_place,
+    check_save_is_outside_checkpoints,
     choose_checkpoint,
     start_identity,
 )
@@ -38,7 +38,7 @@ class Run:
         load = None if load is None else str(load)
         self.options = CheckpointConfig(save=str(save), load=load, **flags)
         self.config = dataclasses.replace(config_of(Row()), checkpoint=self.options)
-        check_save_place(self.config)
+        check_save_is_outside_checkpoints(self.config)
         self.folder.mkdir(exist_ok=True)
         check_load_folder(self.config)
         self.start = checkpoint or choose_checkpoint(self.options, None)
@@ -86,8 +86,8 @@ def old_folder(folder, *steps):
 
 
 def make_unreadable(patch, *paths):
-    """Makes every attempt to open one of these files, or to find what is in one of these folders, an I/O
-    error. Returns the list of waits between attempts."""
+    """Makes every attempt to open one of these files, or to list one of these folders, an I/O error. Returns
+    the list of waits between attempts."""
     waits = []
 
     def failing(function):

@@ -1,4 +1,4 @@
-"""--branch-at: the flags that a branch takes from its trunk, and what it refuses, in one sentence each."""
+"""--branch-at: the flags that a branch takes from its base run, and what it rejects, in one sentence each."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_branch_of_a_run_in_samples_with_a_warm_up_fraction(at: int, tmp_path:
 def test_other_data_are_read_from_their_first_sample(trunk: Path) -> None:
     config = branch(trunk, f"{DECAY} --override-data")
     assert (config.data.data_first_sample, config.data.data_order_samples) == (400, None)
-    with pytest.raises(UserError, match="--data-first-sample 400, and the run starts at sample 20"):
+    with pytest.raises(UserError, match="--data-first-sample 400: the run starts before it, at sample 20"):
         start = dataclasses.replace(config.checkpoint, branch_at=None, load=str(trunk / "global_step5"))
         find_checkpoint(dataclasses.replace(config, checkpoint=start), 64, {})
 
@@ -123,7 +123,7 @@ def test_another_branch_or_run_does_not_take_over_the_folder(trunk: Path) -> Non
 def test_a_damaged_branch_point_is_refused_and_no_other_taken(trunk: Path) -> None:
     config = branch(trunk)
     problem = {str(trunk / "global_step100"): "layer_01 is damaged"}
-    with pytest.raises(UserError, match="global_step100: layer_01 is damaged; give another"):
+    with pytest.raises(UserError, match="global_step100: layer_01 is damaged; pass another"):
         choose_checkpoint(config.checkpoint, problem)
 
 
@@ -153,7 +153,7 @@ def test_a_flag_that_contradicts_the_branch_is_one_sentence(trunk: Path, words: 
 @pytest.mark.parametrize(
     ("at", "sentence"),
     [
-        (5, "global_step5 is in the warm-up of its run, at 5 of 10 iterations: branch from a later one"),
+        (5, "global_step5 is in the warm-up of its run, at 5 of 10 iterations: branch from a later"),
         (150, "holds no global_step150: it holds global_step5, global_step10, global_step100"),
         (0, "--branch-at is 0: expected at least 1"),
     ],

@@ -1,4 +1,4 @@
-"""A checkpoint of another program in a new format: its reader is all that a run needs."""
+"""A checkpoint of another framework in a new format: a run needs nothing but its reader."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class OneFileReader(StateReader):
     def stored_names(self) -> Collection[str]:
         return torch.load(self.folder / FILE).keys()
 
-    def kinds(self, name: str) -> list[str]:
+    def state_names(self, name: str) -> list[str]:
         return ["fp32"]
 
-    def read(self, name: str, kind: str, spec: ParameterSpec | None = None) -> Tensor:
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         tensor = torch.load(self.folder / FILE)[name]
         if spec is not None:
             check_shape(tuple(tensor.shape), spec, f"{self.folder}: {name} is")

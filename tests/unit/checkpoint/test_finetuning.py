@@ -60,7 +60,7 @@ def test_a_command_with_another_flag_does_not_take_over_the_folder(base, at_firs
 
 
 def test_a_converted_checkpoint_may_be_finetuned_in_its_folder(base):
-    """Its own run is then another one, which the checkpoints beside it do not belong to."""
+    """A start with --finetune is a new run, to which the checkpoints in the folder do not belong."""
     universal = base.folder / "global_step4_universal"
     shutil.copytree(base.folder / "global_step4", universal)
     (universal / "zero").mkdir()

@@ -30,7 +30,8 @@ BAD_NAMES += ["a\\b", 5, None]
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """(global_step5, of a tiny model; a folder beside the checkpoints, which is none of their business)."""
+    """Returns global_step5 of a tiny model, and a folder beside the checkpoints that no checkpoint may
+    touch."""
     victim = tmp_path / "victim"
     (victim / "photos").mkdir(parents=True)
     (victim / "photos" / "one.jpg").write_text("dear")
@@ -40,7 +41,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def rename_parameter(folder: Path, name: str, new: Any) -> None:
-    """In run.json and in the optimizer's file."""
+    """Renames a parameter in run.json and in the optimizer's file."""
 
     def change(run: dict[str, Any]) -> None:
         run["parameters"] = {new if key == name else key: value for key, value in run["parameters"].items()}
@@ -55,7 +56,8 @@ def rename_parameter(folder: Path, name: str, new: Any) -> None:
 
 
 def make_external(folder: Path, info: dict[str, Any], shapes: Any) -> Path:
-    """Makes the checkpoint one of another program. Returns the file with its merge patterns and shapes."""
+    """Turns the checkpoint into one of another framework. Returns the file with its merge patterns and
+    shapes."""
     (folder / "run.json").unlink()
     path = folder / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)

@@ -36,7 +36,7 @@ CONFIG = config_of(Row(), model={"num_layers": 1})
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A folder beside the others that nobody has any business with."""
+    """A folder beside the others that no reader may touch."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "fp32.pt").write_text("dear")
     return tmp_path / "victim"
@@ -50,7 +50,7 @@ class Files:
         self.good = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
     def change(self, data: st.DataObject, changes: list[Any]) -> None:
-        """Every file as it was but for one."""
+        """Restores every file and damages one."""
         for path, content in self.good.items():
             if not path.exists() or path.read_bytes() != content:
                 path.write_bytes(content)
@@ -74,7 +74,7 @@ class Files:
 
 
 def _rewrite_pickle(path: Path, content: bytes, changes: list[Any]) -> None:
-    """The archive with other instructions in it, which its checksums agree with."""
+    """Rewrites the archive with a changed pickle, and with checksums that match it."""
     path.write_bytes(content)
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -84,13 +84,13 @@ def _rewrite_pickle(path: Path, content: bytes, changes: list[Any]) -> None:
 
 
 def read_all(folder: Path) -> None:
-    """As the tools do."""
+    """Reads a checkpoint as the tools do."""
     overview_text(inspect_folder(folder, verify=False))
     checkpoint = read_checkpoint(folder)
     find_latest(folder)
     reader = open_reader(checkpoint)
     for name in reader.names:
-        for kind in reader.kinds(name):
+        for kind in reader.state_names(name):
             reader.read_unpadded(name, kind).sum()
     for _, weight in reader.weights(model_specs(CONFIG, VOCAB, EOD)):
         weight.sum()

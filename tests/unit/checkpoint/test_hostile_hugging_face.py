@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's format that are meant to do harm: nothing of them is run, nobody is asked."""
+"""Malicious folders in Hugging Face's format: none of their code is run, and no question is asked."""
 
 from __future__ import annotations
 
@@ -118,5 +118,5 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_is_left(
     change_weights(hf_folder, lambda weights: weights | {"transformer.h.0.mlp.c_fc.bias": bias})
     before = snapshot(tmp_path)
     flags = ["--from-hugging-face", hf_folder, "--output", tmp_path / "out", "--vocab-size", VOCAB]
-    assert "holds 1 numbers of 3.mlp.dense_h_to_4h.bias that are NaN or infinite" in mistake(capsys, *flags)
+    assert "holds 1 values of 3.mlp.dense_h_to_4h.bias that are NaN or infinite" in mistake(capsys, *flags)
     assert snapshot(tmp_path) == before

@@ -1,4 +1,4 @@
-"""Files of torch.save that are damaged or malicious: each is refused by one sentence, and nothing is run."""
+"""Files of torch.save that are damaged or malicious: each is rejected with one sentence, and no code runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_value_that_contains_itself_is_read(tmp_path: Path) -> None:
 
 
 def tensor(shape: tuple[int, ...], stride: tuple[int, ...], length: int = 16) -> bytes:
-    """A call that makes a tensor of storage 0, which has 64 bytes."""
+    """Pickles a call that makes a tensor of storage 0, which has 64 bytes."""
     storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0" + b"0X\3\0\0\0cpu" + number(length) + b"tQ"
     sizes = b"".join(b"(" + b"".join(map(number, part)) + b"t" for part in (shape, stride))
     return NEW + call("torch._utils._rebuild_tensor_v2", storage, b"K\0", sizes, b"\x89N") + b"."
@@ -105,7 +105,7 @@ def test_a_storage_beyond_the_end_of_a_hostile_file_is_refused(tmp_path: Path) -
 def test_a_hostile_name_of_a_class_is_shown_in_one_line(tmp_path: Path) -> None:
     path = file_of(tmp_path / "f.pt", NEW + b"cos\r\x1b[\nevil\n.")
     sentence = refusal(lambda: read_file(path), HostileFileError)
-    assert r"'os\r\x1b[.evil'" in sentence and "No code of it was run" in sentence
+    assert r"'os\r\x1b[.evil'" in sentence and "None of its code was run" in sentence
 
 
 def test_a_hostile_attribute_does_not_replace_the_arguments(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face folders: the same logits; what has no such form is refused."""
+"""Exports to Hugging Face: equal logits; models without an equivalent are rejected."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, na
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_says_something_about_every_field_with_a_derived_default(name):
-    """Such defaults are None in ModelConfig, so no value equals them."""
+    """Derived defaults are None in ModelConfig, so no value equals them."""
     family = FAMILIES.load(name)
     said = (
         {field for field, _ in family.fields} | set(family.megatron_constants) | set(family.megatron_derived)
@@ -252,7 +252,7 @@ def test_a_missing_tensor_rank_is_named(tmp_path):
 @pytest.mark.parametrize("precision", [None, "fp32"])
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 3)])
 def test_a_flipped_byte_is_found_during_an_export(precision, tp, dp, tmp_path):
-    """In the layer files, or with --dtype fp32 in the optimizer's, which several ranks wrote."""
+    """Damages the layer files, or with --dtype fp32 the optimizer's files, which several ranks wrote."""
     row = Row(tp=tp, dp=dp, zero=1, precision="bf16")
     checkpoint = write(tmp_path, row, {})
     write_hugging_face(checkpoint, tmp_path / "whole", precision)
@@ -271,7 +271,8 @@ def test_a_flipped_byte_is_found_during_an_export(precision, tp, dp, tmp_path):
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
 def test_the_tokenizer_is_exported(row, model, tmp_path, capsys):
-    """The vocabulary of the tiny model is smaller than any byte-level one: its flags name another model's."""
+    """The tiny model's vocabulary is smaller than any byte-level vocabulary, so its flags name another
+    model's tokenizer."""
     vocab, merges = train_gpt2_vocabulary(tmp_path)
     tokenizer = GPT2BPETokenizer(vocab, merges)
     config = config_of(row, model=model, data={"vocab_file": vocab, "merge_file": merges})
@@ -429,7 +430,7 @@ def test_the_same_command_replaces_what_a_killed_conversion_left_and_nothing_els
 
 @pytest.mark.parametrize("direction", ["export", "import"])
 def test_a_conversion_ends_where_open_files_stay_in_their_folder(direction, tmp_path, monkeypatch):
-    """NFS gives an open file another name when it is deleted."""
+    """NFS renames an open file instead of deleting it."""
     checkpoint = write(tmp_path / "native", GPT2, {})
     unlink = os.unlink
 
@@ -467,7 +468,7 @@ def test_without_locks_a_conversion_works_and_a_killed_one_has_to_be_removed(tmp
     shutil.rmtree(output)
     subprocess.run([sys.executable, "-c", KILLED, output, ".tmp"])
     printed = mistake(capsys, "--load", checkpoint.folder, "--output", output)
-    assert f"{output}.tmp.lock exists already" in printed and "remove it and m.tmp" in printed
+    assert f"{output}.tmp.lock exists already" in printed and "remove m.tmp.lock and m.tmp if" in printed
     assert (tmp_path / "m.tmp" / "part-0").exists()
     shutil.rmtree(tmp_path / "m.tmp")
     (tmp_path / "m.tmp.lock").unlink()

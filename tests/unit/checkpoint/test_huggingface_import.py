@@ -1,4 +1,4 @@
-"""Hugging Face's models as universal checkpoints: equal logits and bits; others are refused by name."""
+"""Imports of Hugging Face models: equal logits and bits; other models are rejected by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = ("bloom", "gpt2")
 
 
 def make_universal(source, folder, *flags):
-    """`folder`/global_step0_universal of the model in `source`."""
+    """Converts the model in `source` to `folder`/global_step0_universal."""
     flags = flags or ("--vocab-size", VOCAB)
     convert("--from-hugging-face", source, "--output", folder / "global_step0_universal", *flags)
     return read_checkpoint(folder)
@@ -95,7 +95,7 @@ def test_a_tokenizer_with_far_fewer_tokens_is_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
-    """BLOOM has 250,680 tokens and 250,880 rows."""
+    """Real BLOOM has 250,680 tokens and 250,880 rows."""
     source = tmp_path / "hf"
     save_hf(source, kind, sizes=(440, 2))
     size = save_tokenizer(source)
@@ -133,7 +133,8 @@ def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
 
 
 def as_on_the_hub(kind, weights):
-    """Both families were saved without the head: no prefix; GPT-2 with its buffers."""
+    """Changes names as on the hub: both families were saved without the head, so without prefix; GPT-2 with
+    its buffers."""
     short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if kind == "gpt2":
         for block in range(3):
@@ -247,7 +248,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 BIAS = "transformer.h.1.ln_2.bias"
 CHANGED_WEIGHTS = {
-    "holds, beside those of the model, 1 weights, among them score.weight": lambda weights: (
+    "holds 1 weights that the model does not have, among them score.weight": lambda weights: (
         weights | {"score.weight": torch.zeros(2, 32)}
     ),
     "lacks 1 weights, among them transformer.h.1.ln_2.bias": lambda weights: {
@@ -260,7 +261,9 @@ CHANGED_WEIGHTS = {
     "lm_head.weight that differs from transformer.wte.weight": lambda weights: (
         weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}
     ),
-    "1 weights, among them h.3.attn.bias": lambda weights: weights | {"h.3.attn.bias": torch.ones(1)},
+    "1 weights that the model does not have, among them h.3.attn.bias": lambda weights: (
+        weights | {"h.3.attn.bias": torch.ones(1)}
+    ),
 }
 
 
@@ -316,10 +319,10 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
     mistakes = {
         ("--from", tmp_path / "missing", "--to", taken): "missing: there is no such folder",
         ("--from", checkpoint, "--to", taken): "taken exists already",
-        ("--from", checkpoint, "--to", unwritable): "x cannot be made",
+        ("--from", checkpoint, "--to", unwritable): "x cannot be created",
         ("--from", checkpoint, "--to", taken, *size): "--vocab-size acts only on a Hugging Face model",
         ("--from", model, "--to", taken, *size): "taken/global_step0_universal exists already",
-        ("--from", model, "--to", unwritable, *size): "cannot be made",
+        ("--from", model, "--to", unwritable, *size): "cannot be created",
         ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts only on a checkpoint",
         ("--from", tmp_path, "--to", taken): "holds no checkpoint",
         ("--load", tmp_path / "missing", "--to", taken): "--load .*: there is no such folder",

@@ -1,5 +1,5 @@
-"""Llama and its relatives, GPT-NeoX and Falcon from and to Hugging Face: equal logits and bits; others are
-refused by name."""
+"""Conversions of Llama and its relatives, GPT-NeoX and Falcon: equal logits and bits; other models are
+rejected by name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ RELATIVE_BOUND = 1e-5
 
 
 def save_hf(folder, name, max_shard_size="1GB", **sizes):
-    """A model of Hugging Face's making, with norms and biases that are not at their start."""
+    """Saves a Hugging Face model whose norms and biases differ from their initial values."""
     kind, changes = MODELS[name]
     names = {name: name for name in SIZES} | RENAMED.get(kind, {})
     settings = {names[name]: value for name, value in SIZES.items() if names[name]}
@@ -165,7 +165,7 @@ OF_TYPE = {
 @pytest.mark.parametrize("eod", [EOD, None])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_type, eod, tmp_path):
-    """The defaults of Hugging Face's classes are other models' tokens; OLMo 2's padding would be token 1."""
+    """Hugging Face's default token ids belong to other models; OLMo 2's padding would be token 1."""
     write_settings(config_of(Row(), model=OF_TYPE[model_type]), VOCAB, eod, "fp32", tmp_path)
     hf_config = AutoConfig.from_pretrained(tmp_path)
     assert hf_config.model_type == model_type
@@ -198,12 +198,16 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ("falcon, all heads, untied", {"num_kv_heads": 2}, "num_kv_heads = 2 without multi_query"),
         ("llama-3", {"attention_bias": True}, "attention_bias = True"),
         ("llama-3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
-        ("llama-3", {"logit_scale": 0.5}, "logit_scale.* = 0.5 .* no equivalent here: only a Llama model"),
+        (
+            "llama-3",
+            {"logit_scale": 0.5},
+            "logit_scale.* = 0.5 .* no equivalent in this program: only a Llama model",
+        ),
         ("llama-3", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama-3.1", {"rope_parameters": LLAMA3 | {"rope_type": "dynamic"}}, "rope_type dynamic"),
         ("qwen-2.5, yarn", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0"),
         # The reason is in the second line of what transformers says.
-        ("llama-3", {"max_position_embeddings": None}, "refuses .* expected int, got NoneType"),
+        ("llama-3", {"max_position_embeddings": None}, "rejects .* expected int, got NoneType"),
         ("llama-3", {"tie_word_embeddings": True}, "lm_head.weight that differs"),
         ("llama-3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 and num_attention_heads = 4"),
     ],
@@ -248,7 +252,7 @@ def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, caps
 
 
 def test_only_the_weights_in_use_are_mapped_into_memory(tmp_path):
-    """Else the resident memory of a conversion would be the size of the model."""
+    """Otherwise the resident memory of a conversion would grow to the size of the model."""
     save_hf(tmp_path, "llama-3")
     files = {path.name for path in tmp_path.glob("*.safetensors")}
 

@@ -1,4 +1,4 @@
-"""Rotary settings of a config.json: each is what it is in transformers, or refused by its name."""
+"""Rotary settings of a config.json: each has its meaning in transformers, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ROTARY_TYPES = sorted(FAMILIES.keys() - {"bloom", "gpt2"})
 
 
 def write_config(folder, kind, **settings):
-    """A config.json as from another program: with no setting that transformers adds."""
+    """Returns a config.json as another program would write it, without settings that transformers adds."""
     (folder / "config.json").write_text(
         json.dumps({"model_type": kind, **SIZES, **HEADS.get(kind, {}), **settings})
     )

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint, of a damaged one, and of two."""
+"""Reports on a checkpoint, on a damaged checkpoint, and on two checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(folder, row=TP2_PP2, step=5, seed=11, change=None, **changes):
 
 
 def report_of(path):
-    """A report without problems, else a failure that shows them."""
+    """Returns the report, and fails with its problems if there are any."""
     report = inspect_checkpoint(path)
     assert report.problems == []
     return report
@@ -222,7 +222,7 @@ def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
 
 
 def write_universal(folder, row=TP2_PP2):
-    """A native checkpoint and the universal one made of it."""
+    """A native checkpoint and a universal checkpoint made from it."""
     native, target = write(folder, row), folder / "global_step5_universal"
     list(convert(open_source(native, derive_patterns=True), target))
     info = json.loads((target / "run.json").read_text())["universal_checkpoint_info"]
@@ -354,10 +354,10 @@ def test_another_programs_universal_checkpoint_is_described_and_compared(tmp_pat
         entry = torch.load(path)
         torch.save({"param": torch.nn.functional.pad(entry["param"], (0, 0, 0, 27))}, path)
     code, printed = output(capsys, universal, "--verify")
-    assert code == 0 and "of another program" in printed and "tensors and files compared" in printed
+    assert code == 0 and "of another framework" in printed and "tensors and files compared" in printed
     _, printed = output(capsys, native, universal, "--json")
     assert all(item["largest"]["fp32"] == 0 for item in json.loads(printed)["parameters"])
-    with pytest.raises(UserError, match="was made by another program"):
+    with pytest.raises(UserError, match="was made by another framework"):
         read_checkpoint(universal)
 
 
@@ -418,7 +418,7 @@ def test_missing_settings_are_absent():
 
 
 def output(capsys, *flags):
-    """(exit code, stdout)"""
+    """Returns (exit code, stdout)."""
     code = tool.main([str(flag) for flag in flags])
     return code, capsys.readouterr().out
 

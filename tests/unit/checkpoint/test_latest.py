@@ -40,7 +40,7 @@ def test_latest_set_by_hand_is_used_and_the_abandoned_branch_is_replaced_name_by
     back.save(4)
     assert digest(tmp_path, 4) != left_behind and steps_in(tmp_path) == [2, 4, 6, 8]
     assert Run(tmp_path, tmp_path).started_from == "global_step4"
-    # Only the line of descent is deleted: 6 and 8 are of the branch that was left.
+    # Only checkpoints of the lineage are deleted: 6 and 8 belong to the abandoned branch.
     Run(tmp_path, tmp_path, keep_last=1).save(5)
     assert steps_in(tmp_path) == [5, 6, 8]
 
@@ -58,7 +58,7 @@ def test_going_back_survives_a_kill_before_the_first_save(tmp_path):
 def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resumed(
     at, first, tmp_path, monkeypatch
 ):
-    """At `rename` the new one is not in place yet, later it is, whatever `latest` names."""
+    """At `rename` the new checkpoint is not in place yet; at later steps it is, whatever `latest` names."""
     run = Run(tmp_path, tmp_path)
     if not first:
         run.save(2)
@@ -194,7 +194,7 @@ def test_only_an_unreadable_checkpoint_to_resume_from_stops_the_start(tmp_path, 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("file", ["latest", "latest.json", "global_step4/run.json", f"global_step4/{FILE}"])
 def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, file, tmp_path, monkeypatch):
-    """An older checkpoint is no substitute for one that is out of reach for some seconds."""
+    """An older checkpoint must not replace one that is unreachable for some seconds."""
     Run(tmp_path / "A", tmp_path / "A").save(2)
     run = Run(tmp_path / "B", tmp_path / "A").save(3, 4)
     path, waits = str(run.folder / file), []

@@ -97,5 +97,5 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
     save_hf(tmp_path, "llama-3")
     change_weights(tmp_path, lambda weights: weights | {"model.norm.weight": torch.full((32,), torch.nan)})
     reader = open_reader(open_checkpoint(tmp_path))
-    with pytest.raises(UserError, match=r"holds 32 numbers of 6.weight that are NaN or infinite"):
+    with pytest.raises(UserError, match=r"holds 32 values of 6.weight that are NaN or infinite"):
         reader.read("6.weight", VALUES)

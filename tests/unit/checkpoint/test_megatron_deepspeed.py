@@ -38,7 +38,7 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
 }
 GROUPED = {**LLAMA, "group_query_attention": True, "num_query_groups": 2}
-# Of the models that both programs have.
+# For models that both programs have.
 MODELS: dict[str, dict[str, Any]] = {
     "learned positions": {},
     "rotary": {"position_embedding_type": "rotary"},
@@ -65,7 +65,7 @@ ORDERS = {
 
 
 def write(folder: Path, model: dict[str, Any] | None = None, **options: Any) -> dict[str, torch.Tensor]:
-    """Writes a checkpoint of these fields of the model. Returns its weights by the names here."""
+    """Writes a checkpoint of a model with these fields. Returns its weights by this program's names."""
     config = config_for(folder, **(model or {}))
     wholes = random_wholes(config)
     states = {
@@ -133,8 +133,8 @@ def test_the_loss_is_that_of_the_weights_in_plain_pytorch(name: str, tmp_path: P
 @pytest.mark.parametrize(
     "pipeline, words",
     [
-        (True, "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8"),
-        (False, "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 here"),
+        (True, "transformer layers 2 to 5 are 3 to 6 in this program, the final norm 6 is 8"),
+        (False, "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 in this"),
     ],
 )
 def test_the_start_says_how_the_layers_are_numbered(pipeline: bool, words: str, tmp_path: Path) -> None:
@@ -232,7 +232,8 @@ def test_a_llama_with_a_flag_left_out_is_refused_by_its_name(
 def test_a_native_folder_given_to_load_names_the_converter(
     load: str, has_latest: bool, tmp_path: Path
 ) -> None:
-    """Files of the program itself. The command of the sentence makes a checkpoint that opens."""
+    """Uses files of Megatron-DeepSpeed itself. The command in the error message makes a checkpoint that
+    opens."""
     unpack(tmp_path)
     folder = tmp_path / "swiglu"
     if not has_latest:

@@ -1,6 +1,6 @@
 """docs/models.md: the flags of each published model make the model of its config.json.
 
-docs/models.md says with what the configurations and numbers of parameters were compared.
+docs/models.md names the sources of the configurations and parameter counts.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def test_every_format_is_recognized_and_read_alike(folders: dict[str, Path]) -> 
     native, universal = (open_reader(open_checkpoint(folder)) for folder in folders.values())
     assert native.names == universal.names
     for name in native.names:
-        assert native.kinds(name) == universal.kinds(name)
-        for kind in native.kinds(name):
+        assert native.state_names(name) == universal.state_names(name)
+        for kind in native.state_names(name):
             assert torch.equal(native.read_unpadded(name, kind), universal.read_unpadded(name, kind))
         assert native.optimizer_scalars(name) == universal.optimizer_scalars(name)
 

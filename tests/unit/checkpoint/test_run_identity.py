@@ -12,8 +12,8 @@ from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
     check_load_folder,
     choose_checkpoint,
+    origin_matches,
     origin_record,
-    started_from,
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import CheckpointConfig, TrainingConfig
@@ -37,7 +37,7 @@ def test_overwrite_checkpoints_replaces_those_of_the_same_name_and_deletes_no_ot
     assert steps_in(tmp_path) == [4, 6, 8]
     assert open_checkpoint(tmp_path / "global_step4").run_id == second.identity.run_id
     assert open_checkpoint(tmp_path / "global_step8").run_id == first.identity.run_id
-    # What the first run left has a higher number, and is not taken for the second's.
+    # The first run's checkpoint has a higher number, and does not count as the second run's.
     found = find_latest(tmp_path)
     assert found.folder.name == "global_step4" and "global_step8 is of another run" in found.skip_reason
     with pytest.raises(UserError, match="another run .global_step6, global_step8. ahead of global_step4"):
@@ -236,5 +236,5 @@ def test_another_universal_checkpoint_of_the_same_name_is_another_origin(tmp_pat
         for name in ("one", "other")
     )
     options = CheckpointConfig(load=str(tmp_path), universal_checkpoint=True)
-    assert started_from(origin_record(one), one, options)
-    assert not started_from(origin_record(one), other, options)
+    assert origin_matches(origin_record(one), one, options)
+    assert not origin_matches(origin_record(one), other, options)

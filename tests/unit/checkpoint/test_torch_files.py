@@ -1,4 +1,5 @@
-"""Files of torch.save are read as torch reads them, but nothing is run, and written for torch to read."""
+"""Files of torch.save are read as torch reads them, without running code, and written so that torch can read
+them."""
 
 import argparse
 import os
@@ -17,7 +18,7 @@ from megatron.errors import UserError
 
 
 class ReducedTo:
-    """Pickled as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, function, args):
         self.call = (function, args)
@@ -27,12 +28,12 @@ class ReducedTo:
 
 
 def harm(mark: Path) -> ReducedTo:
-    """What a pickle can do to who reads it without care: it makes a file."""
+    """What a pickle can do to a careless reader: it creates a file."""
     return ReducedTo(os.system, (f"touch {mark}",))
 
 
 class External:
-    """A class of no program of the family."""
+    """A class that no Megatron program uses."""
 
 
 def test_tensors_of_every_type_and_layout_are_read_as_torch_reads_them(tmp_path):
@@ -94,7 +95,7 @@ def test_no_code_of_a_file_is_run(where, tmp_path):
     }[where]
     torch.save(content, path)
     with pytest.raises(
-        UserError, match=rf"{path} cannot be read: it names \w+\.system, .* No code of it was run"
+        UserError, match=rf"{path} cannot be read: it names \w+\.system, .* None of its code was run"
     ):
         read_file(path)
     assert not mark.exists()
@@ -158,7 +159,7 @@ def test_a_pickle_cannot_move_a_tensor_to_other_bytes(build, on, tmp_path):
 
 
 def test_a_fake_storage_is_refused(tmp_path):
-    """A Namespace with all attributes of a storage, the file among them."""
+    """A Namespace with all attributes of a storage, including its file."""
     fake = argparse.Namespace(file="/etc/hostname", dtype="float32", begin=0, length=4)
     rebuild = ReducedTo(torch._utils._rebuild_tensor_v2, (fake, 0, (1,), (1,), False, OrderedDict()))
     with zipfile.ZipFile(tmp_path / "f", "w") as archive:

@@ -1,4 +1,4 @@
-"""One job owns a --save folder. A fake clock stands for time: `sleep` advances it and lets others act."""
+"""One job owns a --save folder. A fake clock replaces time: `sleep` advances it and lets other jobs act."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def ended_process():
 
 
 def owner_numbers(folder):
-    """Of the owner files, in order."""
+    """Returns the numbers of the owner files, in order."""
     return sorted(int(path.name.split("-")[1].removesuffix(".json")) for path in folder.glob("owner-*"))
 
 
@@ -58,8 +58,8 @@ def owner_file(folder):
 
 
 def before_claim(monkeypatch, *events):
-    """A job looks at the folder, and is suspended before it makes its claim: meanwhile an event takes place,
-    the first one at the first claim, and so on."""
+    """Suspends a job after it has listed the folder and before it makes its claim. Meanwhile the next event
+    takes place: the first event at the first claim, and so on."""
     claim, upcoming = owner._claim, iter(events)
 
     def late_claim(*args):
@@ -149,7 +149,7 @@ def test_a_folder_that_was_released_is_free(tmp_path):
 
 
 def test_of_two_jobs_that_find_the_claim_stale_at_once_one_gets_the_folder(tmp_path):
-    """The other one meets it between its look at the folder and its claim."""
+    """The second job claims the folder between the first job's listing and its claim."""
     world = World()
     world.acquire(tmp_path, job("n0", machine="Z"))
     taken = []
@@ -279,7 +279,7 @@ def test_a_claim_whose_job_died_before_it_was_filled_is_removed_after_a_minute(t
 
 
 def test_a_claim_that_was_removed_before_it_was_filled_is_repeated(tmp_path, monkeypatch):
-    """As by a job that has watched it for a minute, and has ended since."""
+    """Removes a claim as a job does that has watched it for a minute and has ended since."""
     world, write, removed = World(), owner._write, []
 
     def write_late(path, content):

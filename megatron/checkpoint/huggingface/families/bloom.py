@@ -27,10 +27,9 @@ BLOOM = Family(
     training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
     megatron_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
-    # BLOOM reads sequences of any length and was trained on these; its config.json on the hub says so, others
-    # say nothing.
+    # BLOOM reads sequences of any length. It was trained on this length, which only its own config.json has.
     default_seq_length=2048,
-    # slow_but_exact sums products in slices, to round as one training layout did. Megatron does not.
+    # slow_but_exact sums products in slices, to reproduce the rounding of one training layout.
     hf_constants={"tie_word_embeddings": True, "slow_but_exact": False},
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),
@@ -46,7 +45,7 @@ BLOOM = Family(
         *with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.dense_4h_to_h"),
         *with_bias("{final}", "transformer.ln_f"),
     ),
-    # Of the program that BLOOM was trained with; n_embed is an old name of hidden_size.
+    # Settings of the program that BLOOM was trained with, and n_embed, an old name of hidden_size.
     ignored=(
         *("n_embed", "n_inner", "offset_alibi", "pretraining_tp", "skip_bias_add", "skip_bias_add_qkv"),
         *("masked_softmax_fusion", "bias_dropout_fusion", "attention_softmax_in_fp32", "unk_token_id"),

@@ -95,7 +95,7 @@ FALCON = Family(
         *with_bias("{final}", "transformer.ln_f"),
     ),
     head=HEAD,
-    # The modules of older versions, which transformers has replaced.
+    # Names the code of older versions, which transformers has replaced.
     ignored=("auto_map",),
     buffers=(f"{_LAYER}.self_attention.rotary_emb.inv_freq",),
 )

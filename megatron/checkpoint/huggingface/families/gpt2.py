@@ -15,12 +15,12 @@ from megatron.config import ModelConfig
 
 
 def _heads_last(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Rows ordered (heads, 3, head_dim) -> (3, heads, head_dim)."""
+    """Reorders rows from (heads, 3, head_dim) to (3, heads, head_dim)."""
     return rows.unflatten(0, (model.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _heads_first(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Rows ordered (3, heads, head_dim) -> (heads, 3, head_dim)."""
+    """Reorders rows from (3, heads, head_dim) to (heads, 3, head_dim)."""
     return rows.unflatten(0, (3, model.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
@@ -75,7 +75,7 @@ GPT2 = Family(
         *with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.c_proj", TRANSPOSED),
         *with_bias("{final}", "transformer.ln_f"),
     ),
-    # Of heads for other tasks; n_ctx is a copy of n_positions; the order of scaling and rounding.
+    # Settings of heads for other tasks, a copy of n_positions, and the order of scaling and rounding.
     ignored=(
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
         *("summary_use_proj", "task_specific_params", "n_ctx", "reorder_and_upcast_attn"),

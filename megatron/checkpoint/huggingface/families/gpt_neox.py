@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface.family import (
 )
 from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
 
-# With use_parallel_residual, and without.
+# use_parallel_residual -> layer_arrangement.
 _ARRANGEMENTS = {True: "parallel", False: "pre-norm"}
 ARRANGEMENT = Conversion(
     megatron=("layer_arrangement",),
@@ -52,7 +52,7 @@ GPT_NEOX = Family(
     head=Parameter("{head}.lm_head.weight", ("embed_out.weight",)),
     aliases={LM_HEAD: "embed_out.weight"},
     prefix="gpt_neox.",
-    # Of heads for other tasks, and of generation.
+    # Settings of heads for other tasks, and of generation.
     ignored=("classifier_dropout", "is_decoder"),
     # The causal mask, the score of masked positions, and rotary frequencies.
     buffers=(f"{_ATTENTION}.bias", f"{_ATTENTION}.masked_bias", f"{_ATTENTION}.rotary_emb.inv_freq"),

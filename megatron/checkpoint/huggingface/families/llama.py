@@ -1,5 +1,5 @@
-"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Its relatives Mistral, Qwen 2, Qwen 3
-and OLMo 2 are described by their differences from it."""
+"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2, Qwen 3 and OLMo 2 are
+described by their differences from Llama."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 
 def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Rows ordered (groups, heads per group + 2, head_dim) -> those of all queries, keys, values."""
+    """Splits rows ordered (groups, heads per group + 2, head_dim) into queries, keys and values."""
     shared = model.num_attention_heads // model.query_groups
     grouped = rows.unflatten(0, (model.query_groups, shared + 2, -1))
     return [part.flatten(0, 2) for part in grouped.split((shared, 1, 1), dim=1)]
 
 
 def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    """The inverse of `_split_heads`."""
+    """Returns the inverse of `_split_heads`."""
     groups = model.query_groups
     grouped = [part.unflatten(0, (groups, -1, model.kv_channels)) for part in parts]
     return torch.cat(grouped, dim=1).flatten(0, 2)
 
 
-HEADS = Transform(_split_heads, _join_heads, slice_dim=0, of_groups=True)
-# Megatron has (value, gate); Hugging Face has the gate and the value ("up").
+HEADS = Transform(_split_heads, _join_heads, slice_dim=0, needs_whole_groups=True)
+# Megatron stacks (value, gate); Hugging Face has two tensors, the gate and the value ("up").
 GATE = Transform(
     lambda x, model: x.chunk(2)[::-1], lambda parts, model: torch.cat(list(parts)[::-1]), slice_dim=0
 )
@@ -55,7 +55,7 @@ def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
     if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
         raise UserError(
             f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
-            f"{one_line(heads)}: expected a multiple of the former"
+            f"{one_line(heads)}: expected num_attention_heads to be a multiple of num_key_value_heads"
         )
     return {} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}
 
@@ -117,7 +117,7 @@ LLAMA = Family(
     head=HEAD,
     buffers=(f"{ATTENTION}.rotary_emb.inv_freq",),
     prefix="model.",
-    # Slices of the matrix products of one training layout; older versions of transformers used them.
+    # A setting of older transformers: it repeats the sliced matrix products of one training layout.
     ignored=("pretraining_tp",),
 )
 
@@ -152,7 +152,7 @@ def _window_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    # transformers makes layer_types from max_window_layers if the file has none.
+    # transformers derives layer_types from max_window_layers if the file has none.
     kinds = hf_config.layer_types
     if kinds == ["full_attention"] * hf_config.num_hidden_layers:
         return {}
@@ -190,7 +190,7 @@ QWEN2 = replace(
     ignored=(),
 )
 
-# --- Qwen 3: a norm of each query and key head, a head dimension of its own and no biases ---
+# --- Qwen 3: a norm of each query and key head, a separate head dimension and no biases ---
 
 QK_NORM_PARAMETERS = tuple(
     Parameter(f"{{layer}}.self_attention.{part}_layernorm.weight", (f"{ATTENTION}.{part}_norm.weight",))
@@ -208,7 +208,7 @@ QWEN3 = replace(
     ignored=(),
 )
 
-# --- OLMo 2: norms after attention and MLP, and one over all query heads and one over all keys ---
+# --- OLMo 2: norms after attention and MLP, one norm over all query heads, and one over all key heads ---
 
 _INPUT_NORM = "{layer}.input_layernorm.weight"
 _OUTPUT_NORM = Parameter(
