@@ -1,10 +1,10 @@
-"""What `tools/plan.py` prints and writes: plans and searches in words and tables, and two classic recipes.
+"""The reports of `tools/plan.py`: the plan of a run, a search, and two recipes.
 
-nodes        TP = devices per node, PP = nodes, micro-batch 1, 8 to 16 x PP accumulation steps; then the
-             micro-batch grows as long as the plan fits and gets faster.
-micro-batch  First a few layers of full width on one device, without communication, with the largest
-             micro-batch that fits: the rate that no layout can beat. Then the whole model on as few devices
-             per replica as it fits on, and data parallelism for the rest.
+nodes        TP = devices per node, PP = nodes, micro-batch 1, 8 to 16 x PP accumulation steps. Then the
+             micro-batch is doubled as long as the plan fits and gets faster.
+micro-batch  Starts with a few layers of full width on one device, without communication, and the largest
+             micro-batch that fits: no layout can be faster per device. Then the whole model runs on as few
+             devices per replica as it fits on, with data parallelism over the other devices.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 
 _IN_JSON = 20
+"""Layouts of a search that --json and --html contain."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The text, the data of --json, and the plan of --plot: of a search, the fastest."""
+    """A report: the text, the data for --json, and the plan for --plot (the fastest layout of a search)."""
 
     text: str
     data: dict[str, Any]
@@ -47,13 +48,13 @@ class Report:
 
 
 def plan_report(config: Config) -> Report:
-    """The plan of a run, and what one change at a time would give."""
+    """Returns the plan of a run, and the effect of changing one setting at a time."""
     vocab_size = find_vocabulary(config).size
     plan = make_plan(config, vocab_size)
-    # Without the step, which follows the line on the memory.
+    # The predicted step is printed below the line on the memory instead.
     parts = [planned_run_report(config, plan.stages, vocab_size, [], "", plan.memory)]
     _, sentence = fit_summary(config, vocab_size, plan.memory)
-    lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
+    lines = f"memory     {sentence or 'set --gpu to check whether the plan fits'}"
     if plan.step is not None:
         plan = replace(plan, what_if=what_if(config, vocab_size))
         parts += [f"{lines}\n{time_lines(plan.prediction)}", what_if_table(plan)]
@@ -63,7 +64,10 @@ def plan_report(config: Config) -> Report:
 
 
 def search_report(config: Config, words: Sequence[str], top: int) -> Report:
-    """The fastest layouts that fit, explained. ConfigError if none fits. words: the flags of `config`."""
+    """Returns the fastest layouts that fit. Raises ConfigError if none fits.
+
+    words: the flags of `config`. top: number of layouts to explain.
+    """
     vocab_size = find_vocabulary(config).size
     result = search(config, vocab_size)
     if not result.candidates:
@@ -76,7 +80,7 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
         *(explain(number, one, result, words) for number, one in enumerate(best[:top], 1)),
     ]
     best[0] = replace(best[0], what_if=what_if(best[0].config, vocab_size))
-    text.append(f"layout 1, {what_if_table(best[0])}")
+    text.append(f"layout 1: {what_if_table(best[0])}")
     data = {
         "combinations": result.combinations,
         "planned": result.planned,
@@ -86,7 +90,8 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
 
 
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
-    """The steps of a recipe. ConfigError if it cannot be followed. words: the flags of `config`."""
+    """Returns the steps of a recipe. Raises ConfigError if the recipe cannot be followed. words: the flags of
+    `config`."""
     vocab_size = find_vocabulary(config).size
     steps = RECIPES[recipe](config, vocab_size)
     text = [f"recipe {recipe}"]
@@ -97,14 +102,14 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
             f"{number}. {step}\n{layout_words(one.config)}\n{_figures(one)}\nflags      {' '.join(flags)}"
         )
         data.append({"text": step, "flags": flags, **one.as_dict()})
-    # The first step of the micro-batch recipe is a part of the model on one device.
+    # The first step of the micro-batch recipe plans only a few layers of the model.
     whole = [one for _, one in steps if one.config.model == config.model]
     kept = max((one for one in whole if one.fits), key=lambda one: one.tokens_per_second, default=whole[-1])
     return Report("\n\n".join(text), {"steps": data}, kept)
 
 
 def _figures(one: Plan) -> str:
-    """The lines on the memory and the time of a layout."""
+    """Returns the report's lines on the memory and the time of a layout."""
     _, memory = fit_summary(one.config, one.vocab_size, one.memory)
     return f"memory     {memory}\n{time_lines(one.prediction)}"
 
@@ -113,14 +118,12 @@ def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
     text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
     if planned:
         least = min(planned, key=lambda one: one.peak_bytes)
-        text += (
-            f": the smallest planned needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
-        )
-    return f"{text}; add devices, or --checkpoint-activations, --sequence-parallel or --cpu-offload"
+        text += f": the smallest one needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
+    return f"{text}. Add devices, or set --checkpoint-activations, --sequence-parallel or --cpu-offload."
 
 
 def layout_words(config: Config) -> str:
-    """The settings that a search varies, in one line."""
+    """Returns the settings that a search varies, in one line."""
     parallel = config.parallel
     return (
         f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
@@ -131,7 +134,7 @@ def layout_words(config: Config) -> str:
 
 
 def search_table(candidates: Sequence[Plan]) -> str:
-    """A row per layout, fastest first."""
+    """Returns a table with a row per layout, fastest first."""
     rows = [["", "layout", "tokens/s", "step s", "MFU %", "bubble %", "GiB"]]
     for number, one in enumerate(candidates, 1):
         step = one.prediction
@@ -142,7 +145,8 @@ def search_table(candidates: Sequence[Plan]) -> str:
 
 
 def explain(number: int, one: Plan, result: SearchResult, words: Sequence[str]) -> str:
-    """Why this layout: its tensor-parallel size, its memory, its time; and its flags."""
+    """Returns a layout's tensor-parallel size compared with other sizes, its memory, its time and its
+    flags."""
     return (
         f"{number}. {layout_words(one.config)}\n"
         f"{_tensor_parallel_line(one, result)}\n"
@@ -152,7 +156,7 @@ def explain(number: int, one: Plan, result: SearchResult, words: Sequence[str]) 
 
 
 def _tensor_parallel_line(one: Plan, result: SearchResult) -> str:
-    """What the next smaller and larger tensor-parallel sizes would give."""
+    """Returns a line that compares the layout with the best layouts of the other tensor-parallel sizes."""
     own = one.config.parallel.tensor_model_parallel_size
     parts = []
     sizes = {c.config.parallel.tensor_model_parallel_size for c in (*result.candidates, *result.too_large)}
@@ -165,13 +169,14 @@ def _tensor_parallel_line(one: Plan, result: SearchResult) -> str:
         else:
             large = [c for c in result.too_large if c.config.parallel.tensor_model_parallel_size == size]
             least = min(c.peak_bytes for c in large) / GIB
-            parts.append(f"TP {size} needs at least {least:.0f} GiB among the layouts planned")
-    alone = "no other size is among the fastest estimates"
+            parts.append(f"no planned layout of TP {size} fits (the smallest needs {least:.0f} GiB)")
+    alone = "no other TP size is among the fastest estimates"
     return f"TP {own}       {'; '.join(parts) or alone}"
 
 
 def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
-    """One change at a time: twice and half of each size, the other choices of each setting."""
+    """Plans the run with one setting changed at a time: each size doubled and halved, and the other choices
+    of each setting."""
     parallel, batch, model = config.parallel, config.batch, config.model
     changes: list[tuple[str, dict[str, object]]] = []
     for name, field, value in (
@@ -213,7 +218,7 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
         changes.append((title, {"parallel.tp_comm_overlap": flag}))
     if model.hidden_dropout > 0 or model.attention_dropout > 0:
         changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
-    with ThreadPoolExecutor() as pool:  # most of the time is that of the processes that record
+    with ThreadPoolExecutor() as pool:  # recording, which takes most of the time, runs in other processes
         return tuple(pool.map(lambda one: _what_if(config, vocab_size, *one), changes))
 
 
@@ -226,34 +231,37 @@ def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, objec
 
 
 def what_if_table(plan: Plan) -> str:
-    """A row per change; refused ones last, with the reason."""
+    """Returns a table with a row per change, followed by the rejected changes and the reason for each."""
     rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
     for one in plan.what_if:
         if one.tokens_per_second is not None and one.peak_bytes is not None:
             relative = f"{100 * (one.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
             rows.append([one.change, f"{one.tokens_per_second:,.0f}", relative])
             rows[-1] += [f"{one.peak_bytes / GIB:.1f}", "yes" if one.fits else "no"]
-    refused = [f"refused: {one.change}: {one.reason}" for one in plan.what_if if one.reason]
-    return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in refused)
+    rejected = [f"rejected: {one.change}: {one.reason}" for one in plan.what_if if one.reason]
+    return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in rejected)
 
 
 _FEW_LAYERS = 4
+"""Transformer layers in the first step of the micro-batch recipe."""
 _ACCUMULATION = (8, 16)
+"""Range of the accumulation steps in the nodes recipe, per pipeline rank."""
 
 
 RecipeStep = tuple[str, Plan]
-"""What a step does, and its plan."""
+"""A sentence on what the step does, and its plan."""
 
 
 def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
-    """ConfigError if the number of devices is not a multiple of the node, or the model cannot be divided."""
+    """Returns the steps of --recipe nodes. Raises ConfigError if the number of devices is not a multiple of
+    the node size, or the model cannot be split over the devices of a node."""
     network = find_network(config)
     if network is None:
         raise ConfigError(NO_GPU)
     world, node = config.parallel.world_size, network.node_size
     if world % node:
         raise ConfigError(
-            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}: change one of them"
+            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}. Change one of them."
         )
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
@@ -266,19 +274,20 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     first = evaluate(config, change, vocab_size)
     least, most = (factor * ranks for factor in _ACCUMULATION)
     count = first.prediction.micro_batches
-    advice = "as the recipe requires"
+    advice = "as the recipe recommends"
     if not least <= count <= most:
         batch = 12 * ranks * first.config.parallel.data_parallel_size
-        advice = (
-            f"the recipe requires {least} to {most}, as a global batch of about {batch} samples would give"
-        )
-    text = f"TP = {node} devices of a node, PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
+        advice = f"the recipe recommends {least} to {most}, which a global batch of about {batch} samples has"
+    text = (
+        f"TP = {node} (devices per node), PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
+    )
     steps = [(text, first)]
     return steps + _grow(config, vocab_size, change, first)
 
 
 def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[RecipeStep]:
-    """Doubles the micro-batch while the plan fits and is faster; recomputes first if it does not fit."""
+    """Doubles the micro-batch as long as the plan fits and is faster. If the plan `last` does not fit, all
+    layers are recomputed first."""
     steps: list[RecipeStep] = []
     if not last.fits and not config.training.recomputes_layers:
         change = {
@@ -287,7 +296,7 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
             "training.recompute_granularity": None,
         }
         last = evaluate(config, change, vocab_size)
-        steps.append(("it does not fit: all layers are recomputed", last))
+        steps.append(("the first step does not fit: all layers are recomputed", last))
     while True:
         size = 2 * last.config.batch.micro_batch_size
         try:
@@ -298,14 +307,15 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
             steps.append((f"micro-batch {size} does not fit", larger))
             return steps
         if larger.tokens_per_second <= last.tokens_per_second:
-            steps.append((f"micro-batch {size} fits and is slower: the one before is kept", larger))
+            steps.append((f"micro-batch {size} fits but is slower: the previous micro-batch is kept", larger))
             return steps
         steps.append((f"micro-batch {size} fits and is faster", larger))
         last = larger
 
 
 def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
-    """ConfigError if the whole model fits on no number of devices of a node x pipeline ranks."""
+    """Returns the steps of --recipe micro-batch. Raises ConfigError if the whole model does not fit with any
+    size of tensor parallelism within a node and pipeline parallelism."""
     one = {
         "parallel.tensor_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
@@ -318,11 +328,11 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     largest = _largest(config, vocab_size, one, (64, 32, 16, 8, 4, 2, 1))
     if largest is None:
         raise ConfigError(
-            f"--recipe micro-batch: {one['model.num_layers']} layers do not fit on one device: use "
-            "--recipe nodes"
+            f"--recipe micro-batch: {one['model.num_layers']} layers do not fit on one device. Set "
+            "--recipe nodes."
         )
     size = largest.config.batch.micro_batch_size
-    steps = [(f"{one['model.num_layers']} layers on one device, the largest micro-batch: {size}", largest)]
+    steps = [(f"the largest micro-batch of {one['model.num_layers']} layers on one device: {size}", largest)]
     network = find_network(config)
     assert network is not None
     world = config.parallel.world_size
@@ -344,13 +354,14 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
             return [*steps, (text, whole)]
     raise ConfigError(
-        f"--recipe micro-batch: the model fits on no part of {world} devices: give more devices, or "
-        "--checkpoint-activations"
+        f"--recipe micro-batch: the model does not fit on {world} devices or any part of them. Add devices, "
+        "or set --checkpoint-activations."
     )
 
 
 def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, ...]) -> Plan | None:
-    """The layout with the largest micro-batch that fits and divides the batch."""
+    """Returns the plan with the first of the micro-batch sizes, largest first, that is valid and fits; None
+    if none does."""
     for size in sizes:
         try:
             one = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)

@@ -61,8 +61,8 @@ def test_state_is_planned_as_zero_shards_it(words, in_layer, elsewhere):
     config = config_of(f"{words} --world-size 4")
     found = bytes_per_parameter(config, 512)
     # Buffers are padded, and the optimizer keeps a norm per parameter.
-    assert found.of_layers(config.parallel) == pytest.approx(in_layer, rel=0.02)
-    assert found.of_others(config.parallel) == pytest.approx(elsewhere, rel=0.02)
+    assert found.in_layers(config.parallel) == pytest.approx(in_layer, rel=0.02)
+    assert found.in_others(config.parallel) == pytest.approx(elsewhere, rel=0.02)
 
 
 def run(config):

@@ -43,5 +43,5 @@ def test_numbers_that_json_has_not_become_texts() -> None:
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     write_page(tmp_path / "new" / "page.html", "plan", "", {})
-    with pytest.raises(UserError, match="--html .* cannot be written .*: give another file"):
+    with pytest.raises(UserError, match="--html .* cannot be written .*Set another file"):
         write_page(tmp_path / "new" / "page.html" / "below.html", "plan", "", {})

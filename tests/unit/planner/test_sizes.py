@@ -39,7 +39,7 @@ LARGEST = (
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (LARGEST, ("16,777,216 tokens", "chunks", "reduce one of the two")),
+        (LARGEST, ("16,777,216 tokens", "chunks", "Reduce one of the two")),
         (
             f"--micro-batch-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
             ("--micro-batch-size is 10000000000000", "at most 1000000"),

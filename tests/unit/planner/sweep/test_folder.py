@@ -58,9 +58,9 @@ def test_new_values_and_more_repeats_extend_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"base": ["--lr", "2e-3"]}, "another base command \\(--lr 1e-3; now --lr 2e-3\\)"),
-        ({"steps": 5}, "another --steps \\(4; now 5\\)"),
-        ({"script": "a.slurm"}, "another --sbatch"),
+        ({"base": ["--lr", "2e-3"]}, "a different base command \\(--lr 1e-3; now --lr 2e-3\\)"),
+        ({"steps": 5}, "a different --steps \\(4; now 5\\)"),
+        ({"script": "a.slurm"}, "a different --sbatch"),
     ],
 )
 def test_another_sweep_in_the_folder_is_refused(changes: dict, expected: str, tmp_path: Path) -> None:

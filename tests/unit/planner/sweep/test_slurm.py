@@ -40,7 +40,7 @@ def test_the_job_is_the_last_line_of_sbatch(
 def test_tasks_of_a_job_without_a_known_number_run(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="as its last line, expected a job's number") as caught:
+    with pytest.raises(UserError, match="as its last line. Expected a job's number") as caught:
         submit_with(output, tmp_path, monkeypatch)
     assert str(caught.value).isprintable()
     array = tmp_path / "sweep" / "arrays" / "0.json"
