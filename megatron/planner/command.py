@@ -29,8 +29,8 @@ PROGRAM = "pretrain_gpt.py"
 _TIMEOUT_S = 60
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_SHOWN = 200
-# Prefixes of variables that a job sets. A script must not see those of the job that this program may run in.
-# Variables such as NNODES, with which users set sizes of the example scripts, are passed on.
+# Prefixes of variables that Slurm sets. This program may itself run in a job, whose variables a script must
+# not see. Variables such as NNODES, with which users set sizes of the example scripts, are passed on.
 _JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 

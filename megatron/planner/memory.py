@@ -165,8 +165,8 @@ class _Replay:
     def _note(self, level: int, extra: int, is_loss: bool) -> None:
         """Compares the memory of a layer's pass with the peak so far.
 
-        level: change of the held bytes since the pass of the micro-batch began. extra: bytes that the layer
-        needs in addition.
+        level: bytes that earlier layers of the pass have allocated (or, if negative, freed), which `_hold`
+        does not count yet. extra: bytes that this layer needs in addition.
         """
         kept = self._total + level
         if kept + extra > self.kept + self.extra:

@@ -201,8 +201,8 @@ def test_text_is_readable(show: Show, plan: dict[str, Any], scheme: str) -> None
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     pairs = (("body", "color", "body"), (".note", "color", "body"), ("h2", "color", "body"))
     grounds = [style(browser, ground, "background-color") for *_, ground in pairs]
-    colours = [style(browser, node, name) for node, name, _ in pairs]
-    ratios = [contrast(a, b) for a, b in zip(colours, grounds, strict=True)]
+    colors = [style(browser, node, name) for node, name, _ in pairs]
+    ratios = [contrast(a, b) for a, b in zip(colors, grounds, strict=True)]
     assert min(ratios) >= 4.5
     assert (luminance(grounds[0]) > 0.5) == (scheme == "light")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
@@ -215,9 +215,9 @@ def style(browser: Chrome, node: str, name: str) -> list[int]:
     return [int(part) for part in text.partition("(")[2].rstrip(")").split(",")[:3]]
 
 
-def luminance(colour: list[int]) -> float:
+def luminance(color: list[int]) -> float:
     """Relative luminance, WCAG 2.1."""
-    parts = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+    parts = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 

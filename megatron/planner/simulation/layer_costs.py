@@ -159,7 +159,7 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
         simulated, model, recorder = rank.simulated, rank.model, rank.recorder
         before = simulated.memory.total
         model.observe(recorder, simulated.memory.is_alive)
-        if config.parallel.shards_gradients:  # the first one learns the order of the prefetches
+        if config.parallel.shards_gradients:  # the first one finds the order for prefetching
             _run_micro_batch(rank)
         else:
             _make_tables(rank)
