@@ -36,10 +36,8 @@ _JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:
     """Returns the flags of a dry run: the script's training command and its number of processes, then
-    `flags`, which override the script's.
-
-    script: path of the script, if any. gpus: overrides --world-size, if given.
-    """
+    `flags`, which override the script's. script: path of the script, if any. gpus: overrides --world-size, if
+    given."""
     words: list[str] = []
     if script is not None:
         command = read_script("--script", script, [], script_environment())
@@ -58,10 +56,7 @@ def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the flags with defaults for those that a search needs and that hardly affect its result, such
     as --lr; and notes on the defaults that a user should know."""
     given, words, notes = _given(words), list(words), []
-    defaults = {
-        "schedule.lr": ("--lr", "1e-4"),
-        "batch.micro_batch_size": ("--micro-batch-size", "1"),
-    }
+    defaults = {"schedule.lr": ("--lr", "1e-4"), "batch.micro_batch_size": ("--micro-batch-size", "1")}
     if not {"training.train_iters", "training.train_samples"} & given:
         defaults["training.train_iters"] = ("--train-iters", "1000")
         notes.append("neither --train-iters nor --train-samples is set: the days are for 1,000 iterations")
@@ -147,11 +142,8 @@ def script_environment() -> dict[str, str]:
 
 def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str, str]) -> ScriptCommand:
     """Executes a script like those of examples/slurm with `flags`, and returns the last training command that
-    it prints.
-
-    option: the flag that names the script, for error messages. env: see `script_environment`. Raises
-    ConfigError if the script prints no command, runs too long, or prints too much.
-    """
+    it prints. option: the flag that names the script, for error messages. env: see `script_environment`.
+    Raises ConfigError if the script prints no command, runs too long, or prints too much."""
     path = Path(script).resolve()
     if not path.is_file():
         raise ConfigError(
@@ -185,11 +177,9 @@ class _TooLong(Exception):
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
-    """Runs a command, and returns its exit code, standard output and standard error.
-
-    The command runs in a new session, whose processes are all killed at the end. Raises TimeoutExpired after
-    _TIMEOUT_S, and _TooLong for more than _MAX_OUTPUT_BYTES of output.
-    """
+    """Runs a command, and returns its exit code, standard output and standard error. The command runs in a
+    new session, whose processes are all killed at the end. Raises TimeoutExpired after _TIMEOUT_S, and
+    _TooLong for more than _MAX_OUTPUT_BYTES of output."""
     process = subprocess.Popen(
         command,
         env=env,

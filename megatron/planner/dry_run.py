@@ -25,10 +25,7 @@ from megatron.units import GIB
 
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     """Prints the plan, and with --simulate also the simulated step. Returns FINISHED, or USER_ERROR if the
-    plan does not fit the device.
-
-    notes: sentences about the flags, printed at the start of the report.
-    """
+    plan does not fit the device. notes: sentences about the flags, printed at the start of the report."""
     setup = Setup.from_config(config)
     assert setup.plan is not None
     memory = plan_memory(config, setup.vocab.size, setup.plan)
@@ -67,10 +64,8 @@ def planned_run_report(
     memory: Sequence[StageMemory],
     step: StepTime | None = None,
 ) -> str:
-    """Returns the report that a run prints at its start, followed by the planned memory and time.
-
-    memory: one entry per pipeline rank. step: the predicted step; None hides the lines about time.
-    """
+    """Returns the report that a run prints at its start, followed by the planned memory and time. memory: one
+    entry per pipeline rank. step: the predicted step; None hides the lines about time."""
     parts = [
         run_report(config, plan, vocab_size, notes, learning_rate, _network_lines(config)),
         "planned memory of a device in GiB\n" + memory_table(config, plan, vocab_size, memory),

@@ -163,11 +163,9 @@ class _Replay:
         self._held[what, buffer_id] = size
 
     def _note(self, level: int, extra: int, is_loss: bool) -> None:
-        """Compares the memory of a layer's pass with the peak so far.
-
-        level: bytes that earlier layers of the pass have allocated (or, if negative, freed), which `_hold`
-        does not count yet. extra: bytes that this layer needs in addition.
-        """
+        """Compares the memory of a layer's pass with the peak so far. level: bytes that earlier layers of the
+        pass have allocated (or, if negative, freed), which `_hold` does not count yet. extra: bytes that this
+        layer needs in addition."""
         kept = self._total + level
         if kept + extra > self.kept + self.extra:
             self.kept, self.extra, self.is_loss = kept, extra, is_loss
@@ -308,10 +306,8 @@ def _gib(size: float) -> str:
 
 def most_effective_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
     """Returns up to three flags that reduce the peak memory most, best first: (flag and value, planned bytes
-    of the most loaded rank with it). The flags do not change the model or the global batch.
-
-    planned: bytes of the most loaded rank without these flags.
-    """
+    of the most loaded rank with it). The flags do not change the model or the global batch. planned: bytes of
+    the most loaded rank without these flags."""
     found = []
     for flag, changed in memory_flags(config):
         with suppress(UserError):

@@ -83,10 +83,8 @@ class Network:
         self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int
     ) -> float:
         """Returns the seconds of a collective of `size` bytes, if all groups of the run communicate at once.
-
         all_reduce: False for an all-gather or a reduce-scatter. ranks: size of the group. in_node: members of
-        the group in one node, at most.
-        """
+        the group in one node, at most."""
         if ranks == 1:
             return 0.0
         share = (2 if all_reduce else 1) * (ranks - 1) / ranks
@@ -118,12 +116,9 @@ KINDS = {
 
 
 def find_network(config: Config) -> Network | None:
-    """Returns the network of the run; None without --gpu.
-
-    --node-size, --intra-node-gbps and --inter-node-gbps have priority, then the rates measured in
-    --network-figures, then the defaults of the kind of GPU. Raises ConfigError if the file of
-    --network-figures cannot be used.
-    """
+    """Returns the network of the run; None without --gpu. --node-size, --intra-node-gbps and
+    --inter-node-gbps have priority, then the rates measured in --network-figures, then the defaults of the
+    kind of GPU. Raises ConfigError if the file of --network-figures cannot be used."""
     if config.training.gpu is None:
         return None
     usual = KINDS[config.training.gpu.partition("-")[0]]

@@ -33,11 +33,9 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) -> None:
-    """Writes the page to `path`. Raises UserError if the file cannot be written.
-
-    command: the command line that produced the data. data: for a plan `Plan.as_dict()`; for a search, a
-    recipe or a sweep the object that --json writes.
-    """
+    """Writes the page to `path`. Raises UserError if the file cannot be written. command: the command line
+    that produced the data. data: for a plan `Plan.as_dict()`; for a search, a recipe or a sweep the object
+    that --json writes."""
     text = page_text(kind, command, data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """All communication calls of one kind that a rank makes in a step."""
+    """All communication calls of one kind that a rank makes in a step, with their number and total bytes."""
 
     rank: int
     group: str
@@ -47,9 +47,7 @@ class CommunicationRow:
     during: str
     """'forward', 'backward', 'weight', or 'step', which is the part of the step after the passes."""
     calls: int
-    """Number of calls."""
     bytes: int
-    """Bytes of all calls together."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +164,8 @@ class Plan:
 def make_plan(
     config: Config, vocab_size: int, stages: StagePlan | None = None, change: Mapping[str, Any] | None = None
 ) -> Plan:
-    """Plans a run. Raises ConfigError if its layers cannot be partitioned.
-
-    stages: the stages, if they are known already. change: see `Plan.change`.
-    """
+    """Plans a run. Raises ConfigError if its layers cannot be partitioned. stages: the stages, if they are
+    known already. change: see `Plan.change`."""
     stages = stages or plan_stages(config, vocab_size)
     step = planned_step(config, stages, vocab_size)
     memory = tuple(plan_memory(config, vocab_size, stages))
@@ -246,11 +242,11 @@ def _calls(
         costs = stage_costs(config, plan, vocab_size, stage)
         for during, actions in costs.passes.items():
             yield from ((during, micro_batches, one) for one in actions if isinstance(one, Collective))
-        for neighbour, specs, parts, operations in (
+        for neighbor, specs, parts, operations in (
             (stage - 1, costs.inputs, costs.receives, (("forward", "recv_"), ("backward", "send"))),
             (stage + 1, costs.outputs, costs.sends, (("forward", "send"), ("backward", "recv_"))),
         ):
-            if parts and plan.rank_of(neighbour) != rank:
+            if parts and plan.rank_of(neighbor) != rank:
                 size = spec_bytes(specs) / parts
                 for during, operation in operations:
                     yield during, micro_batches, Collective("stages", operation, size)

@@ -22,13 +22,7 @@ from megatron.planner.dry_run import planned_run_report
 from megatron.planner.memory import fit_summary
 from megatron.planner.network import find_network
 from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation_of
-from megatron.planner.search import (
-    PARTITION_METHODS,
-    Change,
-    SearchResult,
-    evaluate,
-    search,
-)
+from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, search
 from megatron.planner.step_time import time_lines
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
@@ -64,10 +58,8 @@ def plan_report(config: Config) -> Report:
 
 
 def search_report(config: Config, words: Sequence[str], top: int) -> Report:
-    """Returns the fastest layouts that fit. Raises ConfigError if none fits.
-
-    words: the flags of `config`. top: number of layouts to explain.
-    """
+    """Returns the fastest layouts that fit. Raises ConfigError if none fits. words: the flags of `config`.
+    top: number of layouts to explain."""
     vocab_size = find_vocabulary(config).size
     result = search(config, vocab_size)
     if not result.candidates:
@@ -179,24 +171,20 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     of each setting."""
     parallel, batch, model = config.parallel, config.batch, config.model
     changes: list[tuple[str, dict[str, object]]] = []
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     for name, field, value in (
-        ("tensor-parallel size", "parallel.tensor_model_parallel_size", parallel.tensor_model_parallel_size),
-        (
-            "pipeline-parallel size",
-            "parallel.pipeline_model_parallel_size",
-            parallel.pipeline_model_parallel_size,
-        ),
+        ("tensor-parallel size", "parallel.tensor_model_parallel_size", tp_size),
+        ("pipeline-parallel size", "parallel.pipeline_model_parallel_size", pp_size),
         ("micro-batch size", "batch.micro_batch_size", batch.micro_batch_size),
     ):
         changes += [(f"{name} {2 * value}", {field: 2 * value})]
         changes += [(f"{name} {value // 2}", {field: value // 2})] if value % 2 == 0 else []
     recomputes = not config.training.recomputes_layers
-    changes.append(
-        (
-            f"recompute {'full' if recomputes else 'none'}",
-            {"training.checkpoint_activations": recomputes, "training.recompute_granularity": None},
-        )
-    )
+    change: dict[str, object] = {
+        "training.checkpoint_activations": recomputes,
+        "training.recompute_granularity": None,
+    }
+    changes.append((f"recompute {'full' if recomputes else 'none'}", change))
     changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
     own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
     schedules = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1), ("zero-bubble", 1))
@@ -208,11 +196,11 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     for method in PARTITION_METHODS:
         if method != parallel.partition_method:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))
-    if parallel.tensor_model_parallel_size > 1:
+    if tp_size > 1:
         flag = not parallel.sequence_parallel
         change = {"parallel.sequence_parallel": flag, "parallel.tp_comm_overlap": False}
         changes.append((f"sequence parallel {'on' if flag else 'off'}", change))
-    if parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel:
+    if tp_size > 1 and parallel.sequence_parallel:
         flag = not parallel.tp_comm_overlap
         title = f"TP communication overlap {'on' if flag else 'off'}"
         changes.append((title, {"parallel.tp_comm_overlap": flag}))
@@ -290,11 +278,7 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
     layers are recomputed first."""
     steps: list[RecipeStep] = []
     if not last.fits and not config.training.recomputes_layers:
-        change = {
-            **change,
-            "training.checkpoint_activations": True,
-            "training.recompute_granularity": None,
-        }
+        change = {**change, "training.checkpoint_activations": True, "training.recompute_granularity": None}
         last = evaluate(config, change, vocab_size)
         steps.append(("the first step does not fit: all layers are recomputed", last))
     while True:

@@ -49,15 +49,13 @@ Change = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The layouts that fit, fastest first, and the number of layouts examined."""
+    """candidates: plans that fit, fastest first. too_large: plans that do not fit. combinations: number of
+    estimated combinations of settings. planned: number of layouts that were planned in full."""
 
     candidates: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
-    """Fully planned layouts that do not fit."""
     combinations: int
-    """Number of combinations of settings that were estimated."""
     planned: int
-    """Number of layouts that were planned in full."""
 
 
 def changed(config: Config, change: Change) -> Config:
@@ -89,7 +87,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 if rest or not count:
                     continue
                 for schedule, virtual in _schedules(pp_size, layers, count):
-                    overlaps = wants_overlap and not PIPELINE_SCHEDULES[schedule].splits_backward
+                    overlaps = not PIPELINE_SCHEDULES[schedule].splits_backward
                     for zero_stage in (1, 2, 3) if pp_size == 1 and dp_size > 1 else (1,):
                         for (recomputes, granularity), sharded in product(recomputations, sequence):
                             yield {
@@ -253,14 +251,12 @@ class _Estimator:
 @dataclass(frozen=True)
 class _LayerEstimate:
     """Costs of a transformer layer without recomputation: (forward seconds, backward seconds, bytes of the
-    activations kept between the passes)."""
+    activations kept between the passes). first: at a micro-batch of one sample. further: added by each
+    further sample. input_bytes: bytes of the layer's input per sample."""
 
     first: tuple[float, ...]
-    """The costs at a micro-batch of one sample."""
     further: tuple[float, ...]
-    """The costs that each further sample adds."""
     input_bytes: int
-    """Bytes of the layer's input, per sample."""
     parameters: int
 
     @classmethod

@@ -139,10 +139,9 @@ def _scaled(actions: Sequence[Action], factor: float) -> tuple[Action, ...]:
 def _sum(
     actions: Sequence[Action], times: float, fewer: Sequence[Action], more: Sequence[Action]
 ) -> tuple[Action, ...]:
-    """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action.
-
-    Both the number of actions and their total bytes are extrapolated; each action then has the mean bytes of
-    its kind. Each collective is followed by its wait."""
+    """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action. Both the number
+    of actions and their total bytes are extrapolated; each action then has the mean bytes of its kind. Each
+    collective is followed by its wait."""
     sums: dict[tuple[Any, ...], list[float]] = {}
     for factor, part in ((1.0, actions), (times, more), (-times, fewer)):
         for action in part:

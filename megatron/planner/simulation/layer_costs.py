@@ -150,10 +150,8 @@ class _ObservedModel(GPTModelPipe):
 
 def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bool) -> ModelCosts:
     """Records the layers of a configuration with few layers and without pipeline parallelism. Raises
-    ConfigError if the loss is computed in too many chunks to record.
-
-    num_entries: length of the layer list. kernels: whether the device runs Triton kernels.
-    """
+    ConfigError if the loss is computed in too many chunks to record. num_entries: length of the layer list.
+    kernels: whether the device runs Triton kernels."""
     _check_chunks(config, vocab_size)
     with _rank_on_device(config, vocab_size, (0, num_entries), 0, kernels) as rank:
         simulated, model, recorder = rank.simulated, rank.model, rank.recorder

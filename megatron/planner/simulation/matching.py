@@ -87,10 +87,8 @@ def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
     """Runs the calls of all ranks against each other. Returns None if all complete, otherwise a sentence on
-    two calls that do not match, or on the ranks that wait forever.
-
-    calls: global rank -> its calls in order.
-    """
+    two calls that do not match, or on the ranks that wait forever. calls: global rank -> its calls in
+    order."""
     world = _World({rank: deque(batches) for rank, batches in calls.items()})
     return world.run()
 

@@ -91,11 +91,9 @@ def pass_time(
     launch_seconds: float,
     contention: float = 0.0,
 ) -> PassTime:
-    """Returns the time of a pass.
-
-    launch_seconds: host time per kernel. The host runs ahead of the device, so this time limits only a pass
-    of many short kernels. contention: seconds that one second of a concurrent collective adds to the kernels.
-    """
+    """Returns the time of a pass. launch_seconds: host time per kernel. The host runs ahead of the device, so
+    this time limits only a pass of many short kernels. contention: seconds that one second of a concurrent
+    collective adds to the kernels."""
     communication = clock = products = others = waits = 0.0
     free: dict[Group, float] = {}
     ends: list[float] = []

@@ -36,10 +36,8 @@ def run_in_processes(
     function: Callable[..., Any], arguments: Iterable[Sequence[Any]], processes: int | None = None
 ) -> list[Any]:
     """Calls `function(*a)` for each tuple `a` of `arguments`, each in a new process; returns the results.
-
     function: a function of a module, since it is pickled. processes: number of processes at a time (default:
-    one per core). Raises the errors of `Worker.run`.
-    """
+    one per core). Raises the errors of `Worker.run`."""
     workers: list[Worker] = []
 
     def run_one(values: Sequence[Any]) -> Any:
@@ -91,7 +89,7 @@ class Worker:
         return value
 
     def _failure(self) -> Exception:
-        """The error for a process that has ended."""
+        """Returns the error for a process that has ended."""
         self._process.join()
         if self._process.exitcode == -signal.SIGKILL:
             return UserError(
@@ -105,7 +103,7 @@ class Worker:
         )
 
     def is_alive(self) -> bool:
-        """Whether the process can run another function."""
+        """Returns whether the process can run another function."""
         return self._process.is_alive()
 
     def end(self) -> None:

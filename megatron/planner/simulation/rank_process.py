@@ -148,10 +148,8 @@ def simulated_process(
     make_trace: Callable[[MemoryTracker], Any] = StepTrace,
 ) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
     """Makes this process the rank of `layout` on a simulated device, within this context. The process may
-    have been another rank before.
-
-    receive, make_trace: see `SimulatedDevice`. kernels: whether the device runs Triton kernels.
-    """
+    have been another rank before. receive, make_trace: see `SimulatedDevice`. kernels: whether the device
+    runs Triton kernels."""
     _register()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -81,11 +81,9 @@ def find_stages(config: Config) -> tuple[Vocabulary, StagePlan]:
 def simulate_rank(
     config: Config, rank: int, inputs_of_stages: Sequence[tuple[Spec, ...]], micro_batches: int | None = None
 ) -> StepRecord:
-    """Simulates a training step of `rank`, and returns its record.
-
-    The device runs Triton kernels if `model.attention_choice.counts_kernels`. inputs_of_stages: see
-    `stage_costs.inputs_of_stages`. micro_batches: default: `simulated_micro_batches`.
-    """
+    """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
+    `model.attention_choice.counts_kernels`. inputs_of_stages: see `stage_costs.inputs_of_stages`.
+    micro_batches: default: `simulated_micro_batches`."""
     vocab, plan = find_stages(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
@@ -103,11 +101,8 @@ def simulate_rank(
 
 def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
     """Returns the run's configuration with `micro_batches` per step and an exit after `last_iteration`,
-    without evaluation, logs, and files that a run reads or writes.
-
-    The first of the two steps only makes the state and is not recorded, so it has as few micro-batches as the
-    layout allows.
-    """
+    without evaluation, logs, and files that a run reads or writes. The first of the two steps only makes the
+    state and is not recorded, so it has as few micro-batches as the layout allows."""
     batch, parallel = config.batch, config.parallel
     unit = batch.micro_batch_size * parallel.data_parallel_size
     size, first = micro_batches * unit, max(parallel.min_micro_batches, parallel.micro_batch_multiple) * unit
@@ -155,7 +150,7 @@ class _Neighbors:
         self._parts = layout.tp_size if config.parallel.sends_parts else 1
 
     def fill(self, values: Tensor, source: int) -> None:
-        """See `device.Receive`."""
+        """Writes the message from rank `source` into `values`: a `device.Receive` function."""
         other = source // (self._layout.tp_size * self._layout.dp_size)
         if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
             message = self._shape_message(next(self._inputs[other]))

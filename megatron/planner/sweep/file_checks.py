@@ -67,12 +67,7 @@ _RECORD: dict[str, Check] = {
     "format": is_count,
     **dict.fromkeys(("command", "commit", "host", "python", "created"), is_text),
 }
-_STEP = _fields(
-    {
-        "iteration": is_count,
-        "loss": _or_none(_is_number),
-    }
-)
+_STEP = _fields({"iteration": is_count, "loss": _or_none(_is_number)})
 _MEMORY = _fields({"stage": is_count, "name": is_text, "most_bytes": _is_size})
 _RESULT: dict[str, Check] = {
     "row": is_count,

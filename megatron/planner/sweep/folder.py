@@ -91,10 +91,8 @@ class SweepFolder:
 
     def begin(self, record: Record) -> Record:
         """Writes the record, or adds its rows to the folder's record. Returns the record that was written.
-
         Existing rows keep their numbers. Raises UserError if the base command, the number of steps or the
-        script differ from the folder's, or if the folder has a row that --vary does not accept.
-        """
+        script differ from the folder's, or if the folder has a row that --vary does not accept."""
         if (self.path / "sweep.json").exists():
             record = _extend(self.read(), record, self.path)
             for row in record.runnable:
@@ -127,10 +125,8 @@ class SweepFolder:
         write_json(self.result_file(result["row"], result["repeat"]), result)
 
     def pending(self, record: Record, retry_failed: bool = False) -> list[tuple[Row, int]]:
-        """Returns the runs without a result. Rows with a failed run are not continued.
-
-        retry_failed: treats failed runs as runs without a result.
-        """
+        """Returns the runs without a result. Rows with a failed run are not continued. retry_failed: treats
+        failed runs as runs without a result."""
         results = self.results()
         if retry_failed:
             results = {key: result for key, result in results.items() if result["status"] == "ok"}
@@ -144,10 +140,8 @@ class SweepFolder:
     @contextmanager
     def lock(self) -> Iterator[int]:
         """Locks the folder, and yields the file descriptor of the lock. Raises UserError if another sweep
-        holds the lock for a minute.
-
-        Runs inherit the descriptor. So if the sweep is killed, the folder stays locked until its run has
-        ended."""
+        holds the lock for a minute. Runs inherit the descriptor. So if the sweep is killed, the folder stays
+        locked until its run has ended."""
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = open_own(self.path / "lock", 0)
         try:

@@ -76,11 +76,8 @@ def resolve_rows(
     dry_run: bool = False,
 ) -> list[Row]:
     """Checks and plans all combinations. Raises UserError if all of them are invalid, since the cause is then
-    in the base command.
-
-    steps: steps per run. processes: number of processes; None reads --world-size, or else takes TP x PP.
-    dry_run: True if the run's files, such as the data, may be missing.
-    """
+    in the base command. steps: steps per run. processes: number of processes; None reads --world-size, or
+    else takes TP x PP. dry_run: True if the run's files, such as the data, may be missing."""
     resolved = [_resolve_row(base, row, steps, processes, dry_run) for row in rows]
     if all(row.refused for row in resolved):
         raise UserError(

@@ -33,10 +33,8 @@ _TIMEOUT_S = 120
 
 def read_base_command(script: str, flags: Sequence[str], folder: Path) -> ScriptCommand:
     """Returns the training command of a script of examples/slurm that is called with `flags`. Raises
-    UserError if the script does not print a command with torch's launcher.
-
-    folder: the folder of the sweep.
-    """
+    UserError if the script does not print a command with torch's launcher. folder: the folder of the
+    sweep."""
     command = read_script("--sbatch", script, flags, _environment(folder))
     if command.processes is None:
         raise UserError(
@@ -54,11 +52,9 @@ def submit(
     options: Sequence[str],
     retry_failed: bool,
 ) -> str:
-    """Submits the runs that have no result and are not in the queue; returns a sentence for the user.
-
-    nodes: nodes per job. flags: arguments of the script. options: options of sbatch. retry_failed: see
-    `SweepFolder.pending`. Raises UserError if sbatch fails.
-    """
+    """Submits the runs that have no result and are not in the queue; returns a sentence for the user. nodes:
+    nodes per job. flags: arguments of the script. options: options of sbatch. retry_failed: see
+    `SweepFolder.pending`. Raises UserError if sbatch fails."""
     assert record.script is not None
     queued = _queued(folder)
     todo = [
@@ -83,11 +79,7 @@ def submit(
         f"--array=0-{len(tasks) - 1}%1",
         "--job-name=sweep",
     ]
-    words += [
-        f"--nodes={nodes}",
-        f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out",
-        *options,
-    ]
+    words += [f"--nodes={nodes}", f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out", *options]
     words += [record.script, *flags]
     try:
         run = subprocess.run(

@@ -131,11 +131,9 @@ def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
 
 
 def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, Any]:
-    """Compares the losses of a group.
-
-    In the result, `rows` are the compared rows, `largest_difference` is the largest relative difference of
-    losses at one step, and `disagreeing` has a sentence per run whose losses differ by more than the
-    tolerance."""
+    """Compares the losses of a group. In the result, `rows` are the compared rows, `largest_difference` is
+    the largest relative difference of losses at one step, and `disagreeing` has a sentence per run whose
+    losses differ by more than the tolerance."""
     indices = {row.index for row in group}
     curves = {
         key: {step["iteration"]: float(step["loss"]) for step in result["steps"] if step["loss"] is not None}

@@ -1,4 +1,4 @@
-"""The processes that record layers: errors, and their end."""
+"""The processes that record layers: their errors and their end."""
 
 from __future__ import annotations
 

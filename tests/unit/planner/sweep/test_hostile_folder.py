@@ -1,4 +1,4 @@
-"""The folder of a sweep that others can write to: what is read from it is checked like what is typed."""
+"""The folder of a sweep that other users can write to: its content is checked like typed flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def change(file: Path, edit: Callable[[Any], object]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SweepFolder:
-    """A sweep with one result of two."""
+    """Makes the folder of a sweep that has one of two results."""
     made = SweepFolder(tmp_path / "shared" / "sweep")
     made.begin(make_record(A, B, repeat=1))
     made.write_result(make_result(A, 1, 1.0, [2.0, 1.0, 1.5, 1.25]))

@@ -1,4 +1,4 @@
-"""The report of a sweep: table, Markdown, CSV, picture, JSON."""
+"""The report of a sweep: table, Markdown, CSV, plot, JSON."""
 
 from __future__ import annotations
 
