@@ -1,7 +1,8 @@
 """Reads the flags of a run to plan, from a command line or an sbatch script, and replaces some of them.
 
 To read a script, this module executes it with DRY_RUN=1 and with the rights of the user. A script that
-ignores DRY_RUN does whatever it usually does."""
+ignores DRY_RUN does whatever it usually does.
+"""
 
 from __future__ import annotations
 

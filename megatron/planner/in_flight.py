@@ -24,8 +24,8 @@ def in_flight_micro_batches(config: Config) -> list[int]:
 
 
 def in_flight_on_rank(config: Config, rank: int) -> list[dict[int, InFlight]]:
-    """Returns the micro-batches in flight of each stage of a pipeline rank (stage -> number), one entry for
-    each different state in which the rank has most of them in total."""
+    """Returns the states in which a pipeline rank has the most micro-batches in flight. Each state has the
+    micro-batches of every stage of the rank: stage -> `InFlight`."""
     parallel = config.parallel
     stages = [stage for stage, holder in enumerate(parallel.rank_of_stage) if holder == rank]
     waiting, deferred = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)

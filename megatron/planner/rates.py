@@ -158,8 +158,8 @@ def attention_part(kernel: Kernel, rates: Rates) -> float:
 
 
 def _implementation(name: str, rates: Rates) -> str:
-    """Returns the implementation of an attention kernel: PyTorch's kernels name it, all others are Triton
-    kernels. A GPU without rates for it has rates for a single implementation, which is returned."""
+    """Returns the implementation of an attention kernel. PyTorch's kernels have it in their names; all others
+    are Triton kernels. A GPU without rates for it has a single implementation, which is returned."""
     kinds = (_FLASH, _CUDNN, _EFFICIENT)
     kind = next((kind for kind in kinds if kind in name), _TRITON)
     return kind if kind in rates.attention else next(iter(rates.attention))

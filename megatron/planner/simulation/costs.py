@@ -56,7 +56,8 @@ class ModelCosts:
 
     weight: the weight-gradient pass of all layers together (--pipeline-schedule zero-bubble). tables: bytes
     that stay allocated between micro-batches, without the state. host: bytes that a micro-batch in flight
-    keeps in host memory."""
+    keeps in host memory.
+    """
 
     layers: tuple[LayerCost, ...]
     weight: PassCost
@@ -103,8 +104,8 @@ class UpdateCosts:
         )
 
     def with_buckets(self, layers: Sequence[int]) -> UpdateCosts:
-        """Returns the costs with other buckets, for costs with one bucket per layer. layers: number of layers
-        in each bucket."""
+        """Returns the costs with larger buckets than these costs, which have one bucket per layer. layers:
+        number of layers in each new bucket."""
         if not layers or not self.reductions:
             return self
         return replace(

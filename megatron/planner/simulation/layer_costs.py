@@ -63,7 +63,7 @@ class _Recorder:
         self._start, self._actions = 0, list[Action]()
 
     def name_groups(self, layout: ParallelLayout) -> None:
-        """Sets the layout of the rank whose calls follow; it translates their ranks into names of groups."""
+        """Sets the layout with which the ranks of later calls are translated into names of groups."""
         self._layout = layout
 
     def begin(self, name: str, index: int = 0) -> None:
@@ -282,7 +282,7 @@ def _without_gathers(
 
 
 def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
-    """Makes the optimizer state by a first step, in which optimizers allocate it."""
+    """Runs a first optimizer step, in which optimizers allocate their state."""
     for flat in optimizer.flat:
         flat.set_master_grad(1.0)
     optimizer.optimizer.step()
@@ -319,7 +319,7 @@ def _rank_on_device(
         recorder.name_groups(layout)
         tp_group = layout.make_tp_group()
         model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
-        device_adds(next(model.parameters()))  # its first call runs a test, not to be recorded
+        device_adds(next(model.parameters()))  # must not be recorded: its first call tests the device
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)

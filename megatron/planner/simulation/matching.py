@@ -51,8 +51,7 @@ def translate_ranks(
     ranks: Sequence[int], simulated: ParallelLayout, other: ParallelLayout
 ) -> tuple[int, ...]:
     """Translates a process group of the rank of `simulated` to the corresponding group of the rank of
-    `other`. If all members have a coordinate of the first rank, the translated members have it of the other
-    rank."""
+    `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
     own, wanted = _coordinates(simulated.rank, simulated), _coordinates(other.rank, other)
     members = [_coordinates(rank, simulated) for rank in ranks]
     is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(3)]

@@ -30,7 +30,7 @@ _BACKEND = "simulated"
 
 
 class _Ranges:
-    """Reads the profiler ranges of the engine, which tell when a step or an instruction begins and ends."""
+    """Reads the profiler ranges of the engine, which mark the beginning and end of steps and instructions."""
 
     def __init__(self, simulated: SimulatedDevice) -> None:
         self._simulated = simulated
@@ -122,7 +122,7 @@ class _SimulatedAccelerator(CPU_Accelerator):
 
 
 class _Event:
-    """A device event; to wait for it counts as a host synchronization."""
+    """A device event. Waiting for it counts as a host synchronization."""
 
     def __init__(self, **_: Any) -> None:
         pass

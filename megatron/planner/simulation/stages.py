@@ -54,8 +54,8 @@ def simulate_ranks(
 
 
 def step_instructions(config: Config, rank: int, micro_batches: int | None = None) -> tuple[Instruction, ...]:
-    """Returns the instructions of a training step on a pipeline rank. micro_batches: default: those of the
-    run."""
+    """Returns the instructions of a training step on a pipeline rank. micro_batches: None takes the run's
+    number."""
     queued = QueuedMessages()
     count = micro_batches or config.micro_batches_per_step
     schedule = pipeline_schedule(config.parallel, rank, count, trains=True)

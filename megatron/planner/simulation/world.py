@@ -83,7 +83,7 @@ def simulate_rank(
 ) -> StepRecord:
     """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
     `model.attention_choice.counts_kernels`. inputs_of_stages: see `stage_costs.inputs_of_stages`.
-    micro_batches: default: `simulated_micro_batches`."""
+    micro_batches: None takes `simulated_micro_batches`."""
     vocab, plan = find_stages(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)

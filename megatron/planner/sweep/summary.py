@@ -4,7 +4,8 @@ docs/sweep.md describes the object.
 
 Layout, partition, schedule, micro-batch size and recomputation do not change the losses
 (docs/equal_losses.md). So rows that differ only in these settings form a group, and their losses are
-compared."""
+compared.
+"""
 
 from __future__ import annotations
 
