@@ -319,7 +319,7 @@ def _rank_on_device(
         recorder.name_groups(layout)
         tp_group = layout.make_tp_group()
         model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
-        device_adds(next(model.parameters()))  # must not be recorded: its first call tests the device
+        device_adds(next(model.parameters()))  # it asks the device once per process
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)
