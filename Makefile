@@ -4,11 +4,12 @@
 # make test-all  set up, then run the full matrix (about 85 minutes on two cores)
 # make setup   only make the virtual environment .venv
 # make lint    set up, then format check, lint and types
+# make site    set up, then write the documentation to site/, with every link checked
 
 PYTHON ?= python3
 # The processes among which the test files are shared out.
 TEST_PROCESSES ?= 2
-# What setup.py's extras install beside the package; eval: the tasks of tools/evaluate.py and their tests.
+# What the extras of pyproject.toml install beside the package; eval: the tasks of tools/evaluate.py and their tests.
 EXTRAS ?= dev,bitsandbytes
 VENV := .venv
 STAMP := $(VENV)/.installed-$(EXTRAS)
@@ -16,11 +17,11 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # is written once, also where the environment forbids it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-slice test-all lint
+.PHONY: setup train test test-slice test-all lint site
 setup: $(STAMP)
 
 # The stamp is touched last: an installation that was interrupted is taken up again.
-$(STAMP): setup.py constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
@@ -43,3 +44,6 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict

@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
+import megatron
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.exit_status import USER_ERROR_EXIT_CODE, is_caused_here, sentence_of
 from megatron.cluster.launch import temporary_environment
@@ -32,8 +34,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 @contextmanager
-def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iterator[None]:
-    """In the block this process is rank 0 of `world_size` processes; the others run `script` with `argv`.
+def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]:
+    """Makes this process rank 0 of `world_size` processes in the block; the others run `python *program`.
 
     Sets the variables of a launcher. The processes share the cores of this host. If another rank fails, this
     process ends with its exit code; if this process ends, the others are ended.
@@ -49,11 +51,15 @@ def start_other_ranks(script: str, argv: Sequence[str], world_size: int) -> Iter
     # What a launcher or srun has set for this process alone.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    folders = [str(Path(megatron.__path__[0]).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables["PYTHONPATH"] = os.pathsep.join(
+        folders
+    )  # `-m megatron....` in a checkout that is not installed
     with ExitStack() as stack:
         stack.enter_context(temporary_environment({**variables, "RANK": "0", "LOCAL_RANK": "0"}))
         others = [
             subprocess.Popen(
-                [sys.executable, script, *argv],
+                [sys.executable, *program],
                 env={**inherited, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 preexec_fn=_end_with_parent,

@@ -26,6 +26,7 @@ from megatron.config.fields import Flag, flag_of, option_name, value_text
 from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.tool_parser import typed_name
 from megatron.config.validate import validate
 from megatron.errors import ConfigError, one_line
 
@@ -88,7 +89,7 @@ def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.en
 def make_parser() -> argparse.ArgumentParser:
     """The parser. Its result has the flags that were given, as 'section.field' or '--ignored-flag'."""
     parser = _Parser(
-        prog="pretrain_gpt.py",
+        prog=typed_name("pretrain_gpt.py"),
         usage="%(prog)s FLAGS",
         description="Train a GPT with tensor, pipeline and data parallelism.",
         allow_abbrev=False,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -17,19 +19,32 @@ from megatron.errors import ConfigError
 class ToolParser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError.
 
-    `description` is printed with its line breaks, so that it can be a tool's docstring. Flags cannot be
-    abbreviated: a new flag would change the meaning of an abbreviation.
+    `description` is printed with its line breaks: it can be a tool's docstring. In an installation,
+    `megatron-NAME` replaces `python tools/NAME.py` in it. Flags cannot be abbreviated, since a new flag would
+    change the meaning of an abbreviation.
     """
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
-            description=description,
+            description=re.sub(r"python (tools/\w+\.py)", _typed, description or ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (--help lists the flags)")
+
+
+def typed_name(script: str) -> str:
+    """Returns how the user started a script of the repository: by its path, or by an installed command."""
+    command = os.path.basename(sys.argv[0])
+    is_installed = command.startswith(_COMMAND)
+    return _COMMAND + Path(script).stem.replace("_", "-") if is_installed else script
+
+
+def _typed(command: re.Match[str]) -> str:
+    name = typed_name(command[1])
+    return name if name.startswith(_COMMAND) else command[0]
 
 
 def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
@@ -73,6 +88,7 @@ def check_input_files(paths: Iterable[str]) -> None:
             raise ConfigError(f"--input {path}: only plain and .gz files can be read, decompress it first")
 
 
+_COMMAND = "megatron-"  # the commands of an installation begin with it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -5,20 +5,20 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint.to_universal import convert, open_source
+from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
+from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 from tests.support.checkpoints import state_after
 from tests.support.layouts import Row
 from tests.support.pool import run_world
-from tools import ds_to_universal
 
 
 @pytest.mark.full
@@ -59,7 +59,7 @@ def then_kill(*args):
             os.kill(os.getpid(), signal.SIGKILL)
 
 NativeReader.read_blocks = then_kill
-from tools.ds_to_universal import main
+from megatron.commands.ds_to_universal import main
 main()
 """
 
@@ -67,7 +67,7 @@ main()
 def test_a_conversion_that_was_killed_during_a_write_resumes(tmp_path):
     source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(ds_to_universal.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for blocks in ("1", "20", "50"):
         killed = subprocess.run(
             [sys.executable, "-c", KILLED, *flags, blocks], env=environment, timeout=HANG_TIMEOUT_S

@@ -11,6 +11,7 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import find_checkpoint, load_checkpoint
 from megatron.checkpoint.to_universal import convert, open_source
+from megatron.commands import ds_to_universal
 from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import Vocabulary
@@ -27,7 +28,6 @@ from tests.unit.checkpoint.megatron_deepspeed_folder import (
     unpack,
     write_as_megatron_deepspeed,
 )
-from tools import ds_to_universal
 
 
 @pytest.mark.gate(rows=1)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.cluster import devices  # noqa: E402
 from megatron.cluster.devices import device_index  # noqa: E402
-from tools import evaluate  # noqa: E402
+from megatron.commands import evaluate  # noqa: E402
 
 
 def index_among_few(local_rank: int, *_: object) -> int:
@@ -19,5 +19,5 @@ def index_among_few(local_rank: int, *_: object) -> int:
 
 if __name__ == "__main__":
     devices.device_index = index_among_few
-    evaluate.__file__ = __file__  # the other ranks run this file
+    evaluate.PROGRAM = [__file__]  # the other ranks run this file
     evaluate.main()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.reading import load_model, read_checkpoint
+from megatron.commands import convert_huggingface, inspect_checkpoint
 from megatron.config import parse_args
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -17,7 +18,6 @@ from tests.conftest import VOCAB_SIZE
 from tests.end_to_end.command import pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
 from tests.unit.checkpoint.hugging_face_folder import hf_logits, save_hf
-from tools import convert_huggingface, inspect_checkpoint
 
 PROMPT = "def main(argv):\n    for argument in argv:"
 VARIANTS = {

@@ -21,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
+from megatron.commands import convert_huggingface, evaluate
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.training.build import config_of_layout, load_distributed_model
 from megatron.training.harness.model import HarnessModel, _load
@@ -29,7 +30,6 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support.pool import run_world
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
 from tests.unit.checkpoint.test_huggingface_llama import save_hf
-from tools import convert_huggingface, evaluate
 
 TASK = """
 task: local

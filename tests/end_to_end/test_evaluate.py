@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.commands import ds_to_universal, evaluate
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tests.end_to_end.command import ROOT, environment
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
 from tests.support.forked import run_script
-from tools import ds_to_universal, evaluate
 
 FIRST_BATCH = ["--samples", "4"]  # as many as --eval-iters 1 and --global-batch-size 4 read
 # fp32 differs in the order of sums only; in 16 bits the fused head of training rounds differently.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.reading import load_model, read_checkpoint
+from megatron.commands import generate
 from tests.end_to_end.trained import NEW_TOKENS, SEQ, VARIANTS, Trained
-from tools import generate
 
 PROMPT = "def main(argv):\n    for argument in"
 
@@ -119,7 +119,7 @@ def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(
         generate.main(flags)
         notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
         assert len(notes) == is_truncated
-        assert all(f"{SEQ + 1} tokens" in note and f"last {SEQ}" in note for note in notes)
+        assert all(f"{SEQ + 1} tokens" in note and f"length is {SEQ}:" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import sweep
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
-from tools import sweep
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 

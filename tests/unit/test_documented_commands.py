@@ -61,9 +61,7 @@ def parse(words: list[str]) -> None:
         if "--dry-run" in flags:
             read_command_line(flags, {})
     elif program.startswith("tools/"):
-        importlib.import_module(program.removesuffix(".py").replace("/", ".")).build_parser().parse_args(
-            flags
-        )
+        importlib.import_module("megatron.commands." + Path(program).stem).build_parser().parse_args(flags)
     else:
         source = (ROOT / program).read_text()
         flags = [flag for flag in flags if flag.startswith("--")]

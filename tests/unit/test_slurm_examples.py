@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron.commands.sweep import build_parser
 from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
@@ -22,7 +23,6 @@ from megatron.planner.sweep.slurm import read_base_command
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 from tests.unit.config.published_scripts import SCRIPTS
-from tools.sweep import build_parser
 
 EXAMPLES = ROOT / "examples" / "slurm"
 SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example

@@ -14,11 +14,11 @@ from transformers.utils import logging
 
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import Checkpoint
+from megatron.commands import convert_huggingface
 from megatron.errors import USER_ERROR_EXIT_CODE
 from megatron.model.single_process import GPTModel
 from tests.support.layouts import SEQ, VOCAB
 from tests.unit.model.single_process import random_tokens
-from tools import convert_huggingface
 
 logging.disable_progress_bar()
 TOKENS = random_tokens(2, SEQ)

@@ -16,13 +16,13 @@ from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.names import check_file, check_parameter, check_plain, read_name
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.to_universal import convert, open_source
+from megatron.commands import ds_to_universal, generate, inspect_checkpoint
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.checkpoint.test_torch_files import harm
 from tests.unit.hostile import bounds, refusal, snapshot
-from tools import ds_to_universal, generate, inspect_checkpoint
 
 BAD_NAMES = ["../../../victim", "..", ".", "", "/etc", "a/../b", "a\0b", "a\nb", "x" * 300, "~", ".hidden"]
 BAD_NAMES += ["a\\b", 5, None]

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2To
 
 from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
+from megatron.commands.convert_huggingface import check_tokenizer_fits
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import save_as_hugging_face
@@ -33,7 +34,6 @@ from tests.unit.checkpoint.hugging_face_folder import (
 )
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
-from tools.convert_huggingface import check_tokenizer_fits
 
 KINDS = ("bloom", "gpt2")
 
@@ -276,7 +276,7 @@ def test_a_folder_without_a_tokenizer_has_the_vocabulary_of_its_config(tmp_path,
     save_hf(tmp_path / "hf", "gpt2")
     convert("--from", tmp_path / "hf", "--to", tmp_path / "native")
     output = capsys.readouterr()
-    assert f"holds no tokenizer: the vocabulary has the {VOCAB} tokens of its config.json" in output.err
+    assert f"has no tokenizer: the vocabulary has {VOCAB} tokens, as in its config.json" in output.err
     assert f"--vocab-size {VOCAB}" in output.out  # the flags of the start
     checkpoint = read_checkpoint(tmp_path / "native")
     assert (checkpoint.vocab_size, checkpoint.eod) == (VOCAB, None)
@@ -289,11 +289,11 @@ def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
     both = ["--from-hugging-face", source, "--output", output]
     assert "not allowed with" in mistake(capsys, *both, "--load", tmp_path)
     assert "one of the arguments --from --load --from-hugging-face" in mistake(capsys, "--output", output)
-    assert "--dtype acts on a checkpoint only" in mistake(capsys, *both, "--dtype", "bf16")
-    assert "--no-tokenizer acts on a checkpoint" in mistake(capsys, *both, "--no-tokenizer")
+    assert "--dtype acts only on a checkpoint" in mistake(capsys, *both, "--dtype", "bf16")
+    assert "--no-tokenizer acts only on a checkpoint" in mistake(capsys, *both, "--no-tokenizer")
     assert "--universal_checkpoint acts" in mistake(capsys, *both, "--universal-checkpoint")
     flags = ["--load", tmp_path, "--output", output, "--vocab-size", 5]
-    assert "--vocab-size acts on a model of Hugging Face only" in mistake(capsys, *flags)
+    assert "--vocab-size acts only on a Hugging Face model" in mistake(capsys, *flags)
     nowhere = ["--from-hugging-face", "gpt2", "--output", output]
     assert "--from-hugging-face gpt2: there is no such folder" in mistake(capsys, *nowhere)
     assert "embeddings of 101 tokens, and the tokenizer has 102" in mistake(
@@ -317,10 +317,10 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
         ("--from", tmp_path / "missing", "--to", taken): "missing: there is no such folder",
         ("--from", checkpoint, "--to", taken): "taken exists already",
         ("--from", checkpoint, "--to", unwritable): "x cannot be made",
-        ("--from", checkpoint, "--to", taken, *size): "--vocab-size acts on a model of Hugging Face only",
+        ("--from", checkpoint, "--to", taken, *size): "--vocab-size acts only on a Hugging Face model",
         ("--from", model, "--to", taken, *size): "taken/global_step0_universal exists already",
         ("--from", model, "--to", unwritable, *size): "cannot be made",
-        ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts on a checkpoint only",
+        ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts only on a checkpoint",
         ("--from", tmp_path, "--to", taken): "holds no checkpoint",
         ("--load", tmp_path / "missing", "--to", taken): "--load .*: there is no such folder",
         ("--from-hugging-face", model, "--to", taken, *size): "taken exists already",

@@ -18,10 +18,10 @@ from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
 from megatron.checkpoint.to_universal import convert, open_source
+from megatron.commands import inspect_checkpoint as tool
 from megatron.errors import UserError
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
-from tools import inspect_checkpoint as tool
 
 TP2_PP2 = Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")
 WORDS = "tied_modules.embed.word_embeddings.weight"

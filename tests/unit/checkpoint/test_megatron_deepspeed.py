@@ -17,6 +17,7 @@ from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.checkpoint.manager import find_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
 from megatron.checkpoint.to_universal import open_source
+from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs
@@ -26,7 +27,6 @@ from tests.support.checkpoints import FINGERPRINT
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
 from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, unpack, write_as_megatron_deepspeed
 from tests.unit.checkpoint.native_folder import random_wholes
-from tools import ds_to_universal
 
 # As --normalization rmsnorm --disable-bias-linear --swiglu --use-rotary-position-embeddings
 # --untie-embeddings-and-output-weights there.

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.commands import merge_datasets, verify_dataset
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
 from tests.unit.data.token_files import numbered_documents, write_documents
-from tools import merge_datasets, verify_dataset
 
 SIZES = ([3, 0, 5], [4], [2, 6])
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.commands import preprocess_data
 from megatron.data import indexed_dataset, preprocessing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
@@ -29,7 +30,6 @@ from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from tests.support import HANG_TIMEOUT_S
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
-from tools import preprocess_data
 
 REPOSITORY = Path(__file__).parents[3]
 RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "title": f"title {i}"} for i in range(300)]

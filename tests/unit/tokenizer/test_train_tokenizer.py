@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import train_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.unit.tokenizer.vocabularies import TEXT
-from tools import train_tokenizer
 
 
 def train(folder: Path, *inputs: Path, vocab_size: int = 320) -> GPT2BPETokenizer:
@@ -54,7 +54,7 @@ def test_a_text_with_too_few_pairs_is_reported(
 ) -> None:
     tokenizer = train(tmp_path, jsonl, vocab_size=30000)
     assert tokenizer.vocab_size < 30000
-    assert f"{tokenizer.vocab_size:,} tokens only, not 30,000" in capsys.readouterr().err
+    assert f"only {tokenizer.vocab_size:,} tokens, not 30,000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
+from megatron.commands import job_report
 from megatron.training.log_lines import IntervalSummary, format_training_line, format_validation_lines
 from tests.unit.hostile import bounds, refusal
-from tools import job_report
 
 # A line of Megatron-LM of 2021, with the prefix of a launcher and without throughput.
 PEERS_LINE = (

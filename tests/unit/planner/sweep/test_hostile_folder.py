@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron.commands import sweep
 from megatron.errors import UserError
 from megatron.planner.sweep.axes import Axis, make_rows
 from megatron.planner.sweep.folder import SweepFolder
@@ -18,7 +19,6 @@ from megatron.planner.sweep.run_log import read_result
 from megatron.planner.sweep.slurm import record_task, task_flags
 from tests.unit.hostile import HOSTILE_VALUES, bounds, fuzz, mutated_json, refusal
 from tests.unit.planner.sweep.made import make_record, make_result, make_row
-from tools import sweep
 
 A, B = make_row(0, "memory"), make_row(1, "time")
 

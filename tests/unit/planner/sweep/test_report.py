@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
+from megatron.commands import sweep
 from megatron.planner.pictures import draw_summary
 from megatron.planner.sweep.folder import SweepFolder
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import report_csv, report_markdown, report_text, table_cells
 from tests.unit.planner.sweep.made import GIB, make_record, make_result, make_row
-from tools import sweep
 
 A = make_row(0, "type:a|b")
 B = make_row(1, "time")

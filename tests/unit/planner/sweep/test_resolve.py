@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import sweep
 from megatron.config import read_command_line
 from megatron.config.config import SECTIONS
 from megatron.errors import UserError
@@ -16,7 +17,6 @@ from megatron.planner.memory import planned_bytes
 from megatron.planner.step_time import find_cluster, predict_step
 from megatron.planner.sweep.axes import Axis, Row, make_rows
 from megatron.planner.sweep.resolve import _SAME_LOSSES, loss_settings_digest, resolve_rows
-from tools import sweep
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -1,0 +1,252 @@
+"""Converts a checkpoint to a Hugging Face model, or a Hugging Face model to a checkpoint.
+
+    python tools/convert_huggingface.py --from checkpoints --to my_model
+    python tools/convert_huggingface.py --from models/Llama-3.2-1B --to runs/llama
+
+A checkpoint becomes a folder with config.json, the weights as safetensors files, and the tokenizer. The
+checkpoint may be a native one of any layout, or a universal one that this repository wrote. A Hugging Face
+model becomes a universal checkpoint; the tool prints the flags with which pretrain_gpt.py starts from it on
+any layout. Both directions preserve the logits. --from detects the direction; --load and --from-hugging-face
+set it. docs/huggingface.md lists the model types and the flags that each needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.config import DataConfig, LoggingConfig
+from megatron.config.tool_parser import ToolParser, exit_on_interrupt
+from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.record import Checkpoint
+
+# The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
+# model.
+MAX_DROPPED_SHARE = 0.05
+# Flags that act only on one kind of input.
+CHECKPOINT, MODEL = "a checkpoint", "a Hugging Face model"
+FLAGS_OF_ONE = {
+    CHECKPOINT: ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
+    MODEL: ("--vocab-size",),
+}
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser of the command line."""
+    parser = ToolParser(__doc__)
+    group = parser.add_argument_group("input (one of three) and output")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--from",
+        dest="source",
+        metavar="FOLDER",
+        help="convert this folder: a Hugging Face model if it has a config.json, else a checkpoint",
+    )
+    source.add_argument(
+        "--load",
+        metavar="FOLDER",
+        help="convert this checkpoint to a Hugging Face model: a folder with `latest` or "
+        "`latest_universal`, or a global_stepN folder",
+    )
+    source.add_argument(
+        "--from-hugging-face",
+        metavar="FOLDER",
+        help="convert this Hugging Face model to a universal checkpoint; nothing is downloaded",
+    )
+    group.add_argument(
+        "--to",
+        "--output",
+        dest="output",
+        required=True,
+        metavar="FOLDER",
+        help="folder to write. For a universal checkpoint that a run opens with --load CKPT: CKPT with "
+        "--from, CKPT/global_step0_universal with --from-hugging-face",
+    )
+    group = parser.add_argument_group(f"for {CHECKPOINT}")
+    group.add_argument(
+        "--universal_checkpoint",
+        "--universal-checkpoint",
+        action="store_true",
+        help="use the newest universal checkpoint of the folder, even if it also has native ones",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("fp32", "fp16", "bf16"),
+        help="precision of the written weights (default: the run's precision); fp32 takes the optimizer's "
+        "fp32 weights",
+    )
+    group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
+    group.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare the weights with the checkpoint's digests",
+    )
+    group = parser.add_argument_group(f"for {MODEL}")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="number of tokens without padding, if the folder has no tokenizer (default: vocab_size of "
+        "config.json); the training run also needs this flag",
+    )
+    add_tokenizer_flags(
+        parser, "tokenizer (default: the tokenizer of the checkpoint, or the one in the model's folder)"
+    )
+    return parser
+
+
+def find_direction(arguments: argparse.Namespace) -> None:
+    """Detects the direction of --from and sets its flags. Raises UserError if the folder does not exist."""
+    if arguments.source is None:
+        return
+    if not os.path.isdir(arguments.source):
+        raise UserError(f"--from {arguments.source}: there is no such folder")
+    if not os.path.isfile(os.path.join(arguments.source, "config.json")):
+        arguments.load = arguments.source
+        return
+    arguments.from_hugging_face = arguments.source
+    if not Path(arguments.output).name.endswith("_universal"):
+        arguments.output = os.path.join(arguments.output, "global_step0_universal")
+
+
+def check_direction(arguments: argparse.Namespace) -> None:
+    """Raises UserError for a missing folder or a flag of the other direction."""
+    is_checkpoint = arguments.load is not None
+    folder = arguments.load if is_checkpoint else arguments.from_hugging_face
+    if not os.path.isdir(folder):
+        typed = "--load" if is_checkpoint else "--from-hugging-face"
+        raise UserError(f"{typed} {folder}: there is no such folder")
+    kind, other = (CHECKPOINT, MODEL) if is_checkpoint else (MODEL, CHECKPOINT)
+    for flag in FLAGS_OF_ONE[other]:
+        if getattr(arguments, flag.removeprefix("--").replace("-", "_")):
+            raise UserError(f"{flag} acts only on {other}, and {folder} is {kind}: remove the flag")
+
+
+def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
+    """Returns a function that writes the tokenizer into a folder; None with --no-tokenizer, or if the run had
+    no tokenizer."""
+    from megatron.checkpoint.reading import find_tokenizer
+    from megatron.config.sections.data import fitting_tokenizer_types
+    from megatron.tokenizer.hugging_face import save_as_hugging_face
+
+    flags = tokenizer_flags(arguments, checkpoint.config.data)
+    if arguments.no_tokenizer:
+        if flags is arguments:
+            raise UserError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
+        return None
+    if not fitting_tokenizer_types(flags):
+        return None
+    kind = find_tokenizer(flags, checkpoint).name
+    model = checkpoint.config.model
+    max_length = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
+    return lambda folder: save_as_hugging_face(kind, flags, folder, max_length)
+
+
+def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
+    """Writes the Hugging Face model; returns notes for the user."""
+    from megatron.checkpoint.huggingface.exporter import (
+        format_differences,
+        verification,
+        write_hugging_face,
+    )
+    from megatron.checkpoint.huggingface.family import family_of
+    from megatron.checkpoint.reading import read_checkpoint
+
+    checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
+    _, family = family_of(checkpoint.config.model)
+    notes = [f"not the newest checkpoint: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
+    notes += format_differences(checkpoint.config)
+    writer = tokenizer_writer(arguments, checkpoint)
+    if writer is None and not arguments.no_tokenizer:
+        notes.append("no tokenizer is written, since the run had none: set the tokenizer flags to write one")
+    verify = not arguments.no_verify_digests
+    write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer, verify=verify)
+    precision = arguments.dtype or checkpoint.config.precision.name
+    print(
+        f"wrote {arguments.output}: {family.architecture} in {precision}, iteration "
+        f"{checkpoint.state.iteration} of {checkpoint.folder}"
+    )
+    compared = (
+        verification(checkpoint, arguments.dtype) if verify else "file sizes only (--no-verify-digests)"
+    )
+    print(f"verified: {compared}")
+    return notes
+
+
+def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None:
+    """Raises UserError if the tokenizer has far fewer tokens than the model has word embeddings, unless
+    --vocab-size confirms the number. BLOOM has 0.08 % more rows than tokens."""
+    dropped = rows - tokens
+    if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
+        raise UserError(
+            f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
+            f"which would be removed: set the flags of the model's own tokenizer, or --vocab-size {tokens} "
+            "if this tokenizer is the right one"
+        )
+
+
+def to_universal(arguments: argparse.Namespace) -> list[str]:
+    """Writes the universal checkpoint; returns notes for the user."""
+    from megatron.checkpoint.huggingface.importer import (
+        own_tokenizer,
+        read_hugging_face,
+        start_flags,
+        write_universal,
+    )
+    from megatron.checkpoint.huggingface.output import check_digests
+    from megatron.tokenizer.vocabulary import find_vocabulary
+
+    source, output = Path(arguments.from_hugging_face), Path(arguments.output)
+    check_digests(source)
+    model = read_hugging_face(source)
+    tokenizer = tokenizer_settings(arguments) or own_tokenizer(source)
+    vocab_size, notes = arguments.vocab_size, []
+    if not tokenizer and vocab_size is None:
+        vocab_size = model.rows
+        notes.append(
+            f"{source} has no tokenizer: the vocabulary has {vocab_size:,} tokens, as in its config.json; if "
+            "some of them are padding, set the tokenizer flags or --vocab-size"
+        )
+    config = model.config(DataConfig(**tokenizer), vocab_size)
+    vocabulary = find_vocabulary(config)
+    check_tokenizer_fits(model.rows, vocabulary.size, arguments.vocab_size)
+    write_universal(model, config, vocabulary.size, vocabulary.eod, output)
+    print(f"wrote {output}: {model.family.architecture} of {source}, {vocabulary.size:,} tokens")
+    print(f"start from it with: {shlex.join(start_flags(config, output))}")
+    if dropped := model.rows - vocabulary.size:
+        notes.append(
+            f"{dropped:,} of {model.rows:,} rows of the word embeddings belong to no token and are removed"
+        )
+    return notes
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Runs the tool. Raises UserError for a user's mistake."""
+    arguments = build_parser().parse_args(argv)
+    find_direction(arguments)
+    check_direction(arguments)
+
+    from megatron.cluster.processes import configure_logging
+
+    configure_logging(LoggingConfig())
+    notes = to_hugging_face(arguments) if arguments.load is not None else to_universal(arguments)
+    for note in notes:
+        print(printable(f"note: {note}"), file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
+    with exit_on_interrupt(), exit_on_user_error():
+        run(argv)
+
+
+if __name__ == "__main__":
+    main()

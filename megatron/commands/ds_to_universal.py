@@ -1,0 +1,139 @@
+"""Converts a native checkpoint to a universal one, with one fp32 file per parameter and optimizer moment.
+
+    python tools/ds_to_universal.py --input_folder CKPT/global_step5 \\
+        --output_folder CKPT/global_step5_universal
+
+A run that resumes on another layout does not need the conversion: --load reads native checkpoints on any
+layout. Load a universal checkpoint with --load CKPT --universal_checkpoint. To continue an interrupted
+conversion, run the command again. ZeRO-1 checkpoints of other programs that use DeepSpeed can be converted if
+they contain universal_checkpoint_info.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.checkpoint.files import Files, file_problems
+from megatron.checkpoint.to_universal import convert, open_source
+from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser: the flags of DeepSpeed's tool, and the flags for replicas and digests."""
+    parser = ToolParser(__doc__)
+    parser.add_argument("--input_folder", required=True, help="native checkpoint, a global_step<N> folder")
+    parser.add_argument("--output_folder", required=True, help="folder to write")
+    parser.add_argument(
+        "--num_extract_workers",
+        type=int,
+        default=4,
+        help="number of threads (default: 4); each thread extracts and merges, so the larger of this "
+        "number and --num_merge_workers is used",
+    )
+    parser.add_argument(
+        "--num_merge_workers", type=int, default=2, help="see --num_extract_workers (default: 2)"
+    )
+    parser.add_argument(
+        "--keep_temp_folder",
+        action="store_true",
+        help="ignored: the conversion writes no temporary slices",
+    )
+    parser.add_argument(
+        "--no_strict",
+        action="store_true",
+        help="if a rule matches no parameter, warn instead of stopping",
+    )
+    parser.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="derive the conversion rules from run.json, for old checkpoints of this repository, which "
+        "store no rules",
+    )
+    parser.add_argument(
+        "--allow-replica-mismatch",
+        "--allow-drift",  # the old spelling
+        action="store_true",
+        help="if the replicas of a parameter on tensor-parallel ranks differ, use their mean and print the "
+        "difference",
+    )
+    digests = parser.add_mutually_exclusive_group()
+    digests.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not verify the files against their digests before the conversion",
+    )
+    digests.add_argument(
+        "--verify-digests",
+        action="store_true",
+        help="deprecated and ignored: digests are verified by default",
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UserError for invalid arguments."""
+    for name in ("num_extract_workers", "num_merge_workers"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
+    folder = Path(arguments.input_folder)
+    if not folder.is_dir():
+        raise UserError(f"--input_folder {folder}: there is no such folder")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
+    with exit_on_user_error():
+        arguments = build_parser().parse_args(argv)
+        check_arguments(arguments)
+        workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
+        if arguments.keep_temp_folder:
+            print("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")
+        source = open_source(
+            Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
+        )
+        for warning in source.warnings:
+            print(printable(f"warning: {warning}"))
+        if arguments.verify_digests:
+            print("note: --verify-digests is deprecated and ignored: digests are verified by default")
+        if source.run is None:
+            print(f"note: {source.folder} has no run.json with digests: its files are not verified")
+        elif not arguments.no_verify_digests:
+            verify_digests(source.folder, source.run["files"], workers)
+        target = Path(arguments.output_folder)
+        mismatches = {}
+        with tqdm(total=len(source.reader.specs), unit="parameter", disable=None) as bar:
+            try:
+                for parameter in convert(source, target, workers, arguments.allow_replica_mismatch):
+                    bar.set_postfix_str(parameter.name)
+                    bar.update()
+                    mismatches[parameter.name] = parameter.mismatch
+            except OSError as error:
+                raise UserError(
+                    f"the conversion stopped ({error}): fix the cause, then the same command continues it"
+                ) from error
+        for name, mismatch in mismatches.items():
+            if mismatch:
+                print(f"{name}: replicas on TP ranks differed by up to {mismatch:.2e}; their mean is used")
+        finished = len(source.reader.specs) - len(mismatches)
+        before = f", {finished} of them by an earlier, interrupted conversion" if finished else ""
+        print(f"{target}: {len(source.reader.specs)} parameters{before}")
+
+
+def verify_digests(folder: Path, files: Files, workers: int) -> None:
+    """Compares the files of a checkpoint with their digests. Raises UserError that names damaged files."""
+    damages: list[str] = []
+    with tqdm(total=len(files), unit="file", disable=None) as bar:
+        for damage in file_problems(folder, files, workers):
+            bar.update()
+            damages += [damage] if damage else []
+    if damages:
+        raise UserError(f"checkpoint {folder}: {'; '.join(damages)}: convert an older checkpoint")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""Computes the loss and perplexity of a checkpoint on data sets, or runs tasks of lm-evaluation-harness.
+
+    python tools/evaluate.py --load checkpoints --data-path data/text_text_document data/code_text_document
+    python tools/evaluate.py --load checkpoints --tasks lambada_openai hellaswag
+    python tools/evaluate.py --load checkpoints --tasks toy --tensor-model-parallel-size 2
+
+The checkpoint may be a native one of any layout, or a universal one. Its configuration sets the model, the
+sequence length, the split, the seed and the precision. Each data set is evaluated on its own and read once,
+in samples of the sequence length; the last tokens, fewer than a sample, are not read. The loss is the mean
+over the samples, computed as in training: on equal samples it equals the validation loss of the run.
+
+--tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) with the checkpoint's
+tokenizer; --tasks-path adds a folder of tasks. The task `toy` needs no download.
+
+With a tensor- or pipeline-parallel size above 1 and without a launcher, the tool starts the other ranks on
+this host. Under a launcher such as torch.distributed.run, data-parallel replicas share the texts of the
+tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from megatron.config import Config, LoggingConfig, parse_split
+from megatron.config.data import SPLIT_NAMES
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_verify_digests_flag,
+    check_at_least_1,
+    check_folder,
+)
+from megatron.config.validate import no_harness
+from megatron.data.indexed_dataset import IndexedDataset, index_path
+from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.record import Checkpoint
+    from megatron.data.gpt_dataset import GPTDataset
+    from megatron.data.loader import MicroBatch
+    from megatron.model.scoring import LanguageModel
+    from megatron.training.harness.model import Tasks
+
+ALL = "all"
+# Arguments of Python that start this tool on the other ranks.
+PROGRAM = ["-m", "megatron.commands.evaluate"]
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser of the command line."""
+    parser = ToolParser(__doc__)
+    parser.add_argument(
+        "--load",
+        required=True,
+        metavar="FOLDER",
+        help="folder with the file `latest` or `latest_universal`, or a global_stepN folder",
+    )
+    parser.add_argument(
+        "--universal_checkpoint",
+        "--universal-checkpoint",
+        action="store_true",
+        help="use the newest universal checkpoint of the folder, even if it also has native ones",
+    )
+    parser.add_argument(
+        "--data-path",
+        nargs="+",
+        default=[],
+        metavar="PREFIX",
+        help="paths of .bin/.idx pairs, without suffix and without weights",
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK", help="tasks of lm-evaluation-harness"
+    )
+    parser.add_argument(
+        "--tasks-path",
+        metavar="FOLDER",
+        help="folder with YAML files of further tasks; these files can run Python code, so use only files "
+        "that you trust",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="use the first N documents of each task (default: all)"
+    )
+    parser.add_argument(
+        "--split", metavar="WEIGHTS", help="as in training (default: the split of the checkpoint)"
+    )
+    parser.add_argument(
+        "--subset",
+        choices=(*SPLIT_NAMES, ALL),
+        help="documents to read: one split, or all (default: valid for data that the checkpoint was "
+        "trained on with --split, or if --split is set; all for other data)",
+    )
+    parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="default: from the checkpoint")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help="read the first N samples of each data set, in the order of training (default: all)",
+    )
+    parser.add_argument(
+        "--micro-batch-size", type=int, metavar="SAMPLES", help="default: from the checkpoint"
+    )
+    add_verify_digests_flag(parser)
+    group = parser.add_argument_group("layout (may differ from the checkpoint's)")
+    for axis, title in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel")):
+        group.add_argument(
+            f"--{axis}-model-parallel-size",
+            type=int,
+            default=1,
+            metavar="N",
+            help=f"{title} size (default: 1)",
+        )
+    group.add_argument(
+        "--local-rank", "--local_rank", type=int, metavar="RANK", help="set by torch.distributed.launch"
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UserError for invalid arguments."""
+    check_folder("--load", arguments.load)
+    if not arguments.data_path and not arguments.tasks:
+        raise UserError("nothing to evaluate: set --data-path or --tasks")
+    for flag in ("tasks_path", "limit"):
+        if getattr(arguments, flag) is not None and not arguments.tasks:
+            raise UserError(f"--{flag.replace('_', '-')} is for --tasks: set --tasks, or remove it")
+    for flag in ("samples", "split", "subset"):
+        if getattr(arguments, flag) is not None and not arguments.data_path:
+            raise UserError(f"--{flag} is for --data-path: set --data-path, or remove it")
+    if arguments.tasks and find_spec("lm_eval") is None:
+        raise no_harness("--tasks", "there is no module lm_eval")
+    if arguments.tasks_path is not None:
+        check_folder("--tasks-path", arguments.tasks_path)
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    check_at_least_1(arguments, "seq_length", "samples", "micro_batch_size", "limit", *sizes)
+    if arguments.split is not None:
+        parse_split(arguments.split)
+    for prefix in arguments.data_path:
+        if prefix.replace(".", "", 1).isdigit() and not os.path.exists(index_path(prefix)):
+            raise UserError(
+                f"--data-path {prefix}: expected prefixes without weights, since each data set is evaluated "
+                "on its own"
+            )
+
+
+def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:
+    """Returns one epoch of each data set, and a text that names its documents. Raises UserError for damaged
+    data, data of a different vocabulary and data with fewer tokens than a sample."""
+    from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
+    from megatron.data.splits import split_documents
+    from megatron.tokenizer.vocabulary_record import check_record
+
+    config = checkpoint.config
+    split = arguments.split or config.data.split
+    digest = (checkpoint.run.get("data") or {}).get(VOCABULARY_KEY)
+    datasets = []
+    for prefix in arguments.data_path:
+        dataset = IndexedDataset(prefix)
+        if digest is not None:
+            check_record(prefix, "--data-path", digest)
+        subset = arguments.subset or default_subset(arguments.split, dataset, checkpoint)
+        documents: range | None = range(len(dataset))
+        if subset != ALL:
+            documents = split_documents(split, len(dataset))[SPLIT_NAMES.index(subset)]
+        if not documents:
+            raise UserError(
+                f"--split {split} assigns none of the {len(dataset):,} documents of --data-path {prefix} to "
+                f"the {subset} split: change --split, or evaluate all documents with --subset {ALL}"
+            )
+        seq_length = arguments.seq_length or config.model.seq_length
+        try:
+            samples = one_epoch(dataset, subset, documents, seq_length, config.training.seed)
+        except UserError as error:
+            remedy = "" if subset == ALL else f"; --subset {ALL} evaluates all {len(dataset):,} documents"
+            raise UserError(f"{error}{remedy}") from error
+        of_split = "" if subset == ALL else f" ({subset} of --split {split})"
+        datasets.append((samples, f"{len(documents):,} of {len(dataset):,} documents{of_split}"))
+    return datasets
+
+
+def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Checkpoint) -> str:
+    """Returns "valid" for data that the run was trained on, or if --split is set; "all" for other data.
+
+    A data set counts as the run's if its file name, or its numbers of documents and tokens, are among the
+    recorded ones: the files may have moved.
+    """
+    if split is not None:
+        return "valid"
+    if checkpoint.config.data.train_weighted_split_paths:
+        return ALL
+    data = checkpoint.run.get("data") or {}
+    names = map(os.path.basename, data.get("paths") or [])
+    sizes = zip(data.get("documents") or [], data.get("tokens") or [], strict=False)
+    is_known = os.path.basename(dataset.prefix) in names or (len(dataset), dataset.num_tokens) in sizes
+    return "valid" if is_known else ALL
+
+
+def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
+    """Raises UserError if the model has too few position embeddings for --seq-length."""
+    model = checkpoint.config.model
+    positions = model.max_position_embeddings
+    if model.position_embedding_type == "absolute" and (seq_length or 0) > positions:
+        raise UserError(
+            f"--seq-length is {seq_length}, expected at most {positions}: the model has that many position "
+            "embeddings"
+        )
+
+
+def micro_batches(
+    dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
+) -> Iterator[MicroBatch]:
+    """Yields the first `num_samples` samples in micro-batches of `size`; the last micro-batch may be
+    smaller."""
+    from megatron.data.loader import GPTBatchLoader
+
+    remainder = num_samples % size
+    for first, count, batch_size in (
+        (0, num_samples - remainder, size),
+        (num_samples - remainder, remainder, remainder),
+    ):
+        if count:
+            loader = GPTBatchLoader(
+                dataset,
+                micro_batch_size=batch_size,
+                dp_rank=0,
+                dp_size=1,
+                eod=checkpoint.eod,
+                eod_mask_loss=checkpoint.config.data.eod_mask_loss,
+                vocab_size=checkpoint.vocab_size,
+            )
+            yield from loader.micro_batches(first, count)
+
+
+def mean_loss(
+    model: LanguageModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
+) -> float:
+    """Returns the mean over the samples of each sample's mean loss over its tokens. Computes `size` samples
+    at a time and shows progress on stderr."""
+    from megatron.model.scoring import masked_mean
+
+    total, done = 0.0, 0
+    interval_s = 0.1 if sys.stderr.isatty() else 60.0
+    with tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
+        for batch in micro_batches(dataset, num_samples, size, checkpoint):
+            losses = -model.score(batch.tokens, batch.labels).log_probs
+            total += masked_mean(losses, batch.loss_mask.to(losses.device)).item() * len(batch.samples)
+            done += len(batch.samples)
+            bar.set_postfix_str(f"loss {total / done:.4f}", refresh=False)
+            bar.update(len(batch.samples))
+    return total / num_samples
+
+
+class Evaluation:
+    """The data sets and tasks, opened and checked by the rank that prints, before the weights are loaded."""
+
+    def __init__(self, arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
+        """Raises UserError for data sets and tasks that cannot be used."""
+        self.arguments, self.checkpoint = arguments, checkpoint
+        check_seq_length(arguments.seq_length, checkpoint)
+        self.datasets = open_datasets(arguments, checkpoint)
+        self.tasks = self._load_tasks() if arguments.tasks else None
+
+    def _load_tasks(self) -> Tasks:
+        from megatron.checkpoint.reading import find_tokenizer
+
+        try:
+            from megatron.training.harness.model import Tasks
+        except ImportError as error:
+            raise no_harness("--tasks", str(error)) from error
+        arguments = self.arguments
+        tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
+        length = arguments.seq_length or self.checkpoint.config.model.seq_length
+        return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer, length)
+
+    def run(self, model: LanguageModel, batch_size: int) -> None:
+        """Prints a line for each data set and task. batch_size: samples in one call of the model."""
+        from megatron.training.log_lines import perplexity
+
+        checkpoint = self.checkpoint
+        print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
+        for prefix, (dataset, documents) in zip(self.arguments.data_path, self.datasets, strict=True):
+            num_samples = min(len(dataset), self.arguments.samples or len(dataset))
+            loss = mean_loss(model, dataset, num_samples, batch_size, checkpoint)
+            print(
+                f"{prefix} | {dataset.name} | {documents} | {num_samples:,} of {len(dataset):,} samples of "
+                f"{dataset.seq_length:,} tokens | lm loss: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E}",
+                flush=True,
+            )
+        if self.tasks is not None:
+            for task, metrics in self.tasks.run(model, batch_size).items():
+                values = " | ".join(f"{name}: {value:.6G}" for name, value in metrics.items())
+                print(f"{task} | {values}", flush=True)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs the tool. Raises UserError for a user's mistake."""
+    from megatron.cluster.devices import set_library_defaults
+    from megatron.cluster.launch import init_from_slurm_env, world_size_of
+
+    arguments = build_parser().parse_args(argv)
+    init_from_slurm_env()
+    set_library_defaults()
+    check_arguments(arguments)
+
+    from megatron.cluster.processes import configure_logging, is_main_process
+
+    configure_logging(LoggingConfig())
+    from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
+    from megatron.cluster.preparation import Preparation
+    from megatron.cluster.rendezvous import announce_errors
+    from megatron.training.build import config_of_layout
+
+    degrees = (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    launched = world_size_of(os.environ)
+    world_size = launched if launched > 1 else degrees[0] * degrees[1]
+    evaluation = None
+    with announce_errors():
+        checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
+        config = config_of_layout(checkpoint, *degrees, world_size)
+    verify = not arguments.no_verify_digests
+    with ExitStack() as stack:
+        # Holds the store of rank 0, to which the other ranks connect while a task is downloaded.
+        preparation = stack.enter_context(Preparation(config))
+        with announce_errors():
+            if is_main_process():
+                evaluation = Evaluation(arguments, checkpoint)
+                if verify and world_size > 1:
+                    verify_weights(checkpoint)
+        preparation.end()
+        size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
+        if evaluation is not None and world_size == 1:
+            evaluation.run(load_model(checkpoint, verify=verify), size)
+            return
+        if launched == 1:
+            from megatron.cluster.tool_ranks import start_other_ranks
+
+            stack.enter_context(start_other_ranks([*PROGRAM, *argv], world_size))
+        run_on_ranks(evaluation, checkpoint, config, size)
+
+
+def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int) -> None:
+    """Evaluates on all ranks of the launch. evaluation: None except on rank 0. size: samples per
+    micro-batch."""
+    import torch.distributed as dist
+
+    from megatron.checkpoint.lineage.start import share_checkpoint
+    from megatron.cluster.preflight import check_kernels
+    from megatron.cluster.processes import init_distributed
+    from megatron.cluster.rendezvous import announce_errors
+    from megatron.training.build import load_distributed_model
+
+    leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
+    with announce_errors():  # rank 0 prints that another rank has no device
+        rank = init_distributed(config)
+    for note in check_kernels(required=False):
+        if rank == 0:
+            print(note, file=sys.stderr, flush=True)
+    # A run may have saved a newer checkpoint since rank 0 read this one.
+    shared = share_checkpoint(checkpoint, leads_node=leads_node)
+    assert shared is not None
+    model = load_distributed_model(shared, config, rank, size)
+    if evaluation is None:
+        model.serve()
+    else:
+        try:
+            evaluation.run(model, model.batch_size)
+        finally:
+            if not model.is_responding:
+                model.stop()
+    dist.destroy_process_group()
+
+
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2; a rank that never connects
+    prints one sentence and exits with code 1."""
+    from megatron.cluster.exit_codes import RunStopped
+
+    try:
+        run(sys.argv[1:] if argv is None else argv)
+    except RunStopped as error:
+        if error.on_all_ranks:
+            exit_with_error(str(error), error.exit_code)
+        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Merges several .bin/.idx pairs into one pair, in the order of --input.
+
+    python tools/merge_datasets.py --input data/part1_text_document data/part2_text_document \\
+        --output-prefix data/all_text_document
+
+The .bin files are concatenated as bytes; nothing is tokenized again. All inputs need one type of token ids
+and, if they have vocabulary records, one vocabulary. To train on several data sets with weights, list them in
+--data-path instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from megatron.config.tool_parser import ToolParser, check_output_prefix, exit_on_interrupt
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path, write_errors
+from megatron.errors import UserError, exit_on_user_error
+from megatron.tokenizer.vocabulary_record import common_digest, copy_record, record_path, remove_record
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser of the command line."""
+    parser = ToolParser(__doc__)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="data sets to merge, without .bin and .idx",
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="merged data set, without .bin and .idx"
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UserError for invalid arguments."""
+    output = arguments.output_prefix
+    if len(arguments.input) < 2:
+        raise UserError(f"--input has 1 data set, {arguments.input[0]}: expected at least 2")
+    if os.path.realpath(data_path(output)) in [os.path.realpath(data_path(x)) for x in arguments.input]:
+        raise UserError(f"--output-prefix {output} is one of the inputs: choose another name")
+    check_output_prefix(output)
+
+
+def merge(inputs: Sequence[str], output: str) -> list[str]:
+    """Writes the merged data set; returns notes for the user. After an error, no file has been written."""
+    datasets = [IndexedDataset(prefix, "--input") for prefix in inputs]
+    common_digest([("--input", prefix) for prefix in inputs])
+    unrecorded = [prefix for prefix in inputs if not os.path.exists(record_path(prefix))]
+    num_bytes = sum(os.path.getsize(data_path(prefix)) for prefix in inputs)
+    with (
+        IndexedDatasetBuilder(output, datasets[0].dtype) as builder,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar,
+    ):
+        for dataset in datasets:
+            builder.add_dataset(dataset, bar.update)
+        with write_errors(record_path(output)):
+            remove_record(output)
+        builder.finalize()
+    if unrecorded:
+        return [f"no vocabulary record is written, since {unrecorded[0]} has none"]
+    with write_errors(record_path(output)):
+        copy_record(inputs[0], output)
+    return []
+
+
+@exit_on_interrupt()
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
+    arguments = build_parser().parse_args(argv)
+    check_arguments(arguments)
+    notes = merge(arguments.input, arguments.output_prefix)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    merged = IndexedDataset(arguments.output_prefix, "--output-prefix")
+    print(
+        f"{arguments.output_prefix}: {len(merged):,} documents, {merged.num_tokens:,} tokens (.bin and .idx)"
+    )
+
+
+if __name__ == "__main__":
+    main()

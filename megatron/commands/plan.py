@@ -1,0 +1,125 @@
+"""Predicts memory, step time and communication of a run before it starts, or searches the fastest layout.
+
+    python tools/plan.py --script examples/slurm/tr11-176B-ml.slurm --gpu a100-80gb
+    python tools/plan.py --world-size 64 --gpu a100-80gb --tensor-model-parallel-size 4 ...
+    python tools/plan.py --search --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
+    python tools/plan.py --recipe nodes --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
+
+All flags of pretrain_gpt.py are accepted, too. --script executes an sbatch script as you, with DRY_RUN=1, and
+plans the command that the script prints; further flags override the script's. The scripts of examples/slurm
+start nothing with DRY_RUN=1; read any other script before you pass it. A search varies the tensor- and
+pipeline-parallel sizes, the micro-batch size, recomputation, sequence parallelism, the ZeRO stage, the
+pipeline schedule and the partition method; it keeps all other flags. docs/tuning.md explains the output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config import Config, LoggingConfig, read_command_line
+from megatron.config.cli import make_parser
+from megatron.config.tool_parser import ToolParser, exit_on_interrupt
+from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.files import write_json
+from megatron.planner.page import Kind, write_page
+from megatron.planner.pictures import draw_plan
+
+RECIPES = ("nodes", "micro-batch")
+
+
+class PlanParser(ToolParser):
+    """Parses the flags of this tool; flags of pretrain_gpt.py are collected in `.training` of the result."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Raises UserError for a flag that neither program has."""
+        parsed, training = self.parse_known_args(args, namespace)
+        parsed.training = training
+        make_parser().parse_args(parsed.training)
+        return parsed
+
+
+def build_parser() -> PlanParser:
+    """Returns the parser of the command line."""
+    parser = PlanParser(__doc__)
+    parser.add_argument(
+        "--script",
+        metavar="FILE",
+        help="plan the command of this sbatch script; it is executed as you, with DRY_RUN=1",
+    )
+    parser.add_argument("--search", action="store_true", help="search the fastest layout that fits")
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        help="show the steps of a starting point. nodes: TP = devices per node, PP = nodes, then a larger "
+        "micro-batch; micro-batch: the largest micro-batch that one device holds with few layers, then "
+        "scale out",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of devices, as --world-size")
+    parser.add_argument(
+        "--top", type=int, default=3, metavar="N", help="number of layouts to explain (default: 3)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan, or all plans of the search, as JSON")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with tables and charts, for a browser")
+    return parser
+
+
+@exit_on_interrupt()
+@exit_on_user_error()
+def main() -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
+    arguments = build_parser().parse_args()
+    # Imported after the flags are checked: the import of DeepSpeed takes seconds, in the server process, too.
+    from megatron.planner.simulation.processes import start_server
+
+    start_server()
+    from megatron.cluster.processes import configure_logging
+
+    configure_logging(LoggingConfig())
+    from megatron.planner import plan_tool
+    from megatron.planner.command import run_flags, with_defaults
+
+    words = run_flags(arguments.training, arguments.script, arguments.gpus)
+    notes: list[str] = []
+    if arguments.search or arguments.recipe:
+        words, notes = with_defaults(words)
+    command_line = read_command_line(words, {})
+    config: Config = command_line.config
+    for note in [*notes, *command_line.notes]:
+        print(printable(f"note: {note}"))
+    if arguments.search:
+        report = plan_tool.search_report(config, words, arguments.top)
+    elif arguments.recipe:
+        report = plan_tool.recipe_report(config, words, arguments.recipe)
+    else:
+        report = plan_tool.plan_report(config)
+    print(printable(report.text))
+    if arguments.json:
+        _write_json(Path(arguments.json), report.data)
+    if arguments.plot:
+        draw_plan(report.plan, arguments.plot)
+        print(f"picture    {arguments.plot}")
+    if arguments.html:
+        kind: Kind = "search" if arguments.search else "recipe" if arguments.recipe else "plan"
+        write_page(Path(arguments.html), kind, shlex.join(["tools/plan.py", *sys.argv[1:]]), report.data)
+        print(f"page       {arguments.html}")
+
+
+def _write_json(path: Path, data: dict) -> None:
+    try:
+        write_json(path, data, indent=1)
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written ({error.strerror}): set another file") from None
+    print(f"data       {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Tokenizes jsonl text into the .bin and .idx files that training reads.
+
+    python tools/preprocess_data.py --input text.jsonl --output-prefix data/text \\
+        --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 2
+
+The example writes data/text_text_document.bin and .idx. Train with --data-path data/text_text_document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from megatron.config.tool_parser import (
+    ToolParser,
+    check_at_least_1,
+    check_input_files,
+    check_output_prefix,
+    exit_on_interrupt,
+)
+from megatron.data.preprocessing import Progress, output_name, preprocess
+from megatron.errors import exit_on_user_error
+from megatron.tokenizer.flags import add_tokenizer_flags
+
+SKIPPED_LINES_SHOWN = 5
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser, with the flags of Megatron-LM's tool."""
+    parser = ToolParser(__doc__)
+    group = parser.add_argument_group("input")
+    group.add_argument(
+        "--input", nargs="+", required=True, help="jsonl files, plain or .gz, read in this order"
+    )
+    group.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="JSON keys of the texts (default: text); each key becomes a pair of files",
+    )
+    group.add_argument("--skip-bad-lines", action="store_true", help="skip and count invalid lines")
+    group = add_tokenizer_flags(parser)
+    group.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, help="write PREFIX_KEY_document.bin and .idx")
+    group.add_argument(
+        "--dataset-impl", default="mmap", choices=["mmap"], help="format of the files (default: mmap)"
+    )
+    group = parser.add_argument_group("execution")
+    group.add_argument(
+        "--workers", type=int, default=1, help="number of processes that tokenize (default: 1)"
+    )
+    group.add_argument(
+        "--log-interval", type=int, default=10000, help="input lines between progress lines (default: 10000)"
+    )
+    return parser
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises UserError for invalid arguments."""
+    check_at_least_1(arguments, "workers", "log_interval")
+    check_input_files(arguments.input)
+    check_output_prefix(arguments.output_prefix)
+
+
+class ProgressLines:
+    """Prints a progress line every --log-interval input lines, for output that is not a terminal."""
+
+    def __init__(self, log_interval: int) -> None:
+        self._interval = log_interval
+        self._next = log_interval
+        self._start = time.monotonic()
+
+    def __enter__(self) -> ProgressLines:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.lines >= self._next:
+            self._next = progress.lines + self._interval
+            print(f"processed {progress.lines:,} documents, {speed(progress, self._start)}", flush=True)
+
+
+class ProgressBar:
+    """Shows a progress bar, for terminals, without a total if an input is a .gz file."""
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        compressed = any(path.endswith(".gz") for path in inputs)
+        self._start = time.monotonic()
+        self._bar = tqdm(
+            total=None if compressed else sum(os.path.getsize(path) for path in inputs),
+            desc="tokenizing",
+            unit="B",
+            unit_scale=True,
+            file=sys.stdout,
+            dynamic_ncols=True,
+            bar_format="{desc}: |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+        )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def __call__(self, progress: Progress) -> None:
+        self._bar.set_postfix_str(speed(progress, self._start), refresh=False)
+        self._bar.update(progress.input_bytes - self._bar.n)
+
+
+def speed(progress: Progress, start: float) -> str:
+    """Returns the throughput since `start`: input in MB/s, and documents per second."""
+    seconds = max(time.monotonic() - start, 1e-9)
+    return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
+
+
+@exit_on_interrupt()
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
+    arguments = build_parser().parse_args(argv)
+    check_arguments(arguments)
+    start = time.monotonic()
+    on_terminal = sys.stdout.isatty()
+    with ProgressBar(arguments.input) if on_terminal else ProgressLines(arguments.log_interval) as report:
+        progress = preprocess(
+            arguments.input,
+            arguments.output_prefix,
+            arguments.json_keys,
+            arguments,
+            append_eod=arguments.append_eod,
+            workers=arguments.workers,
+            skip_bad_lines=arguments.skip_bad_lines,
+            report=report,
+        )
+    if progress.skipped:
+        print(f"skipped {len(progress.skipped):,} of {progress.lines:,} lines:", file=sys.stderr)
+        for bad_line in progress.skipped[:SKIPPED_LINES_SHOWN]:
+            print(f"  {bad_line}", file=sys.stderr)
+        if len(progress.skipped) > SKIPPED_LINES_SHOWN:
+            print("  ...", file=sys.stderr)
+    for key, dropped in progress.empty_documents.items():
+        if dropped:
+            print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
+    for key in progress.documents:
+        name = output_name(arguments.output_prefix, key)
+        print(
+            f"{name}: {progress.documents[key]:,} documents, {progress.tokens[key]:,} tokens (.bin and .idx)"
+        )
+    print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Plans, runs and compares a training command with several values of some flags.
+
+    python tools/sweep.py plan --vary --partition-method memory time --vary --micro-batch-size 1 2 -- FLAGS
+    python tools/sweep.py run runs/sweep --steps 10 --repeat 3 --vary --zero-stage 0 1 -- FLAGS
+    python tools/sweep.py report runs/sweep
+
+FLAGS are flags of pretrain_gpt.py. Every combination of the values of all --vary is a row. The flags of a row
+override FLAGS. 'on' and 'off' are the values of a switch, '' removes a flag, '0.9 0.1' are two values of one
+flag. The number of processes is --world-size, or the tensor-parallel times the pipeline-parallel size.
+
+plan    checks every combination and prints what the planner predicts; nothing runs, no data is needed.
+run     runs every combination --repeat times, interleaved, and prints the report. The same command continues
+        an interrupted sweep; new values extend it. With --sbatch, an array of Slurm jobs executes the runs.
+report  prints the table of a folder, and writes report.md, .csv, .png and .json into it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
+from megatron.config.tool_parser import ToolParser
+from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.files import read_json, write_atomically, write_json
+from megatron.planner.page import write_page
+from megatron.planner.pictures import draw_summary
+from megatron.planner.sweep.axes import check_base, make_rows, split_command
+from megatron.planner.sweep.file_checks import MAX_REPEAT
+from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.summary import summarize
+from megatron.planner.sweep.table import remarks, report_csv, report_markdown, report_text
+
+
+class _SweepParser(ToolParser):
+    """Separates --vary and the base command from the tool's own arguments."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        words, axes, base = split_command(sys.argv[1:] if args is None else args)
+        options = self.parse_intermixed_args(words, namespace)
+        options.axes, options.base = axes, base
+        if options.action == "report" and (axes or base):
+            raise UserError(
+                "report takes only a folder: it shows the runs that were made; remove --vary and the "
+                "command after --"
+            )
+        return options
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser of the command line."""
+    parser = _SweepParser(__doc__)
+    parser.add_argument("action", choices=("plan", "run", "report"), help="see above")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("runs/sweep"),
+        help="folder of the sweep (default: runs/sweep); `plan` does not use it",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        help="number of steps per run; the second half is measured (default: 10)",
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs per combination (default: 1)")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="end a run after S seconds (default: no limit)"
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="repeat the combinations that failed")
+    parser.add_argument(
+        "--sbatch",
+        metavar="SCRIPT",
+        help="submit this script of examples/slurm as an array of jobs; it is first executed with DRY_RUN=1",
+    )
+    parser.add_argument(
+        "--sbatch-options", metavar="TEXT", default="", help="options of sbatch, such as '--time=01:00:00'"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with tables and charts, for a browser"
+    )
+    # Only for --help: _SweepParser removes --vary before argparse reads the words.
+    parser.add_argument(
+        "--vary",
+        nargs="+",
+        metavar=("FLAG", "VALUE"),
+        help="a flag and its values; with several --vary, all combinations",
+    )
+    return parser
+
+
+def plan_sweep(options: argparse.Namespace) -> Record:
+    """Returns the record of the sweep with all predictions. Raises UserError for a wrong flag or axis."""
+    # Not imported at the top: planning needs torch and DeepSpeed, a report does not.
+    from megatron.cluster.processes import configure_logging
+    from megatron.config import LoggingConfig
+
+    rows = make_rows(options.axes, options.base)
+    base, processes = options.base, None
+    if options.sbatch:
+        from megatron.planner.sweep.slurm import read_base_command
+
+        script = read_base_command(options.sbatch, options.base, options.folder)
+        base, processes, options.nodes = script.flags, script.processes, script.nodes
+        check_base(base)
+        rows = make_rows(options.axes, base)
+    configure_logging(LoggingConfig())
+    from megatron.planner.sweep.resolve import resolve_rows
+
+    # The data files may exist only on the cluster.
+    dry_run = options.action == "plan" or bool(options.sbatch)
+    recorded = resolve_rows(base, rows, options.steps, processes=processes, dry_run=dry_run)
+    command = ["tools/sweep.py", *(sys.argv[1:] if options.argv is None else options.argv)]
+    return Record(
+        list(base),
+        options.steps,
+        options.repeat,
+        options.sbatch,
+        recorded,
+        shlex.join(command),
+        created=now_text(),
+        **machine_facts(),
+    )
+
+
+def write_report(folder: SweepFolder) -> str:
+    """Writes the files of the report; returns its text."""
+    summary = summarize(folder.read(), folder.results())
+    write_json(folder.path / "report.json", summary)
+    write_atomically(folder.path / "report.md", report_markdown(summary))
+    write_atomically(folder.path / "report.csv", report_csv(summary))
+    draw_summary(summary, folder.path / "report.png")
+    return f"{report_text(summary)}\nwrote {folder.path}/report.md, .csv, .png and .json"
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Runs the tool. Raises UserError for a user's mistake."""
+    options = build_parser().parse_args(argv)
+    options.argv = argv
+    if options.steps < 1 or not 1 <= options.repeat <= MAX_REPEAT:
+        raise UserError(
+            f"--steps {options.steps} --repeat {options.repeat}: expected at least 1, and at most "
+            f"{MAX_REPEAT:,} repeats"
+        )
+    folder = SweepFolder(options.folder)
+    try:
+        if options.action == "plan":
+            summary = summarize(plan_sweep(options), {})
+            for row in summary["rows"]:  # nothing is to be run
+                if row["status"] == "pending":
+                    row.update(status="planned", reason=None)
+            print(printable(report_text(summary)))
+        else:
+            if options.action == "run":
+                _run(folder, options)
+            print(printable(write_report(folder)))
+            summary = read_json(folder.path / "report.json")
+        if options.json:
+            write_json(options.json, summary)
+        if options.html:
+            page = {**summary, "remarks": remarks(summary)}
+            write_page(options.html, "sweep", summary["sweep"]["command"], page)
+            print(f"wrote {options.html}")
+    except OSError as error:
+        raise UserError(f"{error.filename or folder.path} cannot be written: {error.strerror}") from error
+
+
+def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
+    from megatron.planner.sweep.local import run_sweep
+
+    record = plan_sweep(options)
+    if options.sbatch:
+        from megatron.planner.sweep.slurm import submit
+
+        record = folder.begin(record)
+        print(
+            submit(
+                folder,
+                record,
+                options.nodes,
+                options.base,
+                shlex.split(options.sbatch_options),
+                options.retry_failed,
+            )
+        )
+        return
+    with folder.lock():  # another sweep may be running
+        record = folder.begin(record)
+    run_sweep(
+        folder,
+        record,
+        lambda text: print(printable(text), flush=True),
+        timeout_s=options.timeout,
+        retry_failed=options.retry_failed,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2; Ctrl-C exits with code
+    130."""
+    with exit_on_user_error():
+        try:
+            run(argv)
+        except KeyboardInterrupt:
+            print("interrupted: the same command continues the sweep", file=sys.stderr)
+            sys.exit(INTERRUPTED_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()
