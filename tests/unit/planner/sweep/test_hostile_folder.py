@@ -130,7 +130,7 @@ def test_hostile_values_are_reported_or_refused_by_a_sentence(
         assert str(file) in refusal(lambda: sweep.write_report(folder))
 
 
-def test_a_hostile_picture_is_drawn_and_a_hostile_label_is_no_formula(folder: SweepFolder) -> None:
+def test_a_hostile_plot_is_drawn_and_a_hostile_label_is_no_formula(folder: SweepFolder) -> None:
     def edit(record: Any) -> None:
         record["rows"][0]["settings"] = {"--data-path": "$\\frac{$"}
         record["rows"][1]["predicted"]["memory_bytes"] = [1e99, 0.0]
