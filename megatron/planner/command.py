@@ -37,8 +37,7 @@ _JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:
     """Returns the flags of a dry run: the script's training command and its number of processes, then
-    `flags`, which override the script's. script: path of the script, if any. gpus: overrides --world-size, if
-    given."""
+    `flags`, which override the script's. script: path of the script. gpus: overrides --world-size."""
     words: list[str] = []
     if script is not None:
         command = read_script("--script", script, [], script_environment())

@@ -81,7 +81,7 @@ def _network_lines(config: Config) -> list[str]:
 
 
 def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Sequence[StageMemory]) -> str:
-    """Returns a table: a row per pipeline rank with the parts of `StageMemory` in GiB and its share of the
+    """Returns a table: for each pipeline rank the parts of `StageMemory` in GiB, and its share of the
     FLOPs."""
     work = plan.sum_by_rank(stage_flops(config, plan, vocab_size))
     parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")

@@ -1,5 +1,4 @@
-"""Memory of single layers, from recorded passes and optimizer steps. The search and --partition-method memory
-use it."""
+"""Memory of single layers, from recordings. The search and --partition-method memory use it."""
 
 from __future__ import annotations
 

@@ -261,21 +261,19 @@ def communicators(config: Config) -> int:
 
 
 def reserve_bytes(config: Config, planned: float) -> float:
-    """Returns the bytes that a device needs in addition to `planned` bytes of tensors: see the constants of
-    this module."""
+    """Returns the bytes that a device needs in addition to `planned` bytes of tensors: see CONTEXT_BYTES."""
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators(config) + FRAGMENTATION * planned
 
 
 def fits(config: Config, planned: float) -> bool:
-    """Returns whether a rank with `planned` bytes of tensors fits the device of --gpu or --device-memory. It
-    is True without both flags."""
+    """Returns whether a rank with `planned` bytes of tensors fits the device; True if the device is not
+    known."""
     device = device_memory_bytes(config)
     return device is None or planned + reserve_bytes(config, planned) <= device
 
 
 def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
-    """Returns whether the plan fits the device, and a sentence about it; (True, '') without --gpu and
-    --device-memory."""
+    """Returns whether the plan fits the device, and a sentence; (True, '') if the device is not known."""
     device = device_memory_bytes(config)
     if device is None:
         return True, ""

@@ -83,8 +83,8 @@ class Network:
         self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int
     ) -> float:
         """Returns the seconds of a collective of `size` bytes, if all groups of the run communicate at once.
-        all_reduce: False for an all-gather or a reduce-scatter. ranks: size of the group. in_node: members of
-        the group in one node, at most."""
+        all_reduce: False for an all-gather or a reduce-scatter. ranks: size of the group. in_node: its
+        members in one node, at most."""
         if ranks == 1:
             return 0.0
         share = (2 if all_reduce else 1) * (ranks - 1) / ranks
@@ -96,8 +96,8 @@ class Network:
         return share * size / rate + steps * LATENCY_S["inter"]
 
     def message_seconds(self, size: float, source: int, destination: int, layout: ParallelLayout) -> float:
-        """Returns the seconds of a message of `size` bytes between two ranks, if all ranks of the two stages
-        exchange a message at once."""
+        """Returns the seconds of a message of `size` bytes, if all ranks of the two stages exchange one at
+        once."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
         senders = min(self.node_size, layout.tp_size * layout.dp_size)

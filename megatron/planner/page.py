@@ -59,8 +59,7 @@ def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
 
 
 def _script_json(value: Any) -> str:
-    """Returns JSON that is safe inside a <script> element. NaN and infinity, which JSON lacks, become
-    strings."""
+    """Returns JSON that is safe inside a <script> element. NaN and infinity become strings."""
     text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
     return "".join(_ESCAPES.get(character, character) for character in text)
 

@@ -235,8 +235,7 @@ def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:
 def _calls(
     config: Config, plan: StagePlan, vocab_size: int, rank: int
 ) -> Iterator[tuple[str, int, Collective]]:
-    """Yields the calls of a rank in a step: (`CommunicationRow.during`, number of times, collective or
-    message)."""
+    """Yields the calls of a rank in a step: (`CommunicationRow.during`, number of calls, call)."""
     micro_batches, update = config.micro_batches_per_step, rank_update(config, plan, vocab_size, rank)
     for stage in [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]:
         costs = stage_costs(config, plan, vocab_size, stage)

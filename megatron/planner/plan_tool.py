@@ -82,8 +82,7 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
 
 
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
-    """Returns the steps of a recipe. Raises ConfigError if the recipe cannot be followed. words: the flags of
-    `config`."""
+    """Returns the steps of a recipe. Raises ConfigError if the recipe fails. words: the flags of `config`."""
     vocab_size = find_vocabulary(config).size
     steps = RECIPES[recipe](config, vocab_size)
     text = [f"recipe {recipe}"]
@@ -137,8 +136,7 @@ def search_table(candidates: Sequence[Plan]) -> str:
 
 
 def explain(number: int, one: Plan, result: SearchResult, words: Sequence[str]) -> str:
-    """Returns a layout's tensor-parallel size compared with other sizes, its memory, its time and its
-    flags."""
+    """Returns the lines on a layout: its TP size compared with other sizes, its memory, time and flags."""
     return (
         f"{number}. {layout_words(one.config)}\n"
         f"{_tensor_parallel_line(one, result)}\n"
@@ -167,8 +165,7 @@ def _tensor_parallel_line(one: Plan, result: SearchResult) -> str:
 
 
 def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
-    """Plans the run with one setting changed at a time: each size doubled and halved, and the other choices
-    of each setting."""
+    """Plans the run with one change at a time: sizes doubled and halved, other choices of settings."""
     parallel, batch, model = config.parallel, config.batch, config.model
     changes: list[tuple[str, dict[str, object]]] = []
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

@@ -52,8 +52,7 @@ _TILES = (
     (64, 128, 0.75),
     (64, 64, 0.55),
 )
-"""Rows and columns of a tile, and its assumed rate relative to the largest tile: smaller tiles read more
-bytes per FLOP."""
+"""Rows and columns of a tile, and its assumed relative rate: smaller tiles read more bytes per FLOP."""
 _LARGEST_TILE = 256 * 128
 
 
@@ -166,8 +165,7 @@ def _implementation(name: str, rates: Rates) -> str:
 
 
 def _product_seconds(kernel: Kernel, rate: float, rates: Rates, dtype: str) -> float:
-    """Returns the seconds of a matrix product, or of a batch of equal products, at `rate` FLOP/s in a
-    tile."""
+    """Returns the seconds of a matrix product, or a batch of equal ones, at `rate` FLOP/s in a tile."""
     if kernel.product is None:
         return kernel.flops / rate
     rows, columns, inner = kernel.product

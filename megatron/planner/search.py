@@ -109,8 +109,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
 
 
 def _schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """Yields each (schedule, --virtual-pipeline-stages) for which a replica has enough layers and
-    micro-batches."""
+    """Yields (schedule, --virtual-pipeline-stages) if a replica has enough layers and micro-batches."""
     yield "1f1b", 1
     for name, schedule in PIPELINE_SCHEDULES.items() if pp_size > 1 else ():
         if name == "1f1b" or micro_batches < schedule.micro_batches_per_rank * pp_size:
@@ -164,8 +163,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
-    """Returns the full plan with the changed settings. Raises ConfigError if they are not compatible, or
-    without --gpu."""
+    """Returns the full plan with the changed settings. Raises ConfigError if they are invalid, or without
+    --gpu."""
     plan = make_plan(changed(config, change), vocab_size, change=change)
     if plan.step is None:
         raise ConfigError(NO_GPU)
@@ -186,8 +185,7 @@ def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) ->
 
 
 def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> list[Plan]:
-    """Returns the plans of the `best` layouts with the other partition methods, if they fit and have
-    different stages."""
+    """Returns the plans of the `best` layouts with the other partition methods, if they fit and differ."""
     found: list[Plan] = []
     for candidate in best:
         parallel = candidate.config.parallel

@@ -383,8 +383,7 @@ def _alignment(args: tuple) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Returns the bytes that are read from memory for a tensor. Repeated elements of an expanded tensor are
-    read once."""
+    """Returns the bytes read for a tensor. Repeated elements of an expanded tensor are read once."""
     elements = tensor.numel()
     if elements and 0 in tensor.stride():
         elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)

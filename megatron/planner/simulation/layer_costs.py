@@ -47,8 +47,7 @@ _MOST_CHUNKS = 8192
 
 
 class _Recorder:
-    """Records the actions and memory between two calls of `begin`. The `add_` methods are those of
-    `StepTrace`."""
+    """Records actions and memory between two calls of `begin`. See `StepTrace` for the `add_` methods."""
 
     def __init__(self, memory: MemoryTracker) -> None:
         self._memory = memory

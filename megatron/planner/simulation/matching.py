@@ -86,8 +86,7 @@ def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
     """Runs the calls of all ranks against each other. Returns None if all complete, otherwise a sentence on
-    two calls that do not match, or on the ranks that wait forever. calls: global rank -> its calls in
-    order."""
+    two calls that do not match, or on the ranks that wait forever. calls: rank -> its calls in order."""
     world = _World({rank: deque(batches) for rank, batches in calls.items()})
     return world.run()
 
@@ -121,8 +120,7 @@ class _World:
         return self._waiting()
 
     def _post(self, rank: int, call: CollectiveCall) -> tuple[str | None, list[int]]:
-        """Issues a call of a rank. Returns a sentence if it contradicts another rank's call (else None), and
-        the ranks that can continue."""
+        """Issues a call of a rank. Returns (a sentence if it does not match, ranks that can continue)."""
         if call.operation in POINT_TO_POINT:
             return self._post_message(rank, call)
         waiting = self.collectives[call.ranks]

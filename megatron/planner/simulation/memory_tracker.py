@@ -50,8 +50,7 @@ class MemoryTracker:
         self.peak = 0
 
     def add(self, storage: torch.UntypedStorage, place: str) -> None:
-        """Counts a storage, at its first call only. place: the code that made the storage, such as
-        'model/position.py _causal'."""
+        """Counts a storage once. place: the code that made it, such as 'model/position.py _causal'."""
         key = storage._cdata
         if key in self._blocks:
             return
@@ -66,8 +65,7 @@ class MemoryTracker:
             self._resize(storage._cdata, _rounded(storage.nbytes()))
 
     def mark_state(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Marks tensors on the device as the rank's state `name`, one of `STATE`. A storage keeps its first
-        mark."""
+        """Marks tensors as the rank's state `name`, one of `STATE`. A storage keeps its first mark."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             block = self._blocks.get(key)

@@ -139,8 +139,7 @@ def _server() -> ForkServerContext:
 
 @contextmanager
 def _to_file(output: str) -> Iterator[None]:
-    """Within this context all output of this process goes to a file, including output of libraries and
-    crashes."""
+    """Sends all output of this process to a file within this context, including crashes of libraries."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     gc.freeze()  # garbage collection skips the server's imports, so their memory pages stay shared
     with open(output, "w") as file:

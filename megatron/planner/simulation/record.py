@@ -163,8 +163,7 @@ class StepRecord:
 
     @property
     def calls(self) -> tuple[CollectiveCall, ...]:
-        """All collective calls in the order of the instructions, followed by calls outside of
-        instructions."""
+        """All collective calls in the order of the instructions, then those outside of instructions."""
         return tuple(call for count in self.counts for call in count.calls)
 
     @property

@@ -35,8 +35,7 @@ _FEW_LAYERS, _MANY_LAYERS = 2, 4
 """The optimizer step of a rank with more than `_MANY_LAYERS` transformer layers is extrapolated from the
 steps with `_FEW_LAYERS` and with one more."""
 _MANY_REPLICAS = 64
-"""The optimizer step of a run with more replicas is extrapolated from this number of replicas and half of
-it."""
+"""The optimizer step of a run with more replicas is extrapolated from this number and half of it."""
 _NO_BUCKETS = 10**15
 # Settings on which neither the layers nor the optimizer step depend.
 _NEUTRAL: dict[str, Any] = {
@@ -181,8 +180,7 @@ class _Parts:
         return [layer for layer in self.model.layers if self.begins <= layer.first < end]
 
     def layers_between(self, first: int, end: int, count: int) -> list[LayerCost]:
-        """Returns the costs of the layers `first` to `end` - 1 of the run. count: transformer layers among
-        them."""
+        """Returns the costs of the run's layers `first` to `end` - 1, with `count` transformer layers."""
         last = self.begins + self.few
         found = [layer for layer in self.model.layers if first <= layer.first < min(self.begins, end)]
         groups = self._groups_of(
@@ -216,8 +214,7 @@ class _Parts:
         return found
 
     def outputs_of(self, index: int) -> tuple[Spec, ...]:
-        """Returns the shapes and dtypes of the output of a layer of the run. index: index in the layer
-        list."""
+        """Returns the shapes and dtypes of the output of the run's layer `index` in the layer list."""
         if index >= self.begins + self.many:
             index -= self.many - self.few
         elif index >= self.begins:
@@ -375,8 +372,7 @@ def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, h
 
 
 def _without_run(config: Config, optimizer: OptimizerConfig) -> Config:
-    """Returns the configuration with default settings for everything that reads, writes or logs, and with
-    these settings of the optimizer."""
+    """Returns the configuration with these optimizer settings, without what reads, writes or logs."""
     return replace(
         config,
         optimizer=optimizer,

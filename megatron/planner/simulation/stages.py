@@ -54,8 +54,7 @@ def simulate_ranks(
 
 
 def step_instructions(config: Config, rank: int, micro_batches: int | None = None) -> tuple[Instruction, ...]:
-    """Returns the instructions of a training step on a pipeline rank. micro_batches: None takes the run's
-    number."""
+    """Returns the instructions of a step on a pipeline rank. micro_batches: None takes the run's number."""
     queued = QueuedMessages()
     count = micro_batches or config.micro_batches_per_step
     schedule = pipeline_schedule(config.parallel, rank, count, trains=True)
@@ -107,8 +106,7 @@ def simulation_report(config: Config) -> str:
 
 
 def memory_table(records: Sequence[StepRecord]) -> str:
-    """Returns a table with a row per stage: memory at the peak by owner, and memory at the end of the
-    step."""
+    """Returns a table with a row per stage: memory at the peak by owner, and at the end of the step."""
     names = "stage parameters gradients optimizer activations temporary tables peak during end"
     rows = [names.split()]
     for record in records:
@@ -129,8 +127,7 @@ def memory_table(records: Sequence[StepRecord]) -> str:
 
 def work_table(config: Config, records: Sequence[StepRecord]) -> str:
     """Returns a table with a row per stage. Per step: FLOPs, operations, memory traffic, bytes sent or
-    reduced, and host synchronizations. Per micro-batch: the host synchronizations that occur in each of
-    them."""
+    reduced, and host synchronizations. Per micro-batch: host synchronizations."""
     rows = [["stage", "TFLOP", "operations", "memory TiB", "messages GiB", "host syncs", "per micro-batch"]]
     for record in records:
         counts = record.counts_of(step_instructions(config, record.stage))
@@ -151,8 +148,7 @@ def work_table(config: Config, records: Sequence[StepRecord]) -> str:
 
 
 def syncs_per_micro_batch(record: StepRecord) -> Counter[tuple[str, str, str]]:
-    """Returns the host synchronizations that occur in every micro-batch: (instruction, cause, place) ->
-    number."""
+    """Returns the host synchronizations in every micro-batch: (instruction, cause, place) -> number."""
     return Counter(
         (str(instruction), sync.cause, sync.place)
         for instruction, count in record.rest.items()

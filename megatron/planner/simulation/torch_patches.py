@@ -98,8 +98,7 @@ def _convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> N
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
-    """Swaps two tensors. torch.utils.swap_tensors rejects tensors with weak references, which fake tensors
-    may have."""
+    """Swaps two tensors, even with weak references, which torch.utils.swap_tensors rejects."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
@@ -175,8 +174,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _without_values(function: Callable) -> Any:
-    """Registers an operation with the function's name. The function returns tensors of the right shape and
-    dtype, without values."""
+    """Registers a function that returns tensors without values, as an operation with its name."""
     name = f"megatron_simulation::{function.__name__.strip('_')}"
     operation = torch.library.custom_op(name, function, mutates_args=())
     operation.register_fake(function)

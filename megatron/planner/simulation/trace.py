@@ -89,8 +89,7 @@ class StepTrace:
             self._current = self._outside
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
-        """Counts an operation that runs on the device. bytes_written: the part of the kernel's bytes that it
-        writes."""
+        """Counts an operation on the device. bytes_written: the part of the kernel's bytes that it writes."""
         count = self._current.counts.setdefault(kernel.name, [0, 0, 0, 0])
         count[0] += 1
         count[1] += int(kernel.flops)
@@ -188,8 +187,7 @@ def _callers() -> Iterator[tuple[str, FrameType]]:
 
 
 def _shown(file: str) -> str:
-    """Returns the path relative to the package's parent folder; '' for files of the simulation and of other
-    packages."""
+    """Returns the path relative to the package's parent; '' for the simulation and other packages."""
     if file.startswith(_OWN_FOLDER):
         return ""
     for package in ("/deepspeed/", "/megatron/"):

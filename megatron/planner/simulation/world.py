@@ -66,8 +66,7 @@ def simulated_micro_batches(config: Config) -> int:
 
 
 def find_stages(config: Config) -> tuple[Vocabulary, StagePlan]:
-    """Returns the vocabulary and the stages of the run. Raises ConfigError if the stages depend on times that
-    are not measured yet."""
+    """Returns the vocabulary and the stages. Raises ConfigError if the stages depend on unmeasured times."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     if times is None and needs_profiling(config):
@@ -183,8 +182,7 @@ class _EmptySamples:
 
 
 class _NoReport(StartupReport):
-    """Reports nothing: the report of the first steps needs figures of all ranks, but only one is
-    simulated."""
+    """Reports nothing: the report needs figures of all ranks, but only one rank is simulated."""
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
         return iter(())

@@ -61,8 +61,8 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The settings, such as '--partition-method memory --micro-batch-size 2'; 'the base command' if a
-        sweep has no axis."""
+        """The settings, such as '--partition-method memory --zero-stage 1'; 'the base command' if there are
+        none."""
         words = (f"{flag} {shlex.quote(value)}" for flag, value in self.settings.items())
         return " ".join(words) or "the base command"
 
@@ -91,8 +91,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings in `words`: 'section.field' -> value. Raises UserError for a word that is not a
-    flag or a value."""
+    """Returns the settings in `words`: 'section.field' -> value. Raises UserError for an unknown word."""
     namespace, unknown = _parser().parse_known_args(list(words))
     if unknown:
         if instead := unsupported(unknown[0].split("=")[0]):

@@ -105,7 +105,7 @@ class SweepFolder:
         return self.path / "runs" / f"{row:03d}-{repeat}.json"
 
     def results(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """Reads the results of all finished runs: (row, repeat) -> result. Raises UserError for a damaged
+        """Reads the results of finished runs: (row, repeat) -> result. Raises UserError for a damaged
         file."""
         found = {}
         for file in sorted((self.path / "runs").glob("*-*.json")):
@@ -191,8 +191,7 @@ def _extend(old: Record, new: Record, path: Path) -> Record:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Returns the commit of this repository (with '+' if files are changed), the host and Python's
-    version."""
+    """Returns the commit of this repository ('+': changed files), the host and Python's version."""
     return {"commit": _commit(), "host": node_name(os.environ), "python": platform.python_version()}
 
 

@@ -127,8 +127,7 @@ def _tolerance(config: Config) -> float:
 
 
 def loss_settings_digest(config: Config) -> str:
-    """Returns a digest of the settings on which the losses depend. Runs with equal digests must have equal
-    losses."""
+    """Returns a digest of the settings on which the losses depend: equal digests mean equal losses."""
     settings = {
         section: {
             name: value

@@ -41,8 +41,7 @@ def parse_memory_rows(log: str) -> list[dict[str, Any]]:
 
 
 def parse_steps(log: str) -> list[dict[str, Any]]:
-    """Returns an entry per training line of the log: iteration, loss (None if the step was skipped),
-    grad_norm, seconds."""
+    """Returns an entry per training line: iteration, loss (None in a skipped step), grad_norm, seconds."""
     found: dict[int, dict[str, Any]] = {}
     for text in log.splitlines():
         line = parse_log_line(text)
@@ -77,8 +76,7 @@ def step_seconds(steps: list[dict[str, Any]], wanted: int) -> float | None:
 
 
 def read_result(row: Row, repeat: int, log: str, exit_code: int, steps: int) -> dict[str, Any]:
-    """Returns the result of a run as docs/sweep.md describes it, without the fields on its start, duration
-    and machine."""
+    """Returns the result of a run (docs/sweep.md), without the fields on its start, duration and machine."""
     logged = parse_steps(log)
     status, reason = "ok", None
     if exit_code != 0:
@@ -114,8 +112,7 @@ def parse_bubble(log: str, steps: int) -> float | None:
 
 
 def failure(log: str, exit_code: int) -> tuple[str, str]:
-    """Returns the status and the reason of a failed run. The reason is its last error message, or else its
-    last line."""
+    """Returns the status and the reason of a failed run: its last error message, or else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
     reason = (errors or lines or [f"the run ended with exit code {exit_code} and printed nothing"])[-1]

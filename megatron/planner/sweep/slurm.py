@@ -33,8 +33,7 @@ _TIMEOUT_S = 120
 
 def read_base_command(script: str, flags: Sequence[str], folder: Path) -> ScriptCommand:
     """Returns the training command of a script of examples/slurm that is called with `flags`. Raises
-    UserError if the script does not print a command with torch's launcher. folder: the folder of the
-    sweep."""
+    UserError if the script does not print a command with torch's launcher. folder: the sweep's folder."""
     command = read_script("--sbatch", script, flags, _environment(folder))
     if command.processes is None:
         raise UserError(
@@ -159,8 +158,8 @@ def record_task(file: Path, task: int, code: int, log: Path) -> None:
 
 
 def _task(file: Path, task: int) -> tuple[Record, int, int]:
-    """Returns the sweep's record, and the row and repeat of an array task. Raises UserError if the task is
-    not a run of the sweep."""
+    """Returns the record, row and repeat of an array task. Raises UserError if it is not a run of the
+    sweep."""
     _, runs = _read_array(file)
     record = _folder(file).read()
     if not 0 <= task < len(runs) or runs[task][0] >= len(record.rows) or runs[task][1] > record.repeat:

@@ -50,8 +50,7 @@ def report_markdown(summary: Summary) -> str:
 
 
 def report_csv(summary: Summary) -> str:
-    """Returns a CSV line per row, with unrounded numbers: seconds, fractions, and bytes per stage, separated
-    by spaces."""
+    """Returns a CSV line per row, with unrounded numbers. Bytes per stage are separated by spaces."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     kinds = {
