@@ -112,10 +112,8 @@ class _Stage:
     @classmethod
     def of(cls, config: Config, costs: StageCosts, stage: int) -> _Stage:
         """Makes stage number `stage` of the run, from its costs."""
-        holders, tokens = (
-            config.parallel.rank_of_stage,
-            config.batch.micro_batch_size * config.model.seq_length,
-        )
+        holders = config.parallel.rank_of_stage
+        tokens = config.batch.micro_batch_size * config.model.seq_length
         return cls(
             costs,
             spec_bytes(costs.inputs),

@@ -75,13 +75,15 @@ def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
     pipeline, data, tensor = varying
     if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
         return tuple(_coordinates(rank, layout)[0] for rank in ranks)
+    if data:
+        return "world" if pipeline or tensor else "data"
     names = {
         (False, False): "data",
         (True, False): "pipeline",
         (False, True): "tensor",
         (True, True): "model",
     }
-    return "world" if data and (pipeline or tensor) else names[pipeline, tensor]
+    return names[pipeline, tensor]
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
