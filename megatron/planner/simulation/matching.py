@@ -77,13 +77,9 @@ def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
         return tuple(_coordinates(rank, layout)[0] for rank in ranks)
     if data:
         return "world" if pipeline or tensor else "data"
-    names = {
-        (False, False): "data",
-        (True, False): "pipeline",
-        (False, True): "tensor",
-        (True, True): "model",
-    }
-    return names[pipeline, tensor]
+    if pipeline:
+        return "model" if tensor else "pipeline"
+    return "tensor" if tensor else "data"
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:

@@ -71,15 +71,9 @@ def submit(
     write_json(file, {"job": None, "tasks": tasks})
     # One job at a time (%1), so that the rows do not disturb each other. --signal replaces the scripts'
     # warning of ten minutes, which would stop a shorter job at its start: a sweep has no checkpoint to save.
-    words = [
-        "sbatch",
-        "--parsable",
-        "--signal=B:USR2@60",
-        f"--array=0-{len(tasks) - 1}%1",
-        "--job-name=sweep",
-    ]
-    words += [f"--nodes={nodes}", f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out", *options]
-    words += [record.script, *flags]
+    words = ["sbatch", "--parsable", "--signal=B:USR2@60"]
+    words += [f"--array=0-{len(tasks) - 1}%1", "--job-name=sweep", f"--nodes={nodes}"]
+    words += [f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out", *options, record.script, *flags]
     try:
         run = subprocess.run(
             words,
