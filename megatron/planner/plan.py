@@ -240,7 +240,7 @@ def _calls(
     for stage in [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]:
         costs = stage_costs(config, plan, vocab_size, stage)
         for during, actions in costs.passes.items():
-            yield from ((during, micro_batches, one) for one in actions if isinstance(one, Collective))
+            yield from ((during, micro_batches, call) for call in actions if isinstance(call, Collective))
         for neighbor, specs, parts, operations in (
             (stage - 1, costs.inputs, costs.receives, (("forward", "recv_"), ("backward", "send"))),
             (stage + 1, costs.outputs, costs.sends, (("forward", "send"), ("backward", "recv_"))),

@@ -69,14 +69,14 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
         f"{result.combinations:,} combinations for {config.parallel.world_size} devices, "
         f"{result.planned} planned in full, {len(result.candidates)} fit",
         search_table(best[: max(top, 10)]),
-        *(explain(number, one, result, words) for number, one in enumerate(best[:top], 1)),
+        *(explain(number, plan, result, words) for number, plan in enumerate(best[:top], 1)),
     ]
     best[0] = replace(best[0], what_if=what_if(best[0].config, vocab_size))
     text.append(f"layout 1: {what_if_table(best[0])}")
     data = {
         "combinations": result.combinations,
         "planned": result.planned,
-        "candidates": [{**one.as_dict(), "flags": replaced(words, one.change)} for one in best],
+        "candidates": [{**plan.as_dict(), "flags": replaced(words, plan.change)} for plan in best],
     }
     return Report("\n\n".join(text), data, best[0])
 
@@ -87,28 +87,30 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     steps = RECIPES[recipe](config, vocab_size)
     text = [f"recipe {recipe}"]
     data = []
-    for number, (step, one) in enumerate(steps, 1):
-        flags = replaced(words, one.change)
+    for number, (step, plan) in enumerate(steps, 1):
+        flags = replaced(words, plan.change)
         text.append(
-            f"{number}. {step}\n{layout_words(one.config)}\n{_figures(one)}\nflags      {' '.join(flags)}"
+            f"{number}. {step}\n{layout_words(plan.config)}\n{_figures(plan)}\nflags      {' '.join(flags)}"
         )
-        data.append({"text": step, "flags": flags, **one.as_dict()})
+        data.append({"text": step, "flags": flags, **plan.as_dict()})
     # The first step of the micro-batch recipe plans only a few layers of the model.
-    whole = [one for _, one in steps if one.config.model == config.model]
-    kept = max((one for one in whole if one.fits), key=lambda one: one.tokens_per_second, default=whole[-1])
+    whole = [plan for _, plan in steps if plan.config.model == config.model]
+    kept = max(
+        (plan for plan in whole if plan.fits), key=lambda plan: plan.tokens_per_second, default=whole[-1]
+    )
     return Report("\n\n".join(text), {"steps": data}, kept)
 
 
-def _figures(one: Plan) -> str:
+def _figures(plan: Plan) -> str:
     """Returns the report's lines on the memory and the time of a layout."""
-    _, memory = fit_summary(one.config, one.vocab_size, one.memory)
-    return f"memory     {memory}\n{time_lines(one.prediction)}"
+    _, memory = fit_summary(plan.config, plan.vocab_size, plan.memory)
+    return f"memory     {memory}\n{time_lines(plan.prediction)}"
 
 
 def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
     text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
     if planned:
-        least = min(planned, key=lambda one: one.peak_bytes)
+        least = min(planned, key=lambda plan: plan.peak_bytes)
         text += f": the smallest one needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
     return f"{text}. Add devices, or set --checkpoint-activations, --sequence-parallel or --cpu-offload."
 
@@ -127,33 +129,33 @@ def layout_words(config: Config) -> str:
 def search_table(candidates: Sequence[Plan]) -> str:
     """Returns a table with a row per layout, fastest first."""
     rows = [["", "layout", "tokens/s", "step s", "MFU %", "bubble %", "GiB"]]
-    for number, one in enumerate(candidates, 1):
-        step = one.prediction
-        rows.append([str(number), layout_words(one.config), f"{one.tokens_per_second:,.0f}"])
+    for number, plan in enumerate(candidates, 1):
+        step = plan.prediction
+        rows.append([str(number), layout_words(plan.config), f"{plan.tokens_per_second:,.0f}"])
         rows[-1] += [f"{step.total:.2f}", f"{100 * step.mfu:.1f}", f"{100 * step.bubble:.1f}"]
-        rows[-1].append(f"{one.peak_bytes / GIB:.1f}")
+        rows[-1].append(f"{plan.peak_bytes / GIB:.1f}")
     return format_table(rows, left_align=(1,))
 
 
-def explain(number: int, one: Plan, result: SearchResult, words: Sequence[str]) -> str:
+def explain(number: int, plan: Plan, result: SearchResult, words: Sequence[str]) -> str:
     """Returns the lines on a layout: its TP size compared with other sizes, its memory, time and flags."""
     return (
-        f"{number}. {layout_words(one.config)}\n"
-        f"{_tensor_parallel_line(one, result)}\n"
-        f"{_figures(one)}\n"
-        f"flags      {PROGRAM} {shlex.join(replaced(words, one.change))}"
+        f"{number}. {layout_words(plan.config)}\n"
+        f"{_tensor_parallel_line(plan, result)}\n"
+        f"{_figures(plan)}\n"
+        f"flags      {PROGRAM} {shlex.join(replaced(words, plan.change))}"
     )
 
 
-def _tensor_parallel_line(one: Plan, result: SearchResult) -> str:
+def _tensor_parallel_line(plan: Plan, result: SearchResult) -> str:
     """Returns a line that compares the layout with the best layouts of the other tensor-parallel sizes."""
-    own = one.config.parallel.tensor_model_parallel_size
+    own = plan.config.parallel.tensor_model_parallel_size
     parts = []
     sizes = {c.config.parallel.tensor_model_parallel_size for c in (*result.candidates, *result.too_large)}
     for size in sorted(sizes - {own}):
         fitting = [c for c in result.candidates if c.config.parallel.tensor_model_parallel_size == size]
         if fitting:
-            ratio = max(c.tokens_per_second for c in fitting) / one.tokens_per_second
+            ratio = max(c.tokens_per_second for c in fitting) / plan.tokens_per_second
             word = "slower" if ratio < 1 else "faster"
             parts.append(f"TP {size} at best {100 * abs(1 - ratio):.1f} % {word}")
         else:
@@ -204,26 +206,26 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     if model.hidden_dropout > 0 or model.attention_dropout > 0:
         changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
     with ThreadPoolExecutor() as pool:  # recording, which takes most of the time, runs in other processes
-        return tuple(pool.map(lambda one: _what_if(config, vocab_size, *one), changes))
+        return tuple(pool.map(lambda change: _what_if(config, vocab_size, *change), changes))
 
 
 def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, object]) -> WhatIf:
     try:
-        one = evaluate(config, change, vocab_size)
+        plan = evaluate(config, change, vocab_size)
     except UserError as error:
         return WhatIf(text, None, None, None, str(error))
-    return WhatIf(text, one.fits, one.peak_bytes, one.tokens_per_second)
+    return WhatIf(text, plan.fits, plan.peak_bytes, plan.tokens_per_second)
 
 
 def what_if_table(plan: Plan) -> str:
     """Returns a table with a row per change, followed by the rejected changes and the reason for each."""
     rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
-    for one in plan.what_if:
-        if one.tokens_per_second is not None and one.peak_bytes is not None:
-            relative = f"{100 * (one.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
-            rows.append([one.change, f"{one.tokens_per_second:,.0f}", relative])
-            rows[-1] += [f"{one.peak_bytes / GIB:.1f}", "yes" if one.fits else "no"]
-    rejected = [f"rejected: {one.change}: {one.reason}" for one in plan.what_if if one.reason]
+    for row in plan.what_if:
+        if row.tokens_per_second is not None and row.peak_bytes is not None:
+            relative = f"{100 * (row.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
+            rows.append([row.change, f"{row.tokens_per_second:,.0f}", relative])
+            rows[-1] += [f"{row.peak_bytes / GIB:.1f}", "yes" if row.fits else "no"]
+    rejected = [f"rejected: {row.change}: {row.reason}" for row in plan.what_if if row.reason]
     return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in rejected)
 
 
@@ -297,7 +299,7 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
 def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     """Returns the steps of --recipe micro-batch. Raises ConfigError if the whole model does not fit with any
     size of tensor parallelism within a node and pipeline parallelism."""
-    one = {
+    few_layers = {
         "parallel.tensor_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.zero_stage": 0,
@@ -306,14 +308,16 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
         "parallel.tp_comm_overlap": False,
         "model.num_layers": min(_FEW_LAYERS, config.model.num_layers),
     }
-    largest = _largest(config, vocab_size, one, (64, 32, 16, 8, 4, 2, 1))
+    largest = _largest(config, vocab_size, few_layers, (64, 32, 16, 8, 4, 2, 1))
     if largest is None:
         raise ConfigError(
-            f"--recipe micro-batch: {one['model.num_layers']} layers do not fit on one device. Set "
+            f"--recipe micro-batch: {few_layers['model.num_layers']} layers do not fit on one device. Set "
             "--recipe nodes."
         )
     size = largest.config.batch.micro_batch_size
-    steps = [(f"the largest micro-batch of {one['model.num_layers']} layers on one device: {size}", largest)]
+    steps = [
+        (f"the largest micro-batch of {few_layers['model.num_layers']} layers on one device: {size}", largest)
+    ]
     network = find_network(config)
     assert network is not None
     world = config.parallel.world_size
@@ -345,11 +349,11 @@ def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, 
     if none does."""
     for size in sizes:
         try:
-            one = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
+            plan = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
         except UserError:
             continue
-        if one.fits:
-            return one
+        if plan.fits:
+            return plan
     return None
 
 

@@ -144,7 +144,7 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
     # The memory estimate is not exact, so layouts that exceed the device by up to 15 % are planned, too.
     near = [(seconds, change) for seconds, size, change in estimates if size <= 1.15 * device]
     for start in range(0, len(near), _AT_ONCE):
-        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(one.prediction.total for one in found):
+        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(plan.prediction.total for plan in found):
             break
         for made in _evaluate_all(
             config, [change for _, change in near[start : start + _AT_ONCE]], vocab_size
@@ -152,9 +152,9 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
             (found if made.fits else too_large).append(made)
         if len(found) >= planned or len(found) + len(too_large) >= 4 * planned:
             break
-    found.sort(key=lambda one: -one.tokens_per_second)
+    found.sort(key=lambda plan: -plan.tokens_per_second)
     found += _other_partitions(config, found[:_MOST_PARTITIONS], vocab_size)
-    found.sort(key=lambda one: -one.tokens_per_second)
+    found.sort(key=lambda plan: -plan.tokens_per_second)
     return SearchResult(tuple(found), tuple(too_large), count, len(found) + len(too_large))
 
 
