@@ -279,8 +279,9 @@ def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) 
     largest = max(planned)
     reserve = reserve_bytes(config, largest)
     name = config.training.gpu or f"{config.training.device_memory:g} GiB"
+    what = "stage" if config.parallel.stages_per_rank == 1 else "rank"
     needs = (
-        f"stage {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
+        f"{what} {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
         f"NCCL ({communicators(config)} communicators) and the allocator; the device ({name}) has "
         f"{_gib(device)}"
     )
@@ -292,8 +293,8 @@ def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) 
         f"{flag} ({_gib(size)}{', fits' if fits(config, size) else ''})"
         for flag, size in most_effective_flags(config, vocab_size, largest)
     )
-    stages = f"stage {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} stages"
-    return False, f"does not fit ({stages}), {_gib(-spare)} too much: {needs}. Try {flags or 'more devices'}"
+    places = f"{what} {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} {what}s"
+    return False, f"does not fit ({places}), {_gib(-spare)} too much: {needs}. Try {flags or 'more devices'}"
 
 
 def _gib(size: float) -> str:

@@ -264,7 +264,7 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     advice = "as the recipe recommends"
     if not least <= count <= most:
         batch = 12 * ranks * first.config.parallel.data_parallel_size
-        advice = f"the recipe recommends {least} to {most}, which a global batch of about {batch} samples has"
+        advice = f"the recipe recommends {least} to {most} (a global batch of about {batch} samples)"
     text = (
         f"TP = {node} (devices per node), PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
     )

@@ -2,4 +2,5 @@
 
 axes: makes the combinations. resolve: checks and plans them. folder: the files of a sweep, which
 docs/sweep.md describes. local, slurm: do the runs. run_log: reads the result of a run. summary, table: the
-report."""
+report.
+"""
