@@ -108,7 +108,8 @@ def ramp_up_notes(config: Config) -> list[str]:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)
         return [
-            f"a run resumes {checkpoint.folder} at {consumed:,} samples: {_sizes(schedule, consumed)} remain"
+            f"a run resumes {checkpoint.folder} at {consumed:,} consumed samples: "
+            f"{_sizes(schedule, consumed)} remain"
         ]
     first = first_supported_sample(config)
     if first == 0:

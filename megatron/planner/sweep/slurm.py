@@ -63,7 +63,7 @@ def submit(
     ]
     waiting = f"; {len(queued)} are in the queue" if queued else ""
     if not todo:
-        return f"nothing to submit{waiting}: all other runs are done"
+        return f"nothing to submit: all {'other ' if queued else ''}runs are done{waiting}"
     arrays = folder.path / "arrays"
     arrays.mkdir(parents=True, exist_ok=True)
     file = arrays / f"{len(list(arrays.glob('*.json')))}.json"
