@@ -36,7 +36,7 @@ from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
 from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
-from megatron.planner.simulation.world import plan_of
+from megatron.planner.simulation.world import find_stages
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
 from megatron.text_table import format_table
 
@@ -187,7 +187,7 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
     """Bytes that a rank sends to its data-parallel group, and the predicted time that nothing hides."""
     config, record = simulated.config, simulated.record
     size, peers = config.parallel.data_parallel_size, data_parallel_ranks(config, record.rank)
-    sent = sum(wire_bytes(work, peers) for work in record.works) if size > 1 else 0.0
+    sent = sum(wire_bytes(work, peers) for work in record.counts) if size > 1 else 0.0
     weights = record.parameters * (4 if config.precision.name == "fp32" else 2)
     gradients = record.parameters * 4
     goal = (gradients + weights) * (size - 1) / size
@@ -199,7 +199,7 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
             sent <= 1.01 * goal,
         )
     ]
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     step = planned_step(config, plan, vocab.size)
     if step is not None:
         share = (step.reduction + step.gather) / step.total
@@ -234,7 +234,7 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
     config, cluster = simulated.config, find_cluster(simulated.config)
     if cluster is None:
         return []
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     roofline = Roofline(cluster.kind, cluster.gpu, cluster.network)
     bound = predict_step(config, plan, vocab.size, roofline).mfu
     predicted = predict_step(config, plan, vocab.size, cluster).mfu

@@ -151,7 +151,7 @@ def heaviest_line(plan: StagePlan) -> str:
     consequence = (
         f"it needs {100 * (ratio - 1):.1f} % more than the mean"
         if plan.partition.unit == MEMORY_UNIT
-        else f"waiting for it costs up to {100 * (1 - 1 / ratio):.1f} % of the efficiency"
+        else f"imbalance loses up to {100 * (1 - 1 / ratio):.1f} % efficiency"
     )
     return (
         f"heaviest   {what} {weights.index(heaviest)} by --partition-method {plan.method}, "

@@ -13,7 +13,7 @@ from megatron.planner.simulation.matching import group_name
 from megatron.planner.simulation.passes import Action, Collective, Group, Kernel
 from megatron.planner.simulation.record import CollectiveCall, Instruction, OpCounts, StepRecord
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
-from megatron.planner.simulation.world import plan_of
+from megatron.planner.simulation.world import find_stages
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
 # DeepSpeed and the engine copy messages and add losses.
@@ -28,7 +28,7 @@ Calls = Counter[tuple[Group, str, float]]
 
 def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
     """A sentence for each figure of the plan that is not the simulated one. records: by pipeline rank."""
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     planned = make_plan(config, vocab.size, plan)
     found = []
     for record, memory in zip(records, planned.memory, strict=True):

@@ -56,7 +56,7 @@ UNFIT = {
     ),
     "both send first": ({0: [send(1), receive(1)], 1: [send(0), receive(0)]}, "deadlock: rank 0 in send"),
     "one call less": ({0: [collective([0, 1])] * 2, 1: [collective([0, 1])]}, "deadlock: rank 0"),
-    "other sizes": ({0: [collective([0, 1], 4)], 1: [collective([0, 1], 5)]}, "do not fit: rank 0"),
+    "other sizes": ({0: [collective([0, 1], 4)], 1: [collective([0, 1], 5)]}, "do not match: rank 0"),
     "other dtypes": (
         {0: [collective([0, 1])], 1: [collective([0, 1], dtype="bfloat16")]},
         "float32, rank 1",
@@ -65,7 +65,7 @@ UNFIT = {
         {0: [collective([0, 1])], 1: [collective([0, 1], operation="broadcast_")]},
         "broadcast_",
     ),
-    "a longer message": ({0: [send(1, 8)], 1: [receive(0, 4)]}, "do not fit"),
+    "a longer message": ({0: [send(1, 8)], 1: [receive(0, 4)]}, "do not match"),
     "nobody sends": ({0: [], 1: [receive(0)]}, "deadlock: rank 1 in recv_ with 0"),
 }
 

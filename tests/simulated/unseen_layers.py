@@ -142,7 +142,7 @@ def _report(flags: str) -> dict[str, Any]:
     return {
         "disagreements": disagreements(config, records),
         "operations": sorted(
-            {name for record in records for work in record.works for name in work.operations}
+            {name for record in records for work in record.counts for name in work.operations}
         ),
         "parameters": [record.parameters for record in records],
     }

@@ -47,7 +47,7 @@ def ramp(samples: int, micro: int = 4) -> list[object]:
 )
 def test_a_dry_run_lists_the_sizes_that_remain(samples: int, micro: int, sizes: str, folder: Path) -> None:
     (note,) = ramp_up_notes(config_of(*ramp(samples, micro), "--load", folder))
-    assert f"global_step{STEP} at {CONSUMED} samples" in note and sizes in note
+    assert f"global_step{STEP} at {CONSUMED} consumed samples" in note and sizes in note
 
 
 def test_a_dry_run_refuses_a_size_that_remains_and_does_not_fit(folder: Path) -> None:

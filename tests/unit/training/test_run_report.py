@@ -128,7 +128,7 @@ def test_the_last_line_names_the_heaviest_stage():
     assert stage_map(TWO_STAGES).splitlines()[-1] == heaviest_line(TWO_STAGES)
 
 
-WAITS = "waiting for it costs up to"
+IMBALANCE = "imbalance loses up to"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ WAITS = "waiting for it costs up to"
         # Mean 40 ms, longest 50 ms: a fifth of its time the average stage has nothing to do.
         (
             TWO_STAGES,
-            f"stage 1 by --partition-method profile, max/mean = 1.250: {WAITS} 20.0 % of the efficiency",
+            f"stage 1 by --partition-method profile, max/mean = 1.250: {IMBALANCE} 20.0 % efficiency",
         ),
         # A stage with more memory is not waited for.
         (
@@ -147,17 +147,17 @@ WAITS = "waiting for it costs up to"
         # Of equally heavy stages the first is named.
         (
             plan([0, 4, 8, 12], [2.0, 2.0, 2.0], unit="", method="uniform"),
-            f"stage 0 by --partition-method uniform, max/mean = 1.000: {WAITS} 0.0 % of the efficiency",
+            f"stage 0 by --partition-method uniform, max/mean = 1.000: {IMBALANCE} 0.0 % efficiency",
         ),
         # Two of three stages work: a third of the efficiency is lost.
         (
             plan([0, 7, 7, 12], [3.0, 0, 3.0]),
-            f"stage 0 by --partition-method profile, max/mean = 1.500: {WAITS} 33.3 % of the efficiency",
+            f"stage 0 by --partition-method profile, max/mean = 1.500: {IMBALANCE} 33.3 % efficiency",
         ),
         # With DualPipeV stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6.
         (
             plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], rank_of_stage=(0, 1, 1, 0)),
-            f"rank 1 by --partition-method profile, max/mean = 1.125: {WAITS} 11.1 % of the efficiency",
+            f"rank 1 by --partition-method profile, max/mean = 1.125: {IMBALANCE} 11.1 % efficiency",
         ),
     ],
 )
