@@ -46,6 +46,7 @@ setup(
         # lm_eval's own models, which tests compare with, need accelerate.
         "dev": [
             "accelerate",
+            "argcomplete",
             "hypothesis",
             "mypy",
             "psutil",

@@ -8,8 +8,10 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -22,15 +24,16 @@ from megatron.config.checkpoint_args import (
 )
 from megatron.config.config import SECTIONS, Config
 from megatron.config.data import SPLIT_NAMES, read_groups_file
-from megatron.config.fields import Flag, flag_of, option_name, value_text
+from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, value_text
 from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.validate import validate
 from megatron.errors import ConfigError, one_line
 
-# The groups of --help, with Megatron's names and in its order, and 'stability'.
+# The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
 HELP_GROUPS = (
+    COMMON_FLAGS,
     "network size",
     "rotary embeddings",
     "regularization",
@@ -85,12 +88,21 @@ def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.en
     return read_command_line(argv, env).config
 
 
+def complete_command_line() -> None:
+    """Answers a shell that asks for a completion (Tab) and exits, if argcomplete is installed."""
+    if "_ARGCOMPLETE" in os.environ:
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(make_parser())
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser. Its result has the flags that were given, as 'section.field' or '--ignored-flag'."""
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="%(prog)s FLAGS",
-        description="Train a GPT with tensor, pipeline and data parallelism.",
+        description="Trains a GPT with tensor, pipeline and data parallelism. Documentation: docs/README.md.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
@@ -126,6 +138,9 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # no line break inside a flag
+
 
 @dataclass(frozen=True)
 class _Given:
@@ -138,7 +153,7 @@ class _Given:
 
 def _parse(argv: list[str]) -> _Given:
     parser = make_parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(_join_checked_values(argv))
     values = vars(namespace)
     notes = values.pop(_NOTES, ())
     ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
@@ -147,6 +162,19 @@ def _parse(argv: list[str]) -> _Given:
         raise ConfigError("\n       ".join(rejected))
     settings = {name: value for name, value in values.items() if name not in ignored}
     return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
+
+
+def _join_checked_values(argv: Sequence[str]) -> list[str]:
+    """Joins each ignored flag that accepts only some values with all of its words, as '--flag=a b', so that
+    surplus values are part of the error of their flag."""
+    checked = {flag.name for flag in IGNORED_FLAGS if flag.values is not None}
+    words: list[str] = []
+    for word in argv:
+        if words and not _FLAG.match(word) and words[-1].partition("=")[0] in checked:
+            words[-1] += (" " if "=" in words[-1] else "=") + word
+        else:
+            words.append(word)
+    return words
 
 
 def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> list[str]:
@@ -172,12 +200,17 @@ def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> l
 def _unknown_flag(parser: argparse.ArgumentParser, name: str) -> str:
     if instead := unsupported(name):
         return f"{name} is not supported: {instead}"
-    nearest = difflib.get_close_matches(
-        "--" + name.lstrip("-").replace("_", "-"), parser._option_string_actions, n=1
-    )
-    return f"unknown flag {name}: " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
+    spelled = "--" + name.lstrip("-").replace("_", "-")
+    known = parser._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS}
+    nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
+    nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))
+    hint = f"did you mean {' or '.join(nearest)}?" if 1 <= len(nearest) <= _MAX_HINTS else "see --help"
+    return f"unknown flag {name}: {hint}"
 
 
+# One wrong letter in a flag of 5 or more letters stays above it; --batch-size and --micro-batch-size do not.
+_MIN_SIMILARITY = 0.85
+_MAX_HINTS = 3
 _FLAG = re.compile("--?[A-Za-z]")
 _NOTES = "(notes)"
 
@@ -185,9 +218,11 @@ _NOTES = "(notes)"
 class _Store(argparse.Action):
     """Stores the converted value. The last value of a repeated flag is used, with a note."""
 
-    def __init__(self, *, convert: _Converter, **keywords: Any) -> None:
+    def __init__(self, *, convert: _Converter, choices: Iterable[str] | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.convert = convert
+        if choices is not None:
+            self.completer = lambda **_: choices  # argcomplete reads it; argparse would check `self.choices`
 
     def __call__(
         self,
@@ -267,6 +302,7 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
         dest=dest,
         action=_Store,
         convert=_Converter(names[0], kind, description.strip_quotes),
+        choices=() if kind in (int, float) else description.choices,
         nargs=description.nargs,
         metavar=metavar or {int: "N", float: "X", str: "TEXT"}[kind],
         help=text,

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 from megatron.config.registries import Registry
 from megatron.errors import ConfigError
 
+# The help group of the flags that most commands give.
+COMMON_FLAGS = "flags that most runs set"
 _METADATA_KEY = "flag"
 # The metavars of flags that are paths, and the limits of Linux in bytes. A suffix may be added to a name.
 _PATHS = ("FOLDER", "FILE", "PREFIX")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +15,16 @@ class BatchConfig(Section):
     group: ClassVar[str] = "training"
 
     micro_batch_size: int = flag(
-        at_least=1, at_most=1_000_000, help="samples per micro-batch and model replica"
+        at_least=1,
+        at_most=1_000_000,
+        help="samples per micro-batch and model replica",
+        group=COMMON_FLAGS,
     )
     global_batch_size: int = flag(
         at_least=1,
         help="samples per optimizer step: micro-batch size x gradient accumulation steps x data-parallel "
         "size",
+        group=COMMON_FLAGS,
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 _LOAD = {"checkpoint.load": "set --load to the folder of the checkpoint"}
 
@@ -18,13 +18,17 @@ class CheckpointConfig(Section):
     group: ClassVar[str] = "checkpointing"
 
     save: str | None = flag(
-        None, metavar="FOLDER", help="save checkpoints in this folder, at the end of the run and on exit"
+        None,
+        metavar="FOLDER",
+        help="save checkpoints in this folder, at the end of the run and on exit",
+        group=COMMON_FLAGS,
     )
     load: str | None = flag(
         None,
         metavar="FOLDER",
         help="resume from this folder, or from what was saved in --save since; the same folder as --save: "
         "initialize from scratch if it is empty or absent",
+        group=COMMON_FLAGS,
     )
     save_interval: int | None = flag(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag, option_name
+from megatron.config.fields import COMMON_FLAGS, Section, flag, option_name
 from megatron.config.registries import TOKENIZERS
 
 
@@ -29,6 +29,7 @@ class DataConfig(Section):
         metavar="PREFIX",
         help="path of a .bin/.idx pair from tools/preprocess_data.py, without suffix; or a blend: WEIGHT "
         "PREFIX WEIGHT PREFIX ...",
+        group=COMMON_FLAGS,
     )
     split: str = flag(
         "969, 30, 1", strip_quotes=True, help="weights of the training, validation and test split"
@@ -92,7 +93,10 @@ class DataConfig(Section):
     )
     merge_file: str | None = flag(None, metavar="FILE", help="merge file of GPT2BPETokenizer (merges.txt)")
     tokenizer_name_or_path: str | None = flag(
-        None, metavar="FOLDER", help="tokenizer folder or name in the local cache, for PretrainedFromHF"
+        None,
+        metavar="FOLDER",
+        help="tokenizer folder or name in the local cache, for PretrainedFromHF",
+        group=COMMON_FLAGS,
     )
     tokenizer_model: str | None = flag(None, metavar="FILE", help="model file of SentencePieceTokenizer")
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
@@ -38,9 +38,14 @@ class ModelConfig(Section):
         at_most=100_000,
         changes_layer_time=False,
         megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     hidden_size: int = flag(
-        help="hidden size of the transformer", at_least=1, at_most=2**20, megatron_arg=True
+        help="hidden size of the transformer",
+        at_least=1,
+        at_most=2**20,
+        megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     ffn_hidden_size: int = flag(
         derived="4 x hidden size",
@@ -50,7 +55,11 @@ class ModelConfig(Section):
         megatron_arg=True,
     )
     num_attention_heads: int = flag(
-        help="number of attention heads", at_least=1, at_most=2**16, megatron_arg=True
+        help="number of attention heads",
+        at_least=1,
+        at_most=2**16,
+        megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     kv_channels: int = flag(
         derived="hidden size / heads",
@@ -106,10 +115,10 @@ class ModelConfig(Section):
     seq_length: int = flag(
         changes_model=False,
         help="sequence length in tokens",
-        group="data and dataloader",
         at_least=1,
         at_most=2**24,
         megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     max_position_embeddings: int = flag(
         derived="--seq-length; required for absolute positions",

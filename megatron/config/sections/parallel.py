@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import PARTITION_METHODS, PIPELINE_SCHEDULES, PipelineSchedule
 
 
@@ -15,9 +15,18 @@ class ParallelConfig(Section):
 
     group: ClassVar[str] = "distributed"
 
-    tensor_model_parallel_size: int = flag(1, at_least=1, help="tensor-parallel size (TP)")
+    tensor_model_parallel_size: int = flag(
+        1,
+        at_least=1,
+        help="tensor-parallel size (TP)",
+        group=COMMON_FLAGS,
+    )
     pipeline_model_parallel_size: int = flag(
-        1, at_least=1, at_most=100_000, help="pipeline-parallel size (PP), the number of pipeline ranks"
+        1,
+        at_least=1,
+        at_most=100_000,
+        help="pipeline-parallel size (PP), the number of pipeline ranks",
+        group=COMMON_FLAGS,
     )
     partition_method: str = flag(
         "type:transformer",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,11 @@ class PrecisionConfig(Section):
         help="run the model in fp16, with loss scaling",
         excludes={"precision.bf16": "remove one of them"},
     )
-    bf16: bool = flag(False, help="run the model in bf16")
+    bf16: bool = flag(
+        False,
+        help="run the model in bf16",
+        group=COMMON_FLAGS,
+    )
     loss_scale: float | None = flag(
         None,
         at_least=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES
 
 
@@ -15,7 +15,11 @@ class ScheduleConfig(Section):
 
     group: ClassVar[str] = "learning rate"
 
-    lr: float = flag(above=0, help="maximum learning rate, reached at the end of the warm-up")
+    lr: float = flag(
+        above=0,
+        help="maximum learning rate, reached at the end of the warm-up",
+        group=COMMON_FLAGS,
+    )
     min_lr: float = flag(0.0, at_least=0, help="minimum learning rate, reached at the end of the decay")
     lr_decay_style: str = flag("linear", choices=LR_DECAY_STYLES, help="learning rate decay function")
     lr_decay_iters: int | None = flag(

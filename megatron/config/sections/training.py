@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import GPUS
 from megatron.errors import ConfigError
 
@@ -27,7 +27,10 @@ class TrainingConfig(Section):
     group: ClassVar[str] = "training"
 
     train_iters: int | None = flag(
-        None, at_least=1, help="total number of iterations over all runs; or give --train-samples"
+        None,
+        at_least=1,
+        help="total number of iterations over all runs; or give --train-samples",
+        group=COMMON_FLAGS,
     )
     train_samples: int | None = flag(
         None, at_least=1, help="total number of samples over all runs; or give --train-iters"

@@ -247,10 +247,21 @@ def test_from_dict_names_what_it_does_not_know_and_what_it_lacks() -> None:
         ("--tensor-parallel-size", "--tensor-model-parallel-size"),
         ("--lr-decay-sample=5", "--lr-decay-samples"),
         ("--pp-partition-metod", "--pp-partition-method"),
+        ("--ffn-hiden-szie", "--ffn-hidden-size"),
+        ("--vocab", "--vocab-file or --vocab-size"),
+        ("--micro-batch", "--micro-batch-size"),
     ],
 )
 def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> None:
     assert refusal(typed, "4") == f"unknown flag {typed.split('=')[0]}: did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["--num-clusters", "--teacher-num-layers", "--tp-size", "--rope-theta", "--no-save-optimizer", "--num"],
+)
+def test_a_flag_that_resembles_none_gets_no_hint(typed: str) -> None:
+    assert refusal(typed, "4") == f"unknown flag {typed}: see --help"
 
 
 UNSUPPORTED = [
@@ -292,6 +303,12 @@ def test_all_unsupported_flags_are_listed_at_once() -> None:
         "--moe-router-topk is not supported",
         "unknown flag --xyzzy",
     ]
+
+
+@pytest.mark.parametrize("words", ["--num-experts 1 2 4", "--num-experts=1 2 4", "--num-experts 8"])
+def test_surplus_values_of_an_unsupported_flag_are_no_error_of_their_own(words: str) -> None:
+    value = words.replace("=", " ").partition(" ")[2]
+    assert refusal(*words.split()).startswith(f"--num-experts is '{value}': expected 1; mixture-of-experts")
 
 
 @pytest.mark.parametrize("name", REWRITTEN_FLAGS)
