@@ -139,7 +139,12 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # no line break inside a flag
+        lines = text.splitlines()  # a sentence, then a line per choice
+        wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)  # flags stay on one line
+        return [
+            *wrap(lines[0]),
+            *(part for line in lines[1:] for part in wrap(line, subsequent_indent="    ")),
+        ]
 
 
 @dataclass(frozen=True)
@@ -316,14 +321,13 @@ def value_type(annotation: Any) -> type[Any]:
 
 
 def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    text = description.help
+    text, *choices = description.help.split("\n")
     if description.registry is not None:
-        text += f". {description.registry.describe()}"
-    text = text.replace("%", "%%")
+        choices = description.registry.describe()
     default = default_text(field)
-    if default and default != "required":
-        default = f"default: {default}"
-    return f"{text} ({default})" if default else text
+    if default:
+        text += f" ({default})" if default == "required" else f" (default: {default})"
+    return "\n  ".join([text, *choices]).replace("%", "%%")
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:

@@ -72,7 +72,7 @@ def _accepted(flag: IgnoredFlag) -> str:
 def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
     description = flag_of(field)
     names = ", ".join(_code(name) for name in (option_name(field.name), *description.aliases))
-    help = _escaped(description.help)
+    help = _escaped(description.help).replace("\n", "<br>")
     if description.registry is not None:
         choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in description.registry.items())
         help = f"{help}<br>{'<br>'.join(choices)}"

@@ -62,9 +62,9 @@ class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
         """Import and return the implementation of a choice. ConfigError for an unknown name."""
         return load_object(self[name].implementation)
 
-    def describe(self) -> str:
-        """All choices with their descriptions, for --help."""
-        return "; ".join(f"{name}: {choice.description}" for name, choice in self._choices.items())
+    def describe(self) -> list[str]:
+        """Returns 'name: description' of each choice, for --help."""
+        return [f"{name}: {choice.description}" for name, choice in self._choices.items()]
 
     def settings(self) -> tuple[str, ...]:
         """The settings that any choice uses."""
@@ -80,11 +80,9 @@ ACTIVATIONS = Registry(
     "--activation",
     {
         "gelu": Choice(
-            "GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.activations:gelu"
+            "GELU with the tanh approximation, as in GPT-2 and BLOOM", "megatron.model.activations:gelu"
         ),
-        "gelu_exact": Choice(
-            "GELU by the error function, as GPT-NeoX and Falcon", "torch.nn.functional:gelu"
-        ),
+        "gelu_exact": Choice("exact GELU (erf), as in GPT-NeoX and Falcon", "torch.nn.functional:gelu"),
     },
 )
 
@@ -160,7 +158,7 @@ QK_NORMS = Registry(
     "--qk-layernorm-scope",
     {
         "head": Choice(
-            "each head by itself, the same parameters for all heads, as in Qwen 3 (arXiv:2505.09388)",
+            "each head separately, with parameters shared by all heads, as in Qwen 3 (arXiv:2505.09388)",
             "megatron.model.qk_norm:head_norms",
         ),
         "projection": Choice(
@@ -181,7 +179,7 @@ ROPE_SCALINGS = Registry(
             settings=_SCALING,
         ),
         "llama3": Choice(
-            "by wavelength, as in Llama 3.1 (arXiv:2407.21783)",
+            "scaling by wavelength, as in Llama 3.1 (arXiv:2407.21783)",
             "megatron.model.rope_scaling:llama3",
             settings=(*_ORIGINAL, "rope_low_freq_factor", "rope_high_freq_factor"),
         ),
@@ -223,11 +221,13 @@ OPTIMIZERS = Registry(
     "--optimizer",
     {
         "adam": Choice(
-            "Adam with decoupled weight decay, as in Megatron",
+            "Adam with decoupled weight decay (AdamW), as in Megatron-LM",
             "megatron.optimizer.parameter_groups:make_adam",
             settings=_ADAM,
         ),
-        "adamw": Choice("the same as adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM),
+        "adamw": Choice(
+            "another name for adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM
+        ),
         "sgd": Choice(
             "SGD with momentum", "megatron.optimizer.parameter_groups:make_sgd", settings=("sgd_momentum",)
         ),
@@ -255,15 +255,15 @@ LR_DECAY_STYLES = Registry(
             "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
         ),
         "cosine": Choice(
-            "half a cosine to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
+            "cosine decay to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
         ),
         "inverse-square-root": WarmupRelativeStyle(
-            "--lr x sqrt(warm-up / progress), at least --min-lr",
+            "--lr x sqrt(warm-up length / progress), at least --min-lr",
             "megatron.optimizer.schedule:inverse_square_root_decay",
             settings=_DECAY,
         ),
         "WSD": ConstantPhaseStyle(
-            "warm-up, stable phase at --lr, then --lr-wsd-decay-style to --min-lr (arXiv:2404.06395)",
+            "constant at --lr, then a final decay to --min-lr (--lr-wsd-decay-style, arXiv:2404.06395)",
             "megatron.config.registries:WSD_DECAY_STYLES",
             settings=(*_DECAY, *_WSD),
         ),
@@ -276,7 +276,7 @@ WSD_DECAY_STYLES = Registry(
     "--lr-wsd-decay-style",
     {
         "linear": Choice("linear", "megatron.optimizer.schedule:linear_decay"),
-        "cosine": Choice("half a cosine", "megatron.optimizer.schedule:cosine_decay"),
+        "cosine": Choice("half a cosine period", "megatron.optimizer.schedule:cosine_decay"),
         "exponential": Choice("2 x 0.5^progress - 1", "megatron.optimizer.schedule:exponential_decay"),
         "minus_sqrt": Choice(
             "1 - sqrt(progress) (arXiv:2405.18392)", "megatron.optimizer.schedule:minus_sqrt_decay"
@@ -354,24 +354,24 @@ PIPELINE_SCHEDULES = Registry(
             "megatron.pipeline.schedule_actions:one_f_one_b",
         ),
         "interleaved": PipelineSchedule(
-            "interleaved 1F1B: each rank holds --virtual-pipeline-stages stages, which reduces the pipeline "
-            "bubble; stage s is on rank s modulo the pipeline-parallel size (arXiv:2104.04473)",
+            "--virtual-pipeline-stages stages per rank, stage s on rank s modulo PP, which reduces the "
+            "pipeline bubble (interleaved 1F1B, arXiv:2104.04473)",
             "megatron.pipeline.schedule_actions:interleaved",
             stages_per_rank=0,
             micro_batches_per_rank=1,
             micro_batches_multiple_of_ranks=True,
         ),
         "dualpipev": PipelineSchedule(
-            "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
-            "pipeline bubble (DualPipeV, github.com/deepseek-ai/DualPipe)",
+            "two stages per rank, the first and the last stage on rank 0, which reduces the pipeline bubble "
+            "(DualPipeV, github.com/deepseek-ai/DualPipe)",
             "megatron.pipeline.schedule_actions:dual_pipe_v",
             stages_per_rank=2,
             is_v_schedule=True,
             micro_batches_per_rank=2,
         ),
         "zero-bubble": PipelineSchedule(
-            "1F1B with the gradients of inputs and those of weights in separate passes; the latter run when "
-            "the rank would be idle, which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
+            "1F1B with split backward passes: weight gradients are computed while the rank would be idle, "
+            "which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
             "megatron.pipeline.schedule_actions:zero_bubble",
             splits_backward=True,
         ),

@@ -17,7 +17,7 @@ class BatchConfig(Section):
     micro_batch_size: int = flag(
         at_least=1,
         at_most=1_000_000,
-        help="samples per micro-batch and model replica",
+        help="samples per micro-batch on each data-parallel replica",
         group=COMMON_FLAGS,
     )
     global_batch_size: int = flag(
@@ -31,6 +31,6 @@ class BatchConfig(Section):
         nargs=3,
         at_least=1,
         metavar=("START", "INCREMENT", "SAMPLES"),
-        help="batch size ramp-up: start with batches of START samples and add INCREMENT at regular "
+        help="batch size ramp-up: start with batches of START samples and add INCREMENT samples at regular "
         "intervals, so that --global-batch-size is reached after SAMPLES samples",
     )

@@ -51,7 +51,7 @@ class ModelConfig(Section):
         derived="4 x hidden size",
         at_least=1,
         at_most=2**24,
-        help="hidden size of the MLP; with --glu-activation the size of each half",
+        help="hidden size of the MLP; with --glu-activation, the size of the gate and of the value",
         megatron_arg=True,
     )
     num_attention_heads: int = flag(
@@ -65,14 +65,14 @@ class ModelConfig(Section):
         derived="hidden size / heads",
         at_least=1,
         at_most=2**20,
-        help="head dimension of the attention",
+        help="dimension of each attention head",
         megatron_arg=True,
     )
     group_query_attention: bool = flag(
         False,
         summary="grouped-query attention",
-        help="grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each used "
-        "by an equal number of query heads",
+        help="use grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each "
+        "shared by an equal number of query heads",
         megatron_arg=True,
     )
     num_query_groups: int = flag(
@@ -80,28 +80,29 @@ class ModelConfig(Section):
         at_least=1,
         at_most=2**16,
         summary="{} query groups",
-        help="number of key and value heads with --group-query-attention (1: multi-query attention)",
+        help="number of key and value heads with --group-query-attention; 1 is multi-query attention",
         megatron_arg=True,
         needs={"model.group_query_attention": "it enables the groups, add it or remove the former"},
     )
     qk_layernorm: bool = flag(
         False,
         summary="query and key norms",
-        help="normalize queries and keys before they are rotated (arXiv:2302.05442)",
+        help="normalize queries and keys before rotary embeddings are applied (arXiv:2302.05442)",
         megatron_arg=True,
     )
     qk_layernorm_scope: str = flag(
         "head",
         choices=QK_NORMS,
         summary="over the {}",
-        help="what --qk-layernorm normalizes together",
+        help="elements that --qk-layernorm normalizes together",
         needs={"model.qk_layernorm": "it enables the norm, add it or remove the former"},
     )
     softmax_scale: float | None = flag(
         None,
         above=0.0,
         summary="softmax scale {}",
-        help="multiplier of query x key (default: 1 / sqrt(head dimension); with --mup see --mup-attn-mult)",
+        help="multiplier of the attention scores (default: 1 / sqrt(head dimension); with --mup: "
+        "--mup-attn-mult / head dimension)",
         changes_layer_time=False,
     )
     window_size: int | None = flag(
@@ -110,7 +111,8 @@ class ModelConfig(Section):
         at_most=2**24,
         metavar="TOKENS",
         summary="window of {} tokens",
-        help="sliding-window attention: each token attends to itself and to the TOKENS - 1 before it",
+        help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens before "
+        "it",
     )
     seq_length: int = flag(
         changes_model=False,
@@ -124,19 +126,19 @@ class ModelConfig(Section):
         derived="--seq-length; required for absolute positions",
         at_least=1,
         at_most=2**24,
-        help="number of position embeddings, the longest sequence that absolute positions support",
+        help="maximum sequence length in tokens; with absolute positions, the number of position embeddings",
         changes_layer_time=False,
         megatron_arg=True,
     )
     position_embedding_type: str = flag(
-        "absolute", choices=POSITION_EMBEDDINGS, help="type of the position embeddings", megatron_arg=True
+        "absolute", choices=POSITION_EMBEDDINGS, help="type of position embeddings", megatron_arg=True
     )
     rotary_base: float = flag(
         10000.0,
         above=1,
         group="rotary embeddings",
         summary="rotary base {:g}",
-        help="base of the rotary frequencies, base^(-2i / dimension); Hugging Face's rope_theta",
+        help="base of the rotary frequencies base^(-2i / dimension); Hugging Face calls it rope_theta",
         changes_layer_time=False,
         megatron_arg=True,
     )
@@ -146,61 +148,64 @@ class ModelConfig(Section):
         at_most=1,
         group="rotary embeddings",
         summary="{:.0%} of each head rotated",
-        help="rotate this part of each head's dimension, a number above 0 and at most 1",
+        help="fraction of each head's dimension that is rotated, above 0 and at most 1",
         megatron_arg=True,
     )
     rotary_interleaved: bool = flag(
         False,
         group="rotary embeddings",
         summary="interleaved rotation",
-        help="rotate pairs of neighbours (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, i + half "
-        "the dimension)",
+        help="rotate pairs of neighboring elements (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, "
+        "i + dimension / 2)",
         megatron_arg=True,
     )
     rope_scaling_type: str | None = flag(
         None,
         choices=ROPE_SCALINGS,
         summary="{} RoPE scaling",
-        help="change the rotary frequencies for a longer context than a model was trained with",
+        help="scale the rotary frequencies for a context longer than the original context of the model",
         **_OF_ROPE_SCALING,
     )
     rope_scaling_factor: float = flag(
         8.0,
         at_least=1,
         summary="scaling factor {:g}",
-        help="how many times longer the context is, for --rope-scaling-type",
+        help="with --rope-scaling-type: length of the new context divided by the original length",
         **_OF_ROPE_SCALING,
     )
     rope_original_max_position_embeddings: int = flag(
         8192,
         at_least=1,
         at_most=2**24,
-        help="context that the model was trained with before the scaling",
+        help="with --rope-scaling-type llama3 or yarn: original context length in tokens, before scaling",
         **_OF_ROPE_SCALING,
     )
     rope_low_freq_factor: float = flag(
         1.0,
         above=0,
-        help="frequencies with at most this number of rotations in the original context are divided by the "
-        "factor",
+        help="with --rope-scaling-type llama3: frequencies with at most X rotations in the original context "
+        "are divided by --rope-scaling-factor",
         **_OF_ROPE_SCALING,
     )
     rope_high_freq_factor: float = flag(
         4.0,
         above=0,
-        help="frequencies with at least this number of rotations in the original context stay as they are",
+        help="with --rope-scaling-type llama3: frequencies with at least X rotations in the original context "
+        "are unchanged",
         **_OF_ROPE_SCALING,
     )
     rope_beta_slow: float = flag(
         1.0,
         above=0,
-        help="number of rotations in the original context below which a frequency is divided by the factor",
+        help="with --rope-scaling-type yarn: frequencies with fewer than X rotations in the original context "
+        "are divided by --rope-scaling-factor",
         **_OF_ROPE_SCALING,
     )
     rope_beta_fast: float = flag(
         32.0,
         above=0,
-        help="number of rotations in the original context above which a frequency stays as it is",
+        help="with --rope-scaling-type yarn: frequencies with more than X rotations in the original context "
+        "are unchanged",
         **_OF_ROPE_SCALING,
     )
     # Layer times depend on the padded size only, which layer_times.py records.
@@ -209,7 +214,7 @@ class ModelConfig(Section):
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
-        help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
+        help="vocabulary size before padding; needed if no tokenizer is given, for example with --dry-run",
         changes_layer_time=False,
     )
     make_vocab_size_divisible_by: int = flag(
@@ -217,7 +222,7 @@ class ModelConfig(Section):
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
-        help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
+        help="pad the vocabulary size to a multiple of N x tensor-parallel size",
         changes_layer_time=False,
         megatron_arg=True,
         unused_with=("model.pad_vocab_size_to",),
@@ -227,56 +232,56 @@ class ModelConfig(Section):
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
-        help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
+        help="pad the vocabulary to exactly this size, whatever the tensor-parallel size",
         changes_layer_time=False,
     )
     layernorm_epsilon: float = flag(
-        1e-5, above=0, help="epsilon of the norms", changes_layer_time=False, megatron_arg=True
+        1e-5, above=0, help="epsilon of all norms", changes_layer_time=False, megatron_arg=True
     )
     embed_layernorm: bool = flag(
         False, summary="embedding norm", help="apply a norm to the word embeddings", megatron_arg=True
     )
     normalization: str = flag(
-        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms of the model"
+        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms in the model"
     )
     layer_arrangement: str = flag(
         "pre-norm",
         choices=LAYER_ARRANGEMENTS,
         summary="{} layers",
-        help="arrangement of norms, attention and MLP in a transformer layer",
+        help="order of norms, attention and MLP in a transformer layer",
     )
     activation: str = flag(
         "gelu",
         choices=ACTIVATIONS,
         summary="{}",
-        help="activation of the MLP",
+        help="activation function of the MLP",
         unused_with=("model.glu_activation",),
     )
     glu_activation: str | None = flag(
         None,
         choices=GLU_ACTIVATIONS,
         summary="{}",
-        help="use a gated MLP with this activation of the gate, instead of --activation",
+        help="use a gated MLP with this activation function of the gate; replaces --activation",
         megatron_arg=True,
     )
-    disable_bias_linear: bool = flag(False, summary="no biases", help="linear layers without bias")
+    disable_bias_linear: bool = flag(False, summary="no biases", help="use linear layers without bias")
     add_qkv_bias: bool = flag(
         False,
         summary="QKV bias",
-        help="with --disable-bias-linear, keep the bias of the query, key and value projection",
+        help="with --disable-bias-linear: keep the bias of the query, key and value projection",
         megatron_arg=True,
         used_with=("model.disable_bias_linear",),
     )
     untie_embeddings_and_output_weights: bool = flag(
         False,
         summary="untied LM head",
-        help="an LM head with its own weight, instead of the word embedding's",
+        help="give the LM head its own weight, instead of sharing the word embeddings",
         megatron_arg=True,
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False,
         summary="residual after norm",
-        help="take the residual connection from the output of the norm instead of its input",
+        help="take the residual connection from the norm's output instead of its input",
         megatron_arg=True,
     )
     init_method_std: float = flag(
@@ -290,11 +295,11 @@ class ModelConfig(Section):
     mup: bool = flag(
         False,
         group="initialization",
-        help="maximal update parametrization for Adam (Tensor Programs V, arXiv:2203.03466): hyperparameters "
-        "transfer from a narrow model to a wide one. With W = hidden size / --mup-base-hidden-size, the "
-        "matrices of the transformer layers are initialized with --init-method-std / sqrt(W) and learn at "
-        "lr / W; the logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult "
-        "/ head dimension",
+        help="use maximal update parametrization for Adam (muP, arXiv:2203.03466), with which "
+        "hyperparameters transfer from a narrow model to a wide one. With W = hidden size / "
+        "--mup-base-hidden-size, matrices of transformer layers have --init-method-std / sqrt(W) and --lr / "
+        "W. The logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult / "
+        "head dimension",
         excludes={
             "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, set --mup-attn-mult or "
             "remove one of them",
@@ -305,14 +310,16 @@ class ModelConfig(Section):
     mup_base_hidden_size: int = flag(
         1,
         at_least=1,
-        help="hidden size at which --mup changes neither the initialization nor the learning rates",
+        help="with --mup: hidden size for which initialization and learning rates do not change",
         **_OF_MUP,
     )
     mup_input_mult: float = flag(
-        1.0, above=0, help="multiplier of the embedding output with --mup", **_OF_MUP
+        1.0, above=0, help="with --mup: multiplier of the embedding output", **_OF_MUP
     )
-    mup_output_mult: float = flag(1.0, above=0, help="multiplier of the logits with --mup", **_OF_MUP)
-    mup_attn_mult: float = flag(1.0, above=0, help="multiplier of the attention scores with --mup", **_OF_MUP)
+    mup_output_mult: float = flag(1.0, above=0, help="with --mup: multiplier of the logits", **_OF_MUP)
+    mup_attn_mult: float = flag(
+        1.0, above=0, help="with --mup: multiplier of the attention scores", **_OF_MUP
+    )
     hidden_dropout: float = flag(
         0.1,
         changes_model=False,
@@ -327,9 +334,9 @@ class ModelConfig(Section):
         at_least=0,
         below=1,
         group="regularization",
-        help="dropout probability of the attention weights. Above 0, memory grows with the square of the "
-        "sequence length without the Triton kernels: on CPUs, and on GPUs before compute capability 8.0 "
-        "(--recompute-granularity selective avoids that)",
+        help="dropout probability of the attention weights. Without the Triton kernels (on CPUs, and on GPUs "
+        "below compute capability 8.0), a value above 0 makes memory grow with the square of the sequence "
+        "length; --recompute-granularity selective avoids this growth",
     )
 
     @property

@@ -18,14 +18,14 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: int = flag(
         1,
         at_least=1,
-        help="tensor-parallel size (TP)",
+        help="tensor-parallel size (TP): number of ranks that share each layer",
         group=COMMON_FLAGS,
     )
     pipeline_model_parallel_size: int = flag(
         1,
         at_least=1,
         at_most=100_000,
-        help="pipeline-parallel size (PP), the number of pipeline ranks",
+        help="pipeline-parallel size (PP): number of pipeline ranks",
         group=COMMON_FLAGS,
     )
     partition_method: str = flag(
@@ -34,15 +34,15 @@ class ParallelConfig(Section):
         strip_quotes=True,
         metavar="METHOD",
         registry=PARTITION_METHODS,
-        help="how layers are assigned to pipeline stages, see docs/partition.md",
+        help="method that assigns layers to pipeline stages, see docs/partition.md",
     )
     partition_profile: str | None = flag(
         None,
         metavar="FILE",
-        help="file of layer times for --partition-method profile: written if missing, read if present",
+        help="with --partition-method profile: file of layer times, written if missing and read if present",
     )
     pipeline_schedule: str = flag(
-        derived="1f1b; with --virtual-pipeline-stages interleaved",
+        derived="1f1b, or interleaved with --virtual-pipeline-stages",
         choices=PIPELINE_SCHEDULES,
         help="pipeline schedule",
     )
@@ -52,18 +52,18 @@ class ParallelConfig(Section):
         at_least=1,
         at_most=10_000,
         metavar="N",
-        help="with the schedule interleaved: pipeline stages per pipeline rank, 2 or more",
+        help="with --pipeline-schedule interleaved: pipeline stages per pipeline rank, at least 2",
     )
     sequence_parallel: bool = flag(
         False,
-        help="shard norms, dropout and residual connections along the sequence dimension over the "
-        "tensor-parallel group, which reduces activation memory",
+        help="reduce activation memory: shard norms, dropout and residual connections along the sequence "
+        "dimension, across the tensor-parallel group",
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
     tp_comm_overlap: bool = flag(
         False,
-        help="with --sequence-parallel: divide the all-gather before a matrix product and the reduce-scatter "
-        "after one into chunks of the sequence; each overlaps with the product of another chunk",
+        help="with --sequence-parallel: split each all-gather before a GEMM and each reduce-scatter after a "
+        "GEMM into chunks of the sequence. The communication of one chunk overlaps with the GEMM of another",
         needs={
             "parallel.sequence_parallel": "it divides collectives along the sequence, add "
             "--sequence-parallel or remove it"
@@ -75,7 +75,8 @@ class ParallelConfig(Section):
         at_least=2,
         at_most=64,
         metavar="N",
-        help="with --tp-comm-overlap: number of chunks, the largest up to N that divides --seq-length / TP",
+        help="with --tp-comm-overlap: maximum number of chunks; the largest number up to N that divides "
+        "--seq-length / TP is used",
         used_with=("parallel.tp_comm_overlap",),
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
@@ -83,30 +84,33 @@ class ParallelConfig(Section):
         0,
         at_least=0,
         at_most=3,
-        help="ZeRO stage. 0: nothing is sharded over data-parallel ranks; 1: optimizer states; 2: also the "
-        "gradients of the transformer layers; 3: also their parameters, from the start on. "
-        "Stages 2 and 3 need --pipeline-model-parallel-size 1",
+        help="ZeRO stage: what is sharded across data-parallel ranks. Stages 2 and 3 need "
+        "--pipeline-model-parallel-size 1\n"
+        "0: nothing\n"
+        "1: optimizer states\n"
+        "2: optimizer states, and gradients of the transformer layers\n"
+        "3: optimizer states, and gradients and parameters of the transformer layers, from initialization on",
     )
     ddp_bucket_size: int | None = flag(
         None,
         at_least=1,
         aliases=("--bucket-size",),
         metavar="ELEMENTS",
-        help="with --zero-stage 1: least number of parameters on a rank whose gradients are reduced, and "
-        "weights gathered, in one message, a number of whole layers (default: 40 million, or 1 million x the "
-        "data-parallel size if that is more)",
+        help="with --zero-stage 1: minimum bucket size, in parameters per rank. The gradients of a bucket, "
+        "which holds whole layers, are reduced in one message, and its weights are gathered in one message "
+        "(default: 40 million, or 1 million x data-parallel size if that is larger)",
     )
     no_overlap_grad_reduce: bool = flag(
         False,
-        help="with --zero-stage 1: reduce the gradients after the last backward pass, not during it as the "
-        "gradients of each bucket of layers become final; with --zero-stage 2 and 3: wait for the reduction "
-        "of a layer's gradients before the backward pass of the layer before it",
+        help="do not overlap gradient reduction with the backward pass. With --zero-stage 1, the reduction "
+        "starts after the last backward pass; with --zero-stage 2 or 3, the backward pass waits for the "
+        "reduction of each layer's gradients",
     )
     no_overlap_param_gather: bool = flag(
         False,
-        help="with --zero-stage 1: wait for the weights of all ranks after the update, not in the next "
-        "forward pass before each bucket of layers; with --zero-stage 3: gather a layer's weights when it "
-        "runs, not while the layer before it runs",
+        help="do not overlap the all-gather of parameters with the forward pass. With --zero-stage 1, all "
+        "weights are gathered right after the update; with --zero-stage 3, a layer's weights are gathered "
+        "when the layer runs, not while the layer before it runs",
     )
     cpu_offload: bool = flag(
         False,
@@ -124,14 +128,17 @@ class ParallelConfig(Section):
         600.0,
         above=0,
         metavar="SECONDS",
-        help="how long to wait at the start for processes that have not connected to MASTER_ADDR:MASTER_PORT "
-        "and make no progress with their preparation; the missing ones are logged every 30 s",
+        help="seconds to wait at startup for processes that have not connected to MASTER_ADDR:MASTER_PORT "
+        "and make no progress with their preparation; missing processes are logged every 30 s",
     )
     world_size: int = flag(
-        1, at_least=1, help="number of processes to plan for with --dry-run; set by the launcher in a run"
+        1, at_least=1, help="number of processes to plan for with --dry-run; in a run the launcher sets it"
     )
     local_rank: int = flag(
-        0, at_least=0, aliases=("--local_rank",), help="rank of this process on its node; set by the launcher"
+        0,
+        at_least=0,
+        aliases=("--local_rank",),
+        help="rank of this process on its node; the launcher sets it",
     )
 
     node_size: int | None = flag(
@@ -139,25 +146,26 @@ class ParallelConfig(Section):
         at_least=1,
         at_most=100_000,
         metavar="DEVICES",
-        help="with --gpu: devices per node, for the planned time of a step (default: 8)",
+        help="with --gpu: GPUs per node, for the predicted step time (default: 8)",
     )
     intra_node_gbps: float | None = flag(
         None,
         above=0,
         metavar="GBIT_PER_S",
-        help="with --gpu: Gbit/s of one device to the others of its node, per direction (default: by --gpu)",
+        help="with --gpu: Gbit/s per direction from one GPU to the other GPUs of its node (default: depends "
+        "on --gpu)",
     )
     inter_node_gbps: float | None = flag(
         None,
         above=0,
         metavar="GBIT_PER_S",
-        help="with --gpu: Gbit/s of one node to the others, per direction (default: by --gpu)",
+        help="with --gpu: Gbit/s per direction from one node to the other nodes (default: depends on --gpu)",
     )
     network_figures: str | None = flag(
         None,
         metavar="FILE",
-        help="JSON file of measured rates of the network: a run of several processes measures them at its "
-        "start and writes the file; with --dry-run and --gpu the plan reads it, where --node-size, "
+        help="JSON file of measured network rates. A run with several processes measures them at startup and "
+        "writes the file. With --dry-run and --gpu, the plan reads the file where --node-size, "
         "--intra-node-gbps and --inter-node-gbps are not given",
     )
 

@@ -16,18 +16,18 @@ class PrecisionConfig(Section):
 
     fp16: bool = flag(
         False,
-        help="run the model in fp16, with loss scaling",
+        help="train in fp16 with loss scaling; master weights and gradient accumulation are fp32",
         excludes={"precision.bf16": "remove one of them"},
     )
     bf16: bool = flag(
         False,
-        help="run the model in bf16",
+        help="train in bf16; master weights and gradient accumulation are fp32",
         group=COMMON_FLAGS,
     )
     loss_scale: float | None = flag(
         None,
         at_least=0,
-        help="static loss scale for fp16 (default, or 0: dynamic loss scaling); the DeepSpeed JSON "
+        help="static loss scale for fp16 (default, and with 0: dynamic loss scaling); --deepspeed_config "
         "overrides it",
         needs={"precision.fp16": "fp32 and bf16 have no loss scaling, remove it or add --fp16"},
     )
@@ -44,7 +44,10 @@ class PrecisionConfig(Section):
         used_with=("precision.fp16",),
     )
     hysteresis: int = flag(
-        2, at_least=1, help="overflows before the dynamic loss scale is halved", used_with=("precision.fp16",)
+        2,
+        at_least=1,
+        help="number of overflows after which the dynamic loss scale is halved",
+        used_with=("precision.fp16",),
     )
     fp32_residual_connection: bool = flag(
         False,

@@ -21,7 +21,9 @@ class ScheduleConfig(Section):
         group=COMMON_FLAGS,
     )
     min_lr: float = flag(0.0, at_least=0, help="minimum learning rate, reached at the end of the decay")
-    lr_decay_style: str = flag("linear", choices=LR_DECAY_STYLES, help="learning rate decay function")
+    lr_decay_style: str = flag(
+        "linear", choices=LR_DECAY_STYLES, help="learning-rate schedule after the warm-up"
+    )
     lr_decay_iters: int | None = flag(
         None, at_least=1, help="iteration at which the decay ends (default: --train-iters)"
     )
@@ -32,23 +34,29 @@ class ScheduleConfig(Section):
         None, at_least=1, help="consumed tokens at which the decay ends, instead of --lr-decay-samples"
     )
     lr_wsd_decay_style: str = flag(
-        "exponential", choices=WSD_DECAY_STYLES, help="decay function of the last phase of WSD"
+        "exponential", choices=WSD_DECAY_STYLES, help="with --lr-decay-style WSD: function of the final decay"
     )
     lr_wsd_decay_iters: int | None = flag(
-        None, at_least=0, help="iterations of WSD's decay, which ends at --lr-decay-iters; 0: no decay"
+        None,
+        at_least=0,
+        help="with --lr-decay-style WSD: iterations of the final decay, which ends at --lr-decay-iters; 0 "
+        "disables it",
     )
     lr_wsd_decay_samples: int | None = flag(
-        None, at_least=0, help="samples of WSD's decay, which ends at --lr-decay-samples; 0: no decay"
+        None,
+        at_least=0,
+        help="with --lr-decay-style WSD: samples of the final decay, which ends at --lr-decay-samples; 0 "
+        "disables it",
     )
-    lr_warmup_iters: int = flag(0, at_least=0, help="iterations of linear warm-up")
-    lr_warmup_samples: int = flag(0, at_least=0, help="samples of linear warm-up")
+    lr_warmup_iters: int = flag(0, at_least=0, help="iterations of the linear warm-up")
+    lr_warmup_samples: int = flag(0, at_least=0, help="samples of the linear warm-up")
     lr_warmup_fraction: float | None = flag(
         None, at_least=0, below=1, help="length of the warm-up as a fraction of the length of the decay"
     )
     override_lr_scheduler: bool = flag(
         False,
         aliases=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
-        help="on resume, use the learning-rate schedule of the flags if it differs from the checkpoint",
+        help="on resume, use the learning-rate schedule of the flags where the checkpoint's schedule differs",
         excludes={
             "schedule.use_checkpoint_lr_scheduler": "the first selects the schedule of the flags, the "
             "second the checkpoint's; remove one"
@@ -58,6 +66,6 @@ class ScheduleConfig(Section):
     use_checkpoint_lr_scheduler: bool = flag(
         False,
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
-        help="on resume, use the checkpoint's learning-rate schedule if it differs from the flags",
+        help="on resume, use the checkpoint's learning-rate schedule where the schedule of the flags differs",
         used_with=("checkpoint.load",),
     )
