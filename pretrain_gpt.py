@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # PYTHON_ARGCOMPLETE_OK
-"""Trains a GPT model: parses the flags, then calls `megatron.training.run`, or `megatron.planner.dry_run`.
+"""Trains a GPT model: parses the flags, then calls `megatron.training.run` or `megatron.planner.dry_run`.
 
 python pretrain_gpt.py --help
 python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
@@ -37,7 +37,7 @@ def main() -> None:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
         set_max_connections(settings.config.parallel)
-        # Imported here: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
+        # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging
 

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen sections, the command line generated from them, and the checks.
 
-Imports neither torch nor deepspeed, so that a misspelt flag is reported at once.
+Importing it loads neither torch nor deepspeed, so that a misspelled flag is reported at once.
 """
 
 from megatron.config.batch import BatchSchedule

@@ -1,4 +1,5 @@
-"""The command line: flags generated from the fields of the config sections, and their errors."""
+"""The command line: flags that are generated from the config sections, and the errors of what a user
+typed."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ HELP_GROUPS = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed and validated command line. notes: one sentence each, to be logged once."""
+    """A parsed and validated command line. notes: sentences to log once."""
 
     config: Config
     notes: tuple[str, ...]
@@ -63,7 +64,7 @@ def read_command_line(
     env: Mapping[str, str] = os.environ,
     read_saved_config: ReadSavedConfig | None = None,
 ) -> CommandLine:
-    """Parse and validate argv (None: sys.argv[1:]); ConfigError for anything that cannot be run.
+    """Parses and validates argv (None: sys.argv[1:]). Raises ConfigError for flags that cannot be run.
 
     read_saved_config: reads the configuration of a checkpoint, for --use-checkpoint-args and --branch-at.
     """
@@ -84,12 +85,12 @@ def read_command_line(
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
-    """The config of `read_command_line`, without the notes."""
+    """Returns the config of `read_command_line`, without the notes."""
     return read_command_line(argv, env).config
 
 
 def complete_command_line() -> None:
-    """Answers a shell that asks for a completion (Tab) and exits, if argcomplete is installed."""
+    """Answers a shell that asks for completions (Tab), and exits. Does nothing without argcomplete."""
     if "_ARGCOMPLETE" in os.environ:
         with suppress(ImportError):
             import argcomplete
@@ -98,7 +99,7 @@ def complete_command_line() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser. Its result has the flags that were given, as 'section.field' or '--ignored-flag'."""
+    """Returns the parser. It stores each given flag under 'section.field' or '--ignored-flag'."""
     parser = _Parser(
         prog="pretrain_gpt.py",
         usage="%(prog)s FLAGS",
@@ -118,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reads flags of other frameworks, and raises ConfigError where argparse prints its usage and exits."""
+    """Understands flags of other frameworks. Raises ConfigError where argparse prints its usage and exits."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words, notes = rewrite(sys.argv[1:] if args is None else args)
@@ -149,7 +150,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class _Given:
-    """The given flags: settings by 'section.field', and notes on repeated flags and on those of other
+    """The given flags. settings: by 'section.field'. notes: on repeated flags and flags of other
     frameworks."""
 
     settings: dict[str, Any]
@@ -170,8 +171,8 @@ def _parse(argv: list[str]) -> _Given:
 
 
 def _join_checked_values(argv: Sequence[str]) -> list[str]:
-    """Joins each ignored flag that accepts only some values with all of its words, as '--flag=a b', so that
-    surplus values are part of the error of their flag."""
+    """Joins each ignored flag that accepts only certain values with all words up to the next flag: '--flag=a
+    b'. Surplus values are then part of this flag's error."""
     checked = {flag.name for flag in IGNORED_FLAGS if flag.values is not None}
     words: list[str] = []
     for word in argv:
@@ -183,7 +184,7 @@ def _join_checked_values(argv: Sequence[str]) -> list[str]:
 
 
 def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> list[str]:
-    """The errors for values that ignored flags do not accept."""
+    """Returns the errors for values that ignored flags do not accept."""
     rejected = []
     for flag in flags:
         if flag.values is not None and values[flag.name] not in flag.values:
@@ -195,7 +196,7 @@ def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) ->
 
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> list[str]:
-    """The errors for unknown flags. A word after the first that is no flag may be the value of one."""
+    """Returns the errors for unknown flags. Words between unknown flags may be their values."""
     if unknown and not _FLAG.match(unknown[0]):
         return [f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"]
     names = dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word))
@@ -273,9 +274,9 @@ class _Converter:
 
 
 def _switch(option: str, word: str) -> bool:
-    """True for a switch with an optional value, which old scripts give."""
+    """Returns True for a switch that old scripts give with the value 1."""
     if word.lower() not in ("1", "true"):
-        raise ConfigError(f"{option} is '{word}': expected no value, or 1; omit the flag to turn it off")
+        raise ConfigError(f"{option} is '{word}': expected no value, or 1; remove the flag to turn it off")
     return True
 
 
@@ -315,7 +316,7 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
 
 
 def value_type(annotation: Any) -> type[Any]:
-    """The type of one value: of `int | None` and of `tuple[int, int, int] | None` it is int."""
+    """Returns the type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
     arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
     return value_type(arguments[0]) if arguments else annotation
 
@@ -331,7 +332,7 @@ def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """The default of a flag as the user reads it; "required", or "" for a flag that is off."""
+    """Returns the default of a flag as shown to users: "required", or "" for a flag that is off."""
     if (derived := flag_of(field).derived) is not None:
         return derived
     if field.default is dataclasses.MISSING:
@@ -351,7 +352,7 @@ def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> None:
-    """Fill in world size and local rank from the launcher's environment variables."""
+    """Sets world size and local rank from the launcher's environment variables."""
     if "parallel.local_rank" not in settings and "LOCAL_RANK" in env:
         settings["parallel.local_rank"] = _launcher_number(env, "LOCAL_RANK")
     started = _launcher_number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 1
@@ -364,7 +365,7 @@ def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> Non
 
 
 def _read_groups_files(settings: dict[str, Any]) -> None:
-    """Fill in the groups of weighted paths from their files, which may be missing in a dry run."""
+    """Reads the groups of weighted paths from their files, which may be missing in a dry run."""
     for name in SPLIT_NAMES:
         groups = f"data.{name}_weighted_split_paths"
         option = option_name(f"{name}_weighted_split_paths_path")
@@ -380,7 +381,7 @@ def _read_groups_files(settings: dict[str, Any]) -> None:
 
 
 def _use_hugging_face(settings: dict[str, Any]) -> None:
-    """Fill in the flags that --load-huggingface stands for."""
+    """Sets the flags that --load-huggingface implies."""
     folder = settings.get("checkpoint.load_huggingface")
     if folder is None:
         return
@@ -389,7 +390,7 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
             f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
             "of them, remove the other"
         )
-    # A run that has saved resumes from --save, whether the folder still exists or not.
+    # A run that has saved checkpoints resumes from --save, even if the folder no longer exists.
     if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):
         raise ConfigError(
             f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
@@ -401,7 +402,7 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
 
 
 def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
-    """Fill in the flags of the checkpoint with --use-checkpoint-args; returns notes for the log."""
+    """Adds the checkpoint's flags with --use-checkpoint-args. Returns notes for the log."""
     if not settings.get("checkpoint.use_checkpoint_args"):
         return []
     if "checkpoint.load" not in settings:
@@ -413,7 +414,7 @@ def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None)
 
 
 def _use_branch_point(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
-    """Fill in the schedule of a branch with --branch-at; returns notes for the log."""
+    """Adds the schedule of a branch with --branch-at. Returns notes for the log."""
     if "checkpoint.branch_at" not in settings:
         return []
     options = CheckpointConfig(**_section_settings(settings, "checkpoint"))

@@ -1,8 +1,8 @@
-"""The registries: for each extensible setting, the table of its choices.
+"""Registries: the table of choices of each extensible setting.
 
-A choice has a description and an implementation that is imported on use. A new choice is one line here and
-its implementation. The flag's choices, --help, docs/flags.md and the error for an unknown name come from this
-table.
+A choice has a description and an implementation that is imported on use. A new choice is one line in this
+file and its implementation. The flag's choices, --help, docs/flags.md and the error for an unknown name come
+from these tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Choice:
 
 
 def load_object(path: str) -> Any:
-    """Import and return the object at "module:attribute"."""
+    """Imports and returns the object at "module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -59,7 +59,7 @@ class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
         return name in self._choices
 
     def load(self, name: str) -> Any:
-        """Import and return the implementation of a choice. ConfigError for an unknown name."""
+        """Imports and returns the implementation of a choice. Raises ConfigError for an unknown name."""
         return load_object(self[name].implementation)
 
     def describe(self) -> list[str]:
@@ -67,15 +67,15 @@ class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
         return [f"{name}: {choice.description}" for name, choice in self._choices.items()]
 
     def settings(self) -> tuple[str, ...]:
-        """The settings that any choice uses."""
+        """Returns the settings that at least one choice uses."""
         return tuple(dict.fromkeys(field for choice in self._choices.values() for field in choice.settings))
 
     def unused_settings(self, name: str) -> tuple[str, ...]:
-        """The settings that other choices use and the choice `name` does not."""
+        """Returns the settings that other choices use and the choice `name` does not use."""
         return tuple(field for field in self.settings() if field not in self[name].settings)
 
 
-# Functions Tensor -> Tensor, element by element.
+# Elementwise functions Tensor -> Tensor.
 ACTIVATIONS = Registry(
     "--activation",
     {
@@ -86,8 +86,7 @@ ACTIVATIONS = Registry(
     },
 )
 
-# Functions Tensor -> Tensor of the gate in value * activation(gate): "GLU Variants Improve Transformer",
-# arXiv:2002.05202.
+# Elementwise functions of the gate in value * activation(gate) (GLU variants, arXiv:2002.05202).
 GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
@@ -110,11 +109,12 @@ NORMALIZATIONS = Registry(
 
 @dataclass(frozen=True)
 class LayerArrangement(Choice):
-    """How a transformer layer combines norms, attention and MLP. Its implementation is a function (layer,
+    """The order of norms, attention and MLP in a transformer layer. Its implementation is a function (layer,
     hidden, document_ids) -> hidden.
 
-    norms: those of the layer. saved_states: hidden states that the backward pass needs, besides the layer's
-    input. ends_with_norm: the MLP's output is normalized, so the backward pass needs it.
+    norms: names of the layer's norms. saved_states: number of hidden states that the backward pass needs,
+    besides the layer's input. ends_with_norm: the MLP's output is normalized, so that the backward pass needs
+    it.
     """
 
     norms: tuple[str, ...] = ()
@@ -152,8 +152,8 @@ LAYER_ARRANGEMENTS = Registry(
     },
 )
 
-# Functions LayerContext -> (norm of the queries, norm of the keys), modules [seq, batch, heads, head_dim] ->
-# the same shape.
+# Functions LayerContext -> (norm of the queries, norm of the keys), modules that keep the
+# shape [seq, batch, heads, head_dim].
 QK_NORMS = Registry(
     "--qk-layernorm-scope",
     {
@@ -236,15 +236,16 @@ OPTIMIZERS = Registry(
 
 
 class ConstantPhaseStyle(Choice):
-    """An LR decay style that keeps the maximum learning rate: a decay branch can start (--branch-at)."""
+    """An LR decay style with a phase at the maximum learning rate, where --branch-at can start a cooldown
+    branch."""
 
 
 class WarmupRelativeStyle(Choice):
-    """An LR decay style whose function has another third argument: the progress of the run divided by the
-    length of the warm-up, from 1 on. After the end of the decay the learning rate is min_lr."""
+    """An LR decay style whose function takes, instead of the decay's progress, the run's progress divided by
+    the warm-up length, from 1 on. After the end of the decay, the learning rate is min_lr."""
 
 
-# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate; WSD: the registry of them.
+# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. WSD has a registry of them.
 _DECAY = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 LR_DECAY_STYLES = Registry(
@@ -291,7 +292,7 @@ class Partitioner(Choice):
     Partition.
 
     memory_costs: "module:attribute" of the function (Config, vocabulary size) -> MemoryCosts that computes
-    the memory of the layers; empty if the method does not depend on it. Rank 0 of a run calls it.
+    the memory of the layers; empty if the method does not use it. Rank 0 of a run calls it.
     """
 
     memory_costs: str = ""
@@ -327,16 +328,16 @@ PARTITION_METHODS = Registry(
 
 @dataclass(frozen=True)
 class PipelineSchedule(Choice):
-    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> ScheduleActions: what
-    the engine, the simulation and the plan run.
+    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> ScheduleActions, which
+    the engine, the simulation and the plan execute.
 
-    stages_per_rank: 0 if --virtual-pipeline-stages gives it; the function then has it as third parameter.
+    stages_per_rank: 0 if --virtual-pipeline-stages sets it; the function then takes it as third argument.
     is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
 
     micro_batches_per_rank: a step needs at least this number x pipeline ranks of micro-batches; 0 if there is
     no minimum. micro_batches_multiple_of_ranks: the number of micro-batches must be a multiple of the ranks.
 
-    splits_backward: the gradients of weights are computed in passes of their own.
+    splits_backward: separate passes compute the weight gradients (zero bubble).
     """
 
     stages_per_rank: int = 1
@@ -378,7 +379,7 @@ PIPELINE_SCHEDULES = Registry(
     },
 )
 
-# Classes with __init__(value of each of `settings`, in this order). All of the settings are required.
+# Classes whose arguments are the values of `settings`, in this order. All of these settings are required.
 TOKENIZERS = Registry(
     "--tokenizer-type",
     {

@@ -1,4 +1,4 @@
-"""Where checkpoints are saved and loaded."""
+"""Checkpoint folders, the save interval, and what may differ on resume."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class CheckpointConfig(Section):
     )
 
     @property
-    def saves_beside_load(self) -> bool:
-        """Whether --save is the folder of checkpoints that --load is, or that --load is one of."""
+    def save_is_load_folder(self) -> bool:
+        """Whether --save is --load, or the folder that contains the checkpoint --load."""
         if self.load is None or self.save is None:
             return False
         load = os.path.realpath(self.load)

@@ -111,20 +111,21 @@ class DataConfig(Section):
         derived: dict[str, Any] = {}
         if self.valid_num_workers is None:
             derived["valid_num_workers"] = self.num_workers
-        fitting = fitting_tokenizer_types(self)
+        fitting = matching_tokenizer_types(self)
         if self.tokenizer_type is None and len(fitting) == 1:
             derived["tokenizer_type"] = fitting[0]
         return derived
 
 
 def groups_option(data: DataConfig, split_name: str) -> str:
-    """The flag that set the groups of 'train', 'valid' or 'test'."""
+    """Returns the flag that set the groups of 'train', 'valid' or 'test'."""
     name = f"{split_name}_weighted_split_paths"
     return option_name(name if getattr(data, f"{name}_path") is None else f"{name}_path")
 
 
-def fitting_tokenizer_types(flags: Any) -> list[str]:
-    """The tokenizer types that use some of the files in `flags` (a DataConfig or a tool's arguments)."""
+def matching_tokenizer_types(flags: Any) -> list[str]:
+    """Returns the tokenizer types that use some of the files in `flags` (a DataConfig, or a tool's
+    arguments)."""
     return [
         name
         for name, tokenizer in TOKENIZERS.items()

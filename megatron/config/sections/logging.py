@@ -1,4 +1,4 @@
-"""What a run logs, and where."""
+"""What a run logs, and to which places."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ class LoggingConfig(Section):
     log_level_replica: str = flag("error", choices=LOG_LEVELS, help="log level of all other ranks")
 
     def is_logged(self, iteration: int, last: int) -> bool:
-        """Whether a log line follows this iteration. last: that of the run."""
+        """Returns whether a log line follows this iteration. last: the run's last iteration."""
         return iteration % self.log_interval == 0 or iteration == last

@@ -18,16 +18,17 @@ from megatron.config.registries import (
 )
 from megatron.errors import ConfigError
 
-_OF_MUP: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
-_OF_ROPE_SCALING: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
+_MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
+_ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
-    The arguments of `flag` are the only description of a field: the command line, checkpoints, summaries,
-    profiles of layer times and conversions read them."""
+    The arguments of `flag` are the only description of a field. The command line, checkpoints, summaries,
+    profiles of layer times and conversions read them.
+    """
 
     group: ClassVar[str] = "network size"
     changes_model: ClassVar[bool] = True
@@ -82,7 +83,7 @@ class ModelConfig(Section):
         summary="{} query groups",
         help="number of key and value heads with --group-query-attention; 1 is multi-query attention",
         megatron_arg=True,
-        needs={"model.group_query_attention": "it enables the groups, add it or remove the former"},
+        needs={"model.group_query_attention": "add --group-query-attention, or remove --num-query-groups"},
     )
     qk_layernorm: bool = flag(
         False,
@@ -95,7 +96,7 @@ class ModelConfig(Section):
         choices=QK_NORMS,
         summary="over the {}",
         help="elements that --qk-layernorm normalizes together",
-        needs={"model.qk_layernorm": "it enables the norm, add it or remove the former"},
+        needs={"model.qk_layernorm": "add --qk-layernorm, or remove --qk-layernorm-scope"},
     )
     softmax_scale: float | None = flag(
         None,
@@ -164,51 +165,51 @@ class ModelConfig(Section):
         choices=ROPE_SCALINGS,
         summary="{} RoPE scaling",
         help="scale the rotary frequencies for a context longer than the original context of the model",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
     rope_scaling_factor: float = flag(
         8.0,
         at_least=1,
         summary="scaling factor {:g}",
         help="with --rope-scaling-type: length of the new context divided by the original length",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
     rope_original_max_position_embeddings: int = flag(
         8192,
         at_least=1,
         at_most=2**24,
         help="with --rope-scaling-type llama3 or yarn: original context length in tokens, before scaling",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
     rope_low_freq_factor: float = flag(
         1.0,
         above=0,
         help="with --rope-scaling-type llama3: frequencies with at most X rotations in the original context "
         "are divided by --rope-scaling-factor",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
     rope_high_freq_factor: float = flag(
         4.0,
         above=0,
         help="with --rope-scaling-type llama3: frequencies with at least X rotations in the original context "
         "are unchanged",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
     rope_beta_slow: float = flag(
         1.0,
         above=0,
         help="with --rope-scaling-type yarn: frequencies with fewer than X rotations in the original context "
         "are divided by --rope-scaling-factor",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
     rope_beta_fast: float = flag(
         32.0,
         above=0,
         help="with --rope-scaling-type yarn: frequencies with more than X rotations in the original context "
         "are unchanged",
-        **_OF_ROPE_SCALING,
+        **_ROPE_SCALING_FLAG,
     )
-    # Layer times depend on the padded size only, which layer_times.py records.
+    # Layer times depend only on the padded vocabulary size, which layer_times.py records.
     vocab_size: int | None = flag(
         None,
         changes_model=False,
@@ -311,14 +312,14 @@ class ModelConfig(Section):
         1,
         at_least=1,
         help="with --mup: hidden size for which initialization and learning rates do not change",
-        **_OF_MUP,
+        **_MUP_FLAG,
     )
     mup_input_mult: float = flag(
-        1.0, above=0, help="with --mup: multiplier of the embedding output", **_OF_MUP
+        1.0, above=0, help="with --mup: multiplier of the embedding output", **_MUP_FLAG
     )
-    mup_output_mult: float = flag(1.0, above=0, help="with --mup: multiplier of the logits", **_OF_MUP)
+    mup_output_mult: float = flag(1.0, above=0, help="with --mup: multiplier of the logits", **_MUP_FLAG)
     mup_attn_mult: float = flag(
-        1.0, above=0, help="with --mup: multiplier of the attention scores", **_OF_MUP
+        1.0, above=0, help="with --mup: multiplier of the attention scores", **_MUP_FLAG
     )
     hidden_dropout: float = flag(
         0.1,
@@ -341,12 +342,12 @@ class ModelConfig(Section):
 
     @property
     def query_groups(self) -> int:
-        """Number of key heads and of value heads: that of the query heads, unless they share them."""
+        """Number of key heads, and of value heads. Without grouped queries, the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def heads_problem(self, tp_size: int) -> str | None:
-        """Why the attention heads do not divide among tensor-parallel ranks, into whole groups or parts of
-        one, and the remedy; None if they do."""
+        """Returns why the tensor-parallel ranks cannot have whole query groups or equal parts of one, and the
+        remedy; None if they can."""
         heads, groups = self.num_attention_heads, self.query_groups
         rows = 2 * self.kv_channels * groups
         if heads % tp_size:
@@ -369,28 +370,28 @@ class ModelConfig(Section):
             return (
                 f"--num-query-groups {groups} and a head dimension of {self.kv_channels} make {rows} rows of "
                 f"keys and values, which are not divisible by --tensor-model-parallel-size {tp_size}: "
-                "decrease the latter"
+                "decrease the tensor-parallel size"
             )
         return None
 
     @property
     def attention_window(self) -> int | None:
-        """Tokens that each token attends to at most; None if that is the whole sequence."""
+        """Maximum number of tokens that each token attends to; None for the whole sequence."""
         return self.window_size if self.window_size and self.window_size < self.seq_length else None
 
     @property
     def query_width(self) -> int:
-        """Size of all query heads, which is also the size of the attention's output."""
+        """Total size of the query heads, which is also the size of the attention's output."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def key_width(self) -> int:
-        """Size of all key heads, and of all value heads."""
+        """Total size of the key heads, and of the value heads."""
         return self.query_groups * self.kv_channels
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated elements of each head."""
+        """Number of rotated elements in each head."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property
@@ -405,18 +406,18 @@ class ModelConfig(Section):
 
     @property
     def matrix_init_std(self) -> float:
-        """Standard deviation of the initial matrices of the transformer layers."""
+        """Standard deviation of the initial weight matrices in transformer layers."""
         return self.init_method_std / math.sqrt(self.width_ratio)
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of the initial matrices whose output is added to the residual stream. As in
-        GPT-2: the stream's variance does not grow with the number of layers."""
+        """Standard deviation of the initial weight matrices whose output is added to the residual stream. As
+        in GPT-2, the stream's variance does not grow with the number of layers."""
         return self.matrix_init_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def matrix_lr_mult(self) -> float:
-        """Multiplier of the learning rate of the matrices of the transformer layers."""
+        """Multiplier of the learning rate of the weight matrices in transformer layers."""
         return 1.0 / self.width_ratio
 
     @property
@@ -426,7 +427,7 @@ class ModelConfig(Section):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of query x key."""
+        """Multiplier of the attention scores."""
         default = self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
         return default if self.softmax_scale is None else self.softmax_scale
 

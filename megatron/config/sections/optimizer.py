@@ -43,7 +43,7 @@ class OptimizerConfig(Section):
         excludes={
             "optimizer.optimizer=sgd": "8-bit moments are supported for Adam only, use adam or adamw, or "
             "remove the flag",
-            "optimizer.use_apex": "each has its own Adam, remove one of the two",
+            "optimizer.use_apex": "each flag selects its own Adam, remove one of the two",
         },
     )
 

@@ -1,4 +1,4 @@
-"""The number of processes and how the model is distributed over them."""
+"""The number of processes, and how the model is distributed over them."""
 
 from __future__ import annotations
 
@@ -181,17 +181,18 @@ class ParallelConfig(Section):
 
     @property
     def stages_per_rank(self) -> int:
-        """Number of pipeline stages of a pipeline rank."""
+        """Number of pipeline stages on each pipeline rank."""
         return self.schedule.stages_per_rank or self.virtual_pipeline_stages
 
     @property
     def sends_parts(self) -> bool:
-        """Whether each tensor-parallel rank sends its part of a replicated activation to the next stage."""
+        """Whether each tensor-parallel rank sends only a part of a replicated activation to the next
+        stage."""
         return self.tensor_model_parallel_size > 1 and not self.sequence_parallel
 
     @property
     def schedule_title(self) -> str:
-        """The schedule in a list of settings: with --virtual-pipeline-stages as in 'interleaved x 2'."""
+        """The schedule in a list of settings; with --virtual-pipeline-stages, such as 'interleaved x 2'."""
         stages = "" if self.schedule.stages_per_rank else f" x {self.stages_per_rank}"
         return self.pipeline_schedule + stages
 
@@ -202,30 +203,31 @@ class ParallelConfig(Section):
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The pipeline rank that holds each stage."""
+        """The pipeline rank of each stage."""
         ranks = range(self.pipeline_model_parallel_size)
         if self.schedule.is_v_schedule:
             return (*ranks, *reversed(ranks))
         return tuple(ranks) * self.stages_per_rank
 
     def reads_tokens(self, rank: int) -> bool:
-        """Whether a pipeline rank reads tokens or labels: it holds the first or the last stage."""
+        """Returns whether a pipeline rank reads tokens or labels, because it holds the first or last
+        stage."""
         return rank in (self.rank_of_stage[0], self.rank_of_stage[-1])
 
     @property
     def min_micro_batches(self) -> int:
-        """Least number of micro-batches per step and replica."""
+        """Minimum number of micro-batches per step and replica."""
         return max(self.schedule.micro_batches_per_rank * self.pipeline_model_parallel_size, 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches per step and replica is a multiple of this."""
+        """Number that must divide the micro-batches per step and replica."""
         return self.pipeline_model_parallel_size if self.schedule.micro_batches_multiple_of_ranks else 1
 
     @property
     def bucket_size(self) -> int | None:
-        """Least number of parameters of a bucket of layers; None without buckets. The default is that of
-        Megatron-LM: larger messages for more ranks, since a ring collective takes a step per rank."""
+        """Minimum number of parameters in a bucket of layers; None without buckets. The default is
+        Megatron-LM's: larger messages for more ranks, since a ring collective takes a step per rank."""
         overlaps = not (self.no_overlap_grad_reduce and self.no_overlap_param_gather)
         if self.zero_stage != 1 or self.data_parallel_size == 1 or not overlaps:
             return None
@@ -233,25 +235,25 @@ class ParallelConfig(Section):
 
     @property
     def overlap_chunks(self) -> int:
-        """Most chunks of --tp-comm-overlap; 1 without it."""
+        """Maximum number of chunks of --tp-comm-overlap; 1 without it."""
         return self.tp_comm_overlap_chunks if self.tp_comm_overlap else 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas of the model (DP)."""
+        """Data-parallel size (DP): number of replicas of the model."""
         return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
     @property
     def optimizer_partitions(self) -> int:
-        """Number of data-parallel ranks that the optimizer state is divided over: 1 without ZeRO."""
+        """Number of data-parallel ranks across which optimizer states are sharded; 1 without ZeRO."""
         return self.data_parallel_size if self.zero_stage >= 1 else 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether the gradients of the transformer layers are sharded too (ZeRO-2, ZeRO-3)."""
+        """Whether gradients of the transformer layers are sharded (ZeRO-2, ZeRO-3)."""
         return self.zero_stage >= 2 and self.data_parallel_size > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Whether the weights of the transformer layers are sharded too (ZeRO-3)."""
+        """Whether weights of the transformer layers are sharded (ZeRO-3)."""
         return self.zero_stage == 3 and self.data_parallel_size > 1

@@ -1,4 +1,4 @@
-"""The number format of the computation and the loss scale."""
+"""The precision of the computation, and the loss scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """The number format of the computation; master weights and gradient accumulation are always fp32."""
+    """The precision of the computation. Master weights and gradient accumulation are always fp32."""
 
     group: ClassVar[str] = "mixed precision"
 

@@ -1,4 +1,4 @@
-"""What a run does about bad data, loss spikes, non-finite values and inconsistent replicas."""
+"""How a run handles bad data, loss spikes, non-finite values and inconsistent replicas."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class StabilityConfig(Section):
 
     @property
     def skipped_ranges(self) -> tuple[tuple[int, int], ...]:
-        """--skip-train-iteration-range as (first, last), inclusive; ConfigError for an invalid range."""
+        """--skip-train-iteration-range as inclusive (first, last). Raises ConfigError for an invalid
+        range."""
         return tuple(_iteration_range(text) for text in self.skip_train_iteration_range)
 
 

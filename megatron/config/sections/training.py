@@ -9,15 +9,15 @@ from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import GPUS
 from megatron.errors import ConfigError
 
-# Signals that can be handled and that have no other use in a run.
+# Signals that a process can handle and that a run does not use otherwise.
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 _RECOMPUTED_LAYERS = {
-    "training.checkpoint_activations|training.recompute_granularity=full": "it applies to checkpointed "
-    "activations only; add the latter, or remove the former"
+    "training.checkpoint_activations|training.recompute_granularity=full": "it needs "
+    "checkpointed activations; add --checkpoint-activations or remove the flag"
 }
-_HARNESS = {"training.eval_harness_tasks": "it names the tasks, add it or remove the former"}
+_HARNESS = {"training.eval_harness_tasks": "set the tasks, or remove the flag"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,8 @@ class TrainingConfig(Section):
         "(DeepSpeed)",
         needs=_RECOMPUTED_LAYERS,
         excludes={
-            "parallel.sequence_parallel": "activations are sharded along the sequence, remove the former"
+            "parallel.sequence_parallel": "activations are already sharded along the sequence, remove "
+            "--partition-activations"
         },
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
@@ -234,17 +235,17 @@ class TrainingConfig(Section):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whole transformer layers are recomputed: only the input of each group of layers is kept."""
+        """Whether whole transformer layers are recomputed, from the stored input of each group of layers."""
         return self.checkpoint_activations or self.recompute_granularity == "full"
 
     @property
     def recomputes_attention(self) -> bool:
-        """Only softmax and dropout of the attention are recomputed."""
+        """Whether only softmax and dropout of the attention are recomputed."""
         return self.recompute_granularity == "selective"
 
 
 def _signal_name(text: str) -> str:
-    """The full name of a signal: 'USR2' and 'SIGUSR2' are the same, as for Slurm."""
+    """Returns the full name of a signal. Like Slurm, it accepts 'USR2' for 'SIGUSR2'."""
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     if name not in EXIT_SIGNALS:
         raise ConfigError(f"--exit-signal {text}: expected one of {', '.join(EXIT_SIGNALS)}")

@@ -161,7 +161,7 @@ def _change(flags: dict[str, list[str]], text: str) -> None:
 # 'NAME PROCESSES: CHANGES ! FAULT', continued in indented lines.
 _SCRIPTS = """
 arch-and-scaling-template 64: tp1 ~decay
-# TRAIN_SAMPLES is never set in this script, and a flag is misspelt.
+# TRAIN_SAMPLES is never set in this script, and a flag is misspelled.
 tr1-13B-round1 64: pp 8 --train-samples --ffn_hidden_size 20480 ! --train-samples: expected
 tr1-13B-short 8: tp 2 pp 2 layers 8 hidden 512 heads 8 ffn 2048 seq 512 positions 512 micro 1 batch 64 ramp
     16 16 5_000_000 samples 300_000_000 decay 126_953_125 warmup 216_320 --lr 1e-4 --seed 42 --log-interval

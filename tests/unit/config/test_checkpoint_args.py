@@ -113,7 +113,7 @@ def test_other_flags_are_refused_with_their_remedy(tmp_path: Path) -> None:
             f"--finetune --load {folder} --use-checkpoint-opt_param-scheduler",
             "--finetune with --use-checkpoint-lr-scheduler: ",
         ),
-        (f"--finetune --load {folder} --save {folder}", "--finetune with --load .* give another --save"),
+        (f"--finetune --load {folder} --save {folder}", "--finetune with --load .* set another --save"),
         (f"--finetune --load {inside} --save {folder}/", "--finetune with --load"),
         (f"--no-load-optim --load {folder} --save {folder}", "--no-load-optim with --load"),
     ]:

@@ -252,7 +252,7 @@ def test_from_dict_names_what_it_does_not_know_and_what_it_lacks() -> None:
         ("--micro-batch", "--micro-batch-size"),
     ],
 )
-def test_a_misspelt_flag_gets_the_nearest_real_one(typed: str, meant: str) -> None:
+def test_a_misspelled_flag_gets_the_nearest_real_one(typed: str, meant: str) -> None:
     assert refusal(typed, "4") == f"unknown flag {typed.split('=')[0]}: did you mean {meant}?"
 
 

@@ -110,7 +110,7 @@ REFUSED = """
     => --checkpoint-activations; --recompute-granularity selective; remove one
 --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations
     --partition-activations
-    => --partition-activations; --sequence-parallel; remove the former
+    => --partition-activations; --sequence-parallel; remove --partition-activations
 --save-interval 10 => --save-interval 10; --save
 --position-embedding-type alibi --reset-position-ids => --reset-position-ids; alibi; relative
 --data-path A B C => --data-path; 3 values; 0.3 A 0.7 B
