@@ -56,11 +56,7 @@ class ModelConfig(Section):
         megatron_arg=True,
     )
     num_attention_heads: int = flag(
-        help="number of attention heads",
-        at_least=1,
-        at_most=2**16,
-        megatron_arg=True,
-        group=COMMON_FLAGS,
+        help="number of attention heads", at_least=1, at_most=2**16, megatron_arg=True, group=COMMON_FLAGS
     )
     kv_channels: int = flag(
         derived="hidden size / heads",

@@ -20,9 +20,7 @@ class PrecisionConfig(Section):
         excludes={"precision.bf16": "remove one of them"},
     )
     bf16: bool = flag(
-        False,
-        help="train in bf16; master weights and gradient accumulation are fp32",
-        group=COMMON_FLAGS,
+        False, help="train in bf16; master weights and gradient accumulation are fp32", group=COMMON_FLAGS
     )
     loss_scale: float | None = flag(
         None,

@@ -16,9 +16,7 @@ class ScheduleConfig(Section):
     group: ClassVar[str] = "learning rate"
 
     lr: float = flag(
-        above=0,
-        help="maximum learning rate, reached at the end of the warm-up",
-        group=COMMON_FLAGS,
+        above=0, help="maximum learning rate, reached at the end of the warm-up", group=COMMON_FLAGS
     )
     min_lr: float = flag(0.0, at_least=0, help="minimum learning rate, reached at the end of the decay")
     lr_decay_style: str = flag(
