@@ -140,12 +140,14 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        lines = text.splitlines()  # a sentence, then a line per choice
         wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)  # flags stay on one line
-        return [
-            *wrap(lines[0]),
-            *(part for line in lines[1:] for part in wrap(line, subsequent_indent="    ")),
-        ]
+        text, *choices = text.splitlines()
+        return [*wrap(text), *(line for choice in choices for line in wrap(choice, subsequent_indent="    "))]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, initial_indent=indent)
+        lines = (wrap(line, subsequent_indent=f"{indent}    ") for line in text.splitlines())
+        return "\n".join("\n".join(line) for line in lines)
 
 
 @dataclass(frozen=True)
@@ -342,13 +344,17 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("flags of other frameworks (accepted and ignored)")
+    by_reason: dict[str, list[str]] = {}
     for flag in IGNORED_FLAGS:
-        if flag.nargs == 0:
-            group.add_argument(flag.name, dest=flag.name, action="store_true", help=flag.reason)
-        else:
-            metavar = "{" + ",".join(flag.values) + "}" if flag.values else "VALUE"
-            group.add_argument(flag.name, dest=flag.name, nargs=flag.nargs, metavar=metavar, help=flag.reason)
+        word = flag.name + (
+            " {" + ",".join(flag.values) + "}" if flag.values else " VALUE" * (flag.nargs != 0)
+        )
+        by_reason.setdefault(flag.reason, []).append(word)
+    lines = "\n".join(f"{', '.join(words)}: {reason}" for reason, words in by_reason.items())
+    group = parser.add_argument_group("flags of other frameworks (accepted and ignored)", lines)
+    for flag in IGNORED_FLAGS:
+        how: dict[str, Any] = {"nargs": flag.nargs} if flag.nargs != 0 else {"action": "store_true"}
+        group.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **how)
 
 
 def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> None:

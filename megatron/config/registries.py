@@ -259,7 +259,7 @@ LR_DECAY_STYLES = Registry(
             "cosine decay to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
         ),
         "inverse-square-root": WarmupRelativeStyle(
-            "--lr x sqrt(warm-up length / progress), at least --min-lr",
+            "--lr x sqrt(warm-up length / progress of the run), at least --min-lr",
             "megatron.optimizer.schedule:inverse_square_root_decay",
             settings=_DECAY,
         ),
@@ -276,8 +276,8 @@ LR_DECAY_STYLES = Registry(
 WSD_DECAY_STYLES = Registry(
     "--lr-wsd-decay-style",
     {
-        "linear": Choice("linear", "megatron.optimizer.schedule:linear_decay"),
-        "cosine": Choice("half a cosine period", "megatron.optimizer.schedule:cosine_decay"),
+        "linear": Choice("1 - progress", "megatron.optimizer.schedule:linear_decay"),
+        "cosine": Choice("(1 + cos(pi x progress)) / 2", "megatron.optimizer.schedule:cosine_decay"),
         "exponential": Choice("2 x 0.5^progress - 1", "megatron.optimizer.schedule:exponential_decay"),
         "minus_sqrt": Choice(
             "1 - sqrt(progress) (arXiv:2405.18392)", "megatron.optimizer.schedule:minus_sqrt_decay"
@@ -371,7 +371,7 @@ PIPELINE_SCHEDULES = Registry(
             micro_batches_per_rank=2,
         ),
         "zero-bubble": PipelineSchedule(
-            "1F1B with split backward passes: weight gradients are computed while the rank would be idle, "
+            "1F1B with a split backward pass; weight gradients are computed when the rank would be idle, "
             "which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
             "megatron.pipeline.schedule_actions:zero_bubble",
             splits_backward=True,

@@ -28,13 +28,13 @@ class CheckpointConfig(Section):
         None,
         metavar="FOLDER",
         help="resume from this folder, or from checkpoints that the run has saved in --save since. If --load "
-        "and --save are one folder that is empty or missing, the run is initialized from scratch",
+        "and --save name one folder that is empty or missing, the run is initialized from scratch",
         group=COMMON_FLAGS,
     )
     save_interval: int | None = flag(
         None,
         at_least=1,
-        help="iterations between checkpoints (default: none before the end of the run or an exit)",
+        help="iterations between checkpoints (default: save only at the end of the run and on exit)",
         needs={"checkpoint.save": "set the checkpoint folder, or remove it"},
     )
     universal_checkpoint: bool = flag(

@@ -68,9 +68,9 @@ class DataConfig(Section):
     data_order_samples: int | None = flag(
         None,
         at_least=1,
-        help="number of training samples for which the data order is planned; the order of the epochs "
-        "depends on it. A longer run plans for its own length (default: the length of the run; with "
-        "--branch-at, the number of the run in --load)",
+        help="number of training samples over which the data order is planned; another number gives another "
+        "order. A longer run plans over its own length (default: the length of the run; with --branch-at, "
+        "the number of the run in --load)",
     )
     data_first_sample: int = flag(
         0,

@@ -294,9 +294,9 @@ class ModelConfig(Section):
         group="initialization",
         help="use maximal update parametrization for Adam (muP, arXiv:2203.03466), with which "
         "hyperparameters transfer from a narrow model to a wide one. With W = hidden size / "
-        "--mup-base-hidden-size, matrices of transformer layers have --init-method-std / sqrt(W) and --lr / "
-        "W. The logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult / "
-        "head dimension",
+        "--mup-base-hidden-size, weight matrices of transformer layers are initialized with "
+        "--init-method-std / sqrt(W) and trained with --lr / W. The logits are multiplied by "
+        "--mup-output-mult / W, the attention scores by --mup-attn-mult / head dimension",
         excludes={
             "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, set --mup-attn-mult or "
             "remove one of them",

@@ -165,8 +165,8 @@ class ParallelConfig(Section):
         None,
         metavar="FILE",
         help="JSON file of measured network rates. A run with several processes measures them at startup and "
-        "writes the file. With --dry-run and --gpu, the plan reads the file where --node-size, "
-        "--intra-node-gbps and --inter-node-gbps are not given",
+        "writes the file. With --dry-run and --gpu, the plan takes from it the rates that --node-size, "
+        "--intra-node-gbps and --inter-node-gbps do not set",
     )
 
     def derive(self) -> dict[str, Any]:

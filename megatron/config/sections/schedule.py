@@ -32,7 +32,10 @@ class ScheduleConfig(Section):
         None, at_least=1, help="consumed tokens at which the decay ends, instead of --lr-decay-samples"
     )
     lr_wsd_decay_style: str = flag(
-        "exponential", choices=WSD_DECAY_STYLES, help="with --lr-decay-style WSD: function of the final decay"
+        "exponential",
+        choices=WSD_DECAY_STYLES,
+        help="with --lr-decay-style WSD: shape of the final decay, a factor between --min-lr (0) and --lr "
+        "(1)",
     )
     lr_wsd_decay_iters: int | None = flag(
         None,

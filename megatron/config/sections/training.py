@@ -89,7 +89,9 @@ class TrainingConfig(Section):
     exit_interval: int | None = flag(
         None, at_least=1, help="save and exit when the iteration is a multiple of N"
     )
-    exit_duration_in_mins: int | None = flag(None, at_least=1, help="save and exit N minutes after the start")
+    exit_duration_in_mins: int | None = flag(
+        None, at_least=1, help="save and exit N minutes after the launch"
+    )
     exit_signal: tuple[str, ...] = flag(
         ("SIGUSR2", "SIGTERM", "SIGHUP"),
         nargs="*",
@@ -130,7 +132,7 @@ class TrainingConfig(Section):
     checkpoint_activations: bool = flag(
         False,
         help="activation checkpointing: store only the inputs of transformer layers, and recompute the "
-        "layers in the backward pass; equal to --recompute-granularity full",
+        "layers in the backward pass; equivalent to --recompute-granularity full",
         excludes={
             "training.recompute_granularity=selective": "the first recomputes whole layers, the "
             "second only attention; remove one of them"
