@@ -26,7 +26,7 @@ def saved() -> Config:
 
 
 def read_with(saved: Config, *words: str) -> Config:
-    """The config of a command line with --use-checkpoint-args, with a checkpoint of this config."""
+    """Returns the config of a command line with --use-checkpoint-args and a checkpoint of `config`."""
     return read_command_line(
         [*RUN, "--load", "folder", "--use-checkpoint-args", *words],
         {},

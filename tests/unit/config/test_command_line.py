@@ -1,4 +1,5 @@
-"""What users type: flags become the config, and what cannot be understood is answered in one sentence."""
+"""What users type: valid flags become the config, and each invalid command line gets an error of one
+sentence."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def value_at(config: Config, path: str) -> object:
 
 
 def refusal(*words: str, env: dict[str, str] | None = None) -> str:
-    """The sentence with which SMALL and these words are refused."""
+    """Returns the error of SMALL with these words."""
     with pytest.raises(ConfigError) as caught:
         parse_args([*SMALL, *words], env or {})
     sentence = str(caught.value)
@@ -282,8 +283,8 @@ def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(typed:
 
 @pytest.mark.parametrize("framework", ["bigscience", "microsoft", "megatron_lm"])
 def test_every_flag_of_another_framework_has_an_answer(framework: str) -> None:
-    """The files list the flags of the frameworks' argument files (BigScience 8387ae17, Microsoft 4efb479d,
-    Megatron-LM d98e8a64) and, for Megatron-LM, those of at least three of its launch scripts."""
+    """The files list the flags in the frameworks' argument files (BigScience 8387ae17, Microsoft 4efb479d,
+    Megatron-LM d98e8a64), and flags that at least three of Megatron-LM's launch scripts give."""
     flags = (Path(__file__).parent / "peer_flags" / f"{framework}.txt").read_text().split()
     known = make_parser()._option_string_actions.keys() | REWRITTEN_FLAGS.keys()
     assert [flag for flag in flags if flag not in known and unsupported(flag) is None] == []

@@ -49,7 +49,7 @@ def test_the_command_of_the_introduction_is_complete() -> None:
 
 
 def complete(line: str, tmp_path: Path) -> list[str]:
-    """What argcomplete answers to the shell for Tab at the end of the line."""
+    """Returns argcomplete's completions for Tab at the end of the line."""
     pytest.importorskip("argcomplete")
     answer = tmp_path / "completions"
     env = {

@@ -1,4 +1,4 @@
-"""A run whose steps did not update the weights, a failed save, and an evaluation that can be stopped."""
+"""Runs whose steps did not update the weights, failed saves, and evaluations that are stopped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.unit.config.command_lines import SMALL
 def warnings_at_end(
     iteration: int, skipped_before: int, steps: str, fp16: bool = True, total: int = 100
 ) -> list[str]:
-    """What a run prints that ends at an iteration. skipped_before: iterations without an update before this
-    start, ranges included. steps: of this start; s: skipped, u: updated."""
+    """Returns the output of a run that ends at an iteration. skipped_before: iterations without an update
+    before this process, including ranges. steps: steps of this process (s: skipped, u: updated)."""
     printed: list[str] = []
     updates = UpdateCount()
     for step in steps:
@@ -96,7 +96,7 @@ FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 
 
 class Engine:
-    """The loss of a micro-batch is its number."""
+    """An engine whose loss of a micro-batch is the micro-batch's number."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
