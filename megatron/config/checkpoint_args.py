@@ -135,7 +135,7 @@ def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
         for name in _DERIVED:
             section, _, field = name.partition(".")
             settings.setdefault(name, getattr(getattr(base, section), field))
-        return f"a decay branch (--branch-at), continued with the schedule of {saved.source}"
+        return f"a cooldown branch (--branch-at), continued with the schedule of {saved.source}"
     iteration = settings["checkpoint.branch_at"]
     flag = f"--branch-at {iteration}"
     by_iters = base.training.train_iters is not None
@@ -162,7 +162,7 @@ def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
         settings[f"schedule.lr_warmup_{unit}"] = min(start, _warmup(base, unit))
     _add_data_order(settings, saved)
     return (
-        f"a decay branch of {saved.source} (--branch-at): the learning rate decays from {start:,} to "
+        f"a cooldown branch of {saved.source} (--branch-at): the learning rate decays from {start:,} to "
         f"{start + decay:,} {unit}"
     )
 

@@ -97,8 +97,8 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
         if moments.actual_bits != {moments.expected_bits}:
             found = " and ".join(str(bits) for bits in sorted(moments.actual_bits)) or "no"
             raise RunStopped(
-                f"the moments of {name} have {found} bits per element, the rule of --use-bnb-optimizer says "
-                f"{moments.expected_bits}: this is a bug in the program, train without the flag"
+                f"the moments of {name} have {found} bits per element, but the rule of --use-bnb-optimizer "
+                f"expects {moments.expected_bits}: this is a bug in the program; remove the flag"
             )
     lines = ["moments after the first step:"]
     for bits in sorted({moments.expected_bits for moments in merged.values()}):

@@ -56,7 +56,7 @@ class UpdateCount:
         if not fp16:
             why = "by --spike-policy"
         return (
-            f"none of the {self.num_steps} steps of this start updated the weights: every step was skipped "
+            f"none of the {self.num_steps} steps since the launch updated the weights: all were skipped "
             f"({why})"
         )
 

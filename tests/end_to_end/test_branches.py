@@ -95,7 +95,7 @@ def test_a_branch_continues_as_a_run_that_was_planned_so(data: list[str], tmp_pa
     assert [step["iteration"] for step in branch.steps] == [9, 10, 11, 12]
     assert branch.steps == planned.steps[BRANCH_AT:]
     assert branch.evaluations[-2:] == planned.evaluations[-2:]
-    assert f"starting a decay branch (--branch-at) from {tmp_path / 'a' / 'global_step8'}" in branch.stdout
+    assert f"starting a cooldown branch (--branch-at) from {tmp_path / 'a' / 'global_step8'}" in branch.stdout
     ours, theirs = record(tmp_path / "b", 12), record(tmp_path / "planned", 12)
     assert ours["certificate"]["digests"] == theirs["certificate"]["digests"]
     assert ours["state"] == theirs["state"]

@@ -41,7 +41,7 @@ def warnings_at_end(
 
 def test_early_exit_after_skipped_steps_only_is_warned_of() -> None:
     (warning,) = warnings_at_end(5, 0, "sssss")
-    assert warning.startswith("WARNING: none of the 5 steps of this start") and "fp16" in warning
+    assert warning.startswith("WARNING: none of the 5 steps since the launch") and "fp16" in warning
 
 
 @pytest.mark.parametrize(("iteration", "steps"), [(5, "ssssu"), (50, "")])
@@ -51,7 +51,7 @@ def test_updates_and_starts_without_a_step_are_not_warned_of(iteration: int, ste
 
 @pytest.mark.parametrize(("skipped_before", "steps"), [(90, "s" * 10), (0, "s" * 10), (99, "s")])
 def test_run_that_ends_without_an_update_fails(skipped_before: int, steps: str) -> None:
-    with pytest.raises(RunStopped, match=f"none of the {len(steps)} steps of this start"):
+    with pytest.raises(RunStopped, match=f"none of the {len(steps)} steps since the launch"):
         warnings_at_end(100, skipped_before, steps)
 
 
