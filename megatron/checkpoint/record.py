@@ -55,7 +55,7 @@ class Checkpoint:
     no_optimizer: bool = False
     """Whether its optimizer state is not loaded (--finetune, --no-load-optim)."""
     is_branch_point: bool = False
-    """Whether a decay branch starts from it (--branch-at)."""
+    """Whether a cooldown branch starts from it (--branch-at)."""
 
     @property
     def start_state(self) -> TrainingState:

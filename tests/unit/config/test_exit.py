@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_
 
 
 def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) -> list[tuple[int, int]]:
-    """Sets what a start finds. Returns the limits of open files that it sets."""
+    """Sets the limits that the start of a program finds. Returns the limits of open files that it sets."""
     given = {node_processes.resource.RLIMIT_NOFILE: files, node_processes.resource.RLIMIT_AS: (space, space)}
     changes: list[tuple[int, int]] = []
     patch.setattr(node_processes.resource, "getrlimit", given.__getitem__)
