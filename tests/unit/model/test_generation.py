@@ -62,7 +62,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_the_probability():
     ("settings", "flag"),
     [
         ({"temperature": -1.0}, "--temperature"),
-        ({"temperature": 1e-300}, "--temperature is 1e-300"),
+        ({"temperature": 1e-300}, "--temperature 1e-300"),
         ({"top_k": -1}, "--top-k"),
         ({"top_p": 0.0}, "--top-p"),
     ]

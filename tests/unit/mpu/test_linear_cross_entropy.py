@@ -156,7 +156,9 @@ def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options)
     hidden, weight, labels = make_inputs(dtype)
     token_weights = torch.full((BATCH, SEQ), 0.125) if options == "weights" else None
     for adds in (False, True):
-        monkeypatch.setattr(weight_gradient, "device_adds", lambda tensor, answer=adds: answer)
+        monkeypatch.setattr(
+            weight_gradient, "supports_fused_accumulation", lambda tensor, answer=adds: answer
+        )
         main_grad = torch.zeros(ROWS, HIDDEN)
         losses = vocab_parallel_linear_cross_entropy(
             hidden, weight, labels, ONE, ROWS, token_weights=token_weights, main_grad=main_grad

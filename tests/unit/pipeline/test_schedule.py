@@ -121,7 +121,7 @@ def test_gpipe_goes_forward_as_deepspeeds_evaluation_and_then_backward(stages, m
 
 
 def polled_makespan(streams, forward, backward, transfer):
-    """A twin that runs DeepSpeed's streams: goes round the ranks until nothing moves."""
+    """A reference simulator of DeepSpeed's instruction streams: visits the ranks in turn until none advances."""
     times = {"forward": forward, "backward": backward}
     towards = {"forward": 1, "backward": -1}
     position, clock, sent, queued = [0] * len(streams), [0] * len(streams), {}, [[] for _ in streams]
@@ -355,13 +355,13 @@ FORWARD, BACKWARD = [[PipelineAction(kind, 0, chunk) for chunk in (0, 1)] for ki
         pytest.param(
             [Step((), (), (), (FORWARD[0],))],
             [Step((), (), (), (FORWARD[1],))],
-            "does the forward pass of micro-batch 0 through chunk 1 before",
+            "runs the forward pass of micro-batch 0 through chunk 1 before",
             id="nothing received",
         ),
         pytest.param(
             [Step((), (), (), (FORWARD[0],))],
             [Step((), (), (), (BACKWARD[1],))],
-            "does the backward pass of micro-batch 0 through chunk 1 before",
+            "runs the backward pass of micro-batch 0 through chunk 1 before",
             id="backward first",
         ),
         pytest.param(
@@ -372,7 +372,7 @@ FORWARD, BACKWARD = [[PipelineAction(kind, 0, chunk) for chunk in (0, 1)] for ki
         ),
     ],
 )
-def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, second, words):
+def test_a_schedule_that_cannot_run_is_rejected_with_the_pass_at_fault(first, second, words):
     with pytest.raises(ValueError, match=words):
         simulate(ScheduleActions([first, second], [0, 1]), [1, 1], [1, 1], [0])
 
@@ -381,9 +381,9 @@ def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, secon
     ("arguments", "words"),
     [
         (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, interleaved, dualpipev, zero-bubble, gpipe"]),
-        (("1f1b", [1, 1], [1], [0], 1), ["2 forward times", "1 backward", "1 transfer"]),
-        (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward times", "0 transfer"]),
-        (("1f1b", [], [], [], 1), ["0 forward times"]),
+        (("1f1b", [1, 1], [1], [0], 1), ["2 forward", "1 backward", "1 transfer"]),
+        (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward", "0 transfer"]),
+        (("1f1b", [], [], [], 1), ["0 forward"]),
         (("1f1b", [1, -1], [1, 1], [0], 1), ["-1 seconds"]),
         (("1f1b", [1, float("nan")], [1, 1], [0], 1), ["nan seconds"]),
         (("gpipe", [0], [0], [], 1), ["all forward and backward times are 0"]),
@@ -393,7 +393,7 @@ def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, secon
         (("dualpipev", [1] * 8, [1] * 8, [0] * 7, 9, 4), ["2 chunks per rank", "4 was given"]),
         (("interleaved", [1] * 8, [1] * 8, [0] * 7, 7, 2), ["4 ranks", "multiple of 4", "has 7", "batch"]),
         (("interleaved", [1] * 8, [1] * 8, [0] * 7, 8, 3), ["3 chunks per rank", "8 chunks"]),
-        (("interleaved", [1] * 8, [1] * 8, [0] * 7, 8), ["any number of chunks", "None was given"]),
+        (("interleaved", [1] * 8, [1] * 8, [0] * 7, 8), ["at least 1", "None was given"]),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_their_numbers(arguments, words):
@@ -411,7 +411,7 @@ def test_planning_needs_neither_torch_nor_deepspeed():
 def test_a_weight_pass_comes_after_its_backward_pass():
     passes = [PipelineAction(kind, 0, 0) for kind in ("forward", "weight", "backward")]
     actions = ScheduleActions([[Step((), (), (), (action,)) for action in passes]], [0])
-    with pytest.raises(ValueError, match="does the weight pass of micro-batch 0 through chunk 0 before"):
+    with pytest.raises(ValueError, match="runs the weight pass of micro-batch 0 through chunk 0 before"):
         simulate(actions, [1], [1], [], [1])
 
 
