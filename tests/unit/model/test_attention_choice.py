@@ -1,4 +1,4 @@
-"""Which implementation of attention is chosen, for every combination; and that they all compute the same."""
+"""The chosen implementation of attention for every combination; all implementations agree."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def names(layers, casts=False):
 
 
 def table(layers, casts=False, seconds=None, in_flight=()):
-    """Embedding and head have 100 parameters, a layer 40; the head works as two layers do."""
+    """Embedding and head have 100 parameters, a layer 40; the head costs as much as two layers."""
     listed = names(layers, casts)
 
     def column(embedding, layer, norm, head):
@@ -51,7 +51,7 @@ def bounds(method, layers, stages, **options):
 
 
 def test_bloom_is_partitioned_as_it_was_trained():
-    """BLOOM's run: embedding and 5 layers, ten times 6, 5 and the head."""
+    """BLOOM's stages: embedding and 5 layers, ten stages of 6 layers, 5 layers and the head."""
     assert bounds("type:transformer|embedding", 70, 12, casts=True) == [0, 8, *range(14, 69, 6), 77]
 
 
