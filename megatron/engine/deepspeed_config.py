@@ -186,7 +186,7 @@ def _load(path: str) -> dict[str, Any]:
         settings = read_json(Path(path))
     except OSError as error:
         raise ConfigError(
-            f"--deepspeed_config {path} cannot be read ({error.strerror}): correct the path or remove it"
+            f"--deepspeed_config {path} cannot be read ({error.strerror}): correct or remove the flag"
         ) from error
     except ValueError as error:
         raise ConfigError(

@@ -268,8 +268,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         self._messages += [dist.P2POp(operation, x, peer, self._pipeline) for x in tensors]
 
     def _exec_commit_p2p(self) -> None:
-        """Sends and receives the queued messages. Waits for them, but for sends alone only at the next
-        exchange."""
+        """Sends and receives the queued messages. Waits for them; if it only sends, at the next exchange."""
         self._wait_for_sends()
         messages, self._messages = self._messages, []
         self._sending = dist.batch_isend_irecv(messages), messages

@@ -124,8 +124,8 @@ class GPTEngine(ScheduleExecutor):
             self.reset_activation_shape()
 
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
-        """Returns the step's mean loss and rank 0's grad norm, before the update. Collective; equal on all
-        ranks."""
+        """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
+        Collective."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
             assert self.total_loss is not None
@@ -248,8 +248,7 @@ def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
-    """Returns the layers of each bucket (see `optimizer.overlap`) by its name. bucket_size: None: no
-    buckets."""
+    """Returns the layers of each bucket (see `optimizer.overlap`) by name; none if bucket_size is None."""
     if bucket_size is None:
         return {}
     layers = list(model.transformer_layers().items())

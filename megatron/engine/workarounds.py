@@ -10,7 +10,7 @@ tests/distributed/test_optimizer.py unless another file is named.
    weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and the tests of 1.
 3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 by default; with ZeRO-0, fp32 accumulation
    is rejected ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
-4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): it has fewer parameter groups, so
+4. A stage that holds only an embedding hangs under ZeRO-1 (DeepSpeed 1522): it has fewer parameter groups, so
    it makes fewer collective calls for the grad norm than other stages (docs/upstream has a patch):
    test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
 5. fp16 is rejected on a CPU ("not supported on your device"), though PyTorch computes it:

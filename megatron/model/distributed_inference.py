@@ -25,7 +25,7 @@ from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
-"""Micro-batches of a request. The pipeline is then idle for a fifth of the time."""
+"""Micro-batches of a request per stage: the pipeline is then idle for a fifth of the time."""
 
 
 class _Request(IntEnum):

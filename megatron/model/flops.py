@@ -2,8 +2,7 @@
 
 FLOPs per step = 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), for B samples of s tokens, L layers of hidden
 size h, and a padded vocabulary of V tokens. f is the number of passes over the matrices: 3 (1 forward, 2
-backward), or 4 with recomputation of the forward pass. For a gated MLP, which has a third matrix, 32 replaces
-24.
+backward), or 4 with recomputation of the forward pass. A gated MLP has a third matrix: 32 replaces 24.
 
 The head is never recomputed, so its term counts 3 passes if f is 4. If f is 3, the term counts only three
 quarters of them. The formula is kept, because published throughputs were computed with it.
@@ -55,9 +54,8 @@ def model_iteration_flops(
 ) -> float:
     """Returns the hardware FLOPs of one step, summed over all devices.
 
-    `iteration_flops` counts the layers that its formula is made for. For others (different MLP size, grouped
-    queries, different head dimension) the matrix products themselves are counted, with 3 passes over the
-    head.
+    With an MLP of 4 h and plain multi-head attention this is `iteration_flops`. For other layers the matrix
+    products are counted one by one, with 3 passes over the head.
     """
     hidden, gated = model.hidden_size, model.glu_activation is not None
     if (model.ffn_hidden_size, model.query_width, model.key_width) == (4 * hidden, hidden, hidden):
@@ -126,7 +124,7 @@ def skips_last_product(config: Config) -> bool:
 
 
 def recomputes_scores(config: Config) -> bool:
-    """Whether the attention scores are recomputed. Fused kernels never store them."""
+    """Returns whether the attention scores are recomputed. Fused kernels never store them."""
     return config.training.recomputes_attention and training_attention(config) == Implementation.UNFUSED
 
 

@@ -32,8 +32,7 @@ whole heads with the keys and values of their g / TP groups (of a part of one gr
 columns of the MLP, V / TP rows of the word embedding and V / TP columns of the logits. The outputs of the
 second matrix product of attention and MLP are summed over the ranks. Hidden states are replicated over the
 ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them from layer 1 to L+2 (arXiv
-2205.05198).
-The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
+2205.05198). The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
 
 Other parts of the model: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
 layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole list.
@@ -204,7 +203,7 @@ def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
         if context.sequence_parallel:
             hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
         elif hidden.requires_grad:
-            hidden.register_hook(Tensor.contiguous)  # else each layer would copy its gradient
+            hidden.register_hook(Tensor.contiguous)  # one copy, not one in each earlier layer
         return hidden.transpose(0, 1).contiguous()
 
     return to_batch_first
@@ -306,12 +305,12 @@ class ParallelSelfAttention(nn.Module):
     """Causal self-attention: [seq, batch, hidden] -> [seq, batch, hidden].
 
     The rows of the fused projection are ordered (groups, heads per group + 2, head_dim): for each group its
-    query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). Each rank
-    holds the rows of whole groups, so one full weight serves every tensor-parallel degree.
+    query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). A
+    contiguous slice of rows is a set of whole groups, so one full weight serves every tensor-parallel degree.
 
     With fewer groups than ranks, each block of TP / groups consecutive ranks computes one group. A rank
     projects its part of the group's rows; the block gathers the parts. Each rank keeps its own query heads,
-    the key head and the value head. The backward pass sums the gradients over the block. No parameter is
+    the key head and the value head. The backward pass sums the gradients over the block. No weight is
     replicated.
     """
 

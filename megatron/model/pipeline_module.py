@@ -113,8 +113,7 @@ class GPTModelPipe(PipelineModule):
         bounds: Sequence[int],
         values: InitialValues = initial_values,
     ) -> None:
-        """`values` computes the initial values. Callers that overwrite the weights pass a cheaper
-        function."""
+        """`values` computes the initial values. Callers that overwrite the weights pass a faster one."""
         self.config = config
         self._tp_group, self._values = tp_group, values
         self.stage_bounds = list(bounds)
@@ -149,7 +148,7 @@ class GPTModelPipe(PipelineModule):
         return self._values(spec, self.config.training.seed, name, self._tp_group)
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """Returns this rank's transformer layers by layer index, as it stands in their parameters' names."""
+        """Returns this rank's transformer layers by the layer index in their parameters' names."""
         layers = (f for functions in self._chunk_functions for f in functions)
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
@@ -246,8 +245,8 @@ class GPTModelPipe(PipelineModule):
         """Runs this stage's layers. The last stage returns logits (with `fused_head_loss` the head's input).
 
         With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are recomputed.
-        DeepSpeed's `forward` would count its groups from the stage's first function, and would not recompute
-        a group that holds anything other than transformer layers.
+        DeepSpeed's `forward`, which this overrides, counts its groups from the stage's first function, and
+        does not recompute a group that holds anything other than transformer layers.
         """
         functions = self.functions_before_loss()
         position = 0
@@ -269,8 +268,7 @@ class GPTModelPipe(PipelineModule):
         return run(inputs)
 
     def _end_of_checkpointed_layers(self, start: int) -> int:
-        """Returns the end of the layers from `start` that are recomputed together; `start` if there are
-        none."""
+        """Returns the end of the layers from `start` that are recomputed together; `start` for none."""
         end = start
         while (
             end - start < self.layers_per_checkpoint

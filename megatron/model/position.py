@@ -23,8 +23,7 @@ from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
 def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:
-    """Returns the number of each token's document in its sample, [batch, seq] int64; `eod` ends a
-    document."""
+    """Returns each token's document number in its sample, [batch, seq] int64; `eod` ends a document."""
     if eod is None:
         raise ValueError("document boundaries are needed, but the end-of-document token is unknown")
     ends = (tokens == eod).to(torch.int64)
@@ -61,8 +60,7 @@ class PositionEmbedding(nn.Module):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Returns ALiBi's slope per head (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... if n heads are a power of
-    two.
+    """Returns ALiBi's slopes (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
 
     For other n: the slopes of the next lower power of two, then every second slope of the next higher one.
     """
@@ -143,7 +141,8 @@ class AttentionMasks:
     def bias_of_rows(
         self, rows: range, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
-        """Returns `bias` of the queries `rows` and the keys 0 to rows.stop - 1, even for causal attention."""
+        """Returns the bias of the queries `rows` and keys 0 to rows.stop - 1, also for plain causal
+        attention."""
         bias = self._causal(rows, dtype, device)
         return (
             _mask_other_documents(bias, rows, _require_document_ids(document_ids))
@@ -154,8 +153,7 @@ class AttentionMasks:
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor | None:
-        """Returns a bias broadcastable to [batch, heads, seq, seq], -inf where attention is forbidden; or
-        None."""
+        """Returns a bias that broadcasts to [batch, heads, seq, seq], -inf where forbidden; or None."""
         if self.slopes is None and not self.within_documents and self.window_of(seq) is None:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)

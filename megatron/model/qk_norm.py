@@ -27,8 +27,7 @@ def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
 
 
 def projection_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
-    """Returns the norms for --qk-layernorm-scope projection: an RMS norm over all heads, for queries and
-    keys."""
+    """Returns the norms of queries and keys for --qk-layernorm-scope projection: RMS norms over all heads."""
     model, tp_group = context.config.model, context.tp_group
     queries = ProjectionNorm(model.query_width, model.layernorm_epsilon, tp_group)
     replicas = max(tp_group.size // model.query_groups, 1)

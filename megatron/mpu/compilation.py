@@ -25,7 +25,7 @@ class _Marked:
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Returns `function` marked: inside compiled modules it runs uncompiled."""
+    """Marks `function`, so that it runs uncompiled inside compiled modules."""
     marked = _Marked(function)
     _marked.append(marked)
 

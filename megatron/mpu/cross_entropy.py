@@ -42,7 +42,7 @@ def vocab_parallel_cross_entropy(
     labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
     vocab_size: size without padding; columns from this number on are ignored and have a gradient of zero.
     overwrite_logits: reuse the memory of fp32 logits for the probabilities, which saves a copy. Allowed only
-        if neither the caller nor the backward pass of the layer before reads the logits afterwards.
+        if neither the caller nor the backward pass of the previous layer reads the logits afterwards.
 
     The backward pass can run only once.
     """
@@ -72,7 +72,7 @@ def vocab_parallel_linear_cross_entropy(
         and autograd gets None.
 
     The forward pass also computes the gradients of the summed losses: three matrix products in all. The
-    gradients are exact for any function of the losses. But if its gradient differs between tokens, the
+    gradients are exact for any function of the losses. But if their gradient differs between tokens, the
     weight's gradient is recomputed with two more matrix products. So pass known factors as token_weights.
     Without autograd only the losses are computed. The backward pass can run only once.
     Raises ValueError for shapes and dtypes that do not match.

@@ -174,8 +174,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Returns logits [..., vocab / size] from replicated hidden [..., hidden] and this rank's embedding
-    rows."""
+    """Returns logits [..., vocab / size] from hidden [..., hidden] and this rank's rows of the embedding."""
     return _column_linear(hidden, weight, None, tp_group, sequence_parallel=False)
 
 
@@ -217,8 +216,7 @@ def _overlapped(function: type[torch.autograd.Function], *arguments: Any) -> tor
 
 @not_compiled
 def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
-    """Returns the sum of `y` over the ranks, or with sequence_parallel its shard. Nothing else may use
-    `y`."""
+    """Returns the sum of `y` over ranks, or with sequence_parallel its shard. Nothing else may use `y`."""
     return (
         reduce_scatter_to_sequence_region(y, tp_group)
         if sequence_parallel

@@ -196,8 +196,7 @@ class LogitChunks:
     def add_to_weight_gradient(
         self, total: torch.Tensor, chunk: slice, gradient: torch.Tensor, relative: torch.Tensor | None
     ) -> None:
-        """Adds gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32). relative: [tokens], <=
-        1."""
+        """Adds gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32). relative <= 1: [tokens]."""
         hidden = self.hidden[chunk]
         if relative is not None:
             hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)

@@ -142,8 +142,7 @@ def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
     """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial and have to be
-    summed: parameters of a transformer layer with --sequence-parallel, and always parameters of
-    --qk-layernorm."""
+    summed: of embedding and transformer layers with --sequence-parallel, and always of --qk-layernorm."""
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 

@@ -118,7 +118,7 @@ def dropout_add(
     shard_dim: int | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """Returns residual + dropout(x + bias), with Triton in one kernel. bias: as long as the last dimension.
+    """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
     The other arguments: see `dropout`."""
     if 0.0 < p < 1.0:
         mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group)

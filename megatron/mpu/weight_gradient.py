@@ -49,8 +49,7 @@ def supports_fused_accumulation(tensor: Tensor) -> bool:
 
 @lru_cache
 def _supports_fused_accumulation(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether `add_product` runs on the device, and adds: some versions of torch reject an fp32
-    sum."""
+    """Returns whether `add_product` runs on the device, and adds. Some versions of torch reject fp32 sums."""
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         add_product(total, ones, ones)

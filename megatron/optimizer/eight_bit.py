@@ -51,7 +51,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     Parameters are flat and fp32. State per parameter: 'step', a scalar as in torch's AdamW, and 'exp_avg' and
     'exp_avg_sq', fp32 tensors or QuantizedMoments. bitsandbytes' optimizer classes are not used: they choose
-    8 bits by the size of the tensor that they are given, which is a shard here.
+    8 bits by the size of the tensor that they are given, which may be a shard.
     """
 
     def __init__(

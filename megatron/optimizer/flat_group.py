@@ -47,8 +47,8 @@ class FlatGroup:
     """The parameters of one optimizer group as views of flat buffers, divided into equal partitions.
 
     With 8-bit moments (`quantized`) parameters and partitions start at multiples of the quantization block.
-    So no block holds elements of two parameters or of two ranks, and the blocks of a parameter depend on its
-    tensor-parallel shard only: pipeline stages, replicas and ZeRO do not change any 8-bit code. The padding
+    So no block holds elements of two parameters or of two ranks, and the blocks of a parameter depend only on
+    its tensor-parallel shard: pipeline stages, replicas and ZeRO do not change any 8-bit code. The padding
     between parameters has no gradient and is not saved.
     """
 
@@ -116,7 +116,7 @@ class FlatGroup:
             # Copies between pinned memory and the device, within one dtype, do not block the host.
             pin = get_accelerator().pin_memory
             self.host_weights = pin(self.local_weights.to("cpu", copy=True))
-            # The host's allocator rounds pinned memory up to a power of two, so nothing else is pinned.
+            # The host's allocator rounds pinned memory up to a power of two: only copied buffers are pinned.
             master = self.host_weights.float() if first.dtype != torch.float32 else self.host_weights
             self.host_gradients = pin(torch.zeros_like(master))
         else:
@@ -189,8 +189,7 @@ class FlatGroup:
             self.local_weights.copy_(self.master.detach())
 
     def all_gather_params(self) -> dist.Work:
-        """Starts the all-gather of the full weights from all partitions; complete after `wait()`.
-        Collective."""
+        """Starts the all-gather of the full weights; complete after `wait()`. Collective."""
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
@@ -296,8 +295,7 @@ def _alloc_storage(flat: Tensor) -> None:
 
 @torch.no_grad()
 def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
-    """Sets the master weights of replicated parameters to their mean over the tensor-parallel ranks.
-    Collective.
+    """Averages the master weights of replicated parameters over the tensor-parallel ranks. Collective.
 
     Flat buffers have the same layout on all tensor-parallel ranks, so their partitions hold the same
     elements. The mean is computed in fp64: the mean of equal values is then exactly that value.

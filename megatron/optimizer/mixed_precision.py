@@ -57,7 +57,7 @@ class NonFiniteError(RuntimeError):
 
 
 class MixedPrecisionOptimizer:
-    """Wraps `optimizer`, whose groups hold the model's parameters. The parameters become views."""
+    """Wraps `optimizer`, whose groups hold the model's parameters. They become views of flat buffers."""
 
     def __init__(
         self,
@@ -270,8 +270,7 @@ class MixedPrecisionOptimizer:
             self.wait_for_params()
 
     def wait_for_params(self) -> None:
-        """Waits until all weights of the last step have arrived. Call it before reading them outside
-        `forward`."""
+        """Waits until all weights of the last step have arrived. Call it before reading weights."""
         for bucket in self.buckets:
             bucket.wait_for_gather()
 
@@ -282,8 +281,7 @@ class MixedPrecisionOptimizer:
 
     @contextmanager
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Allocates the full weights of `module` (default: all) on this rank within this context.
-        Collective."""
+        """Allocates the full weights of `module` (default: all) within this context. Collective."""
         self.wait_for_params()
         with ExitStack() as stack:
             for unit in self._units:
@@ -326,8 +324,8 @@ class MixedPrecisionOptimizer:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
-        """Describes where gradients are non-finite (rank, parameter), in one text for all ranks.
-        Collective."""
+        """Describes where gradients are non-finite (rank, parameter), as one text for all ranks;
+        collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
         good_in_group = finite_after_reduction(self.flat, self.names, self.groups)
         bad = [
@@ -349,9 +347,8 @@ class MixedPrecisionOptimizer:
         }
 
     def moment_fragments(self, flat: FlatGroup, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Returns the fp32 moments of the parameter's elements in this partition
-        (`flat.fragment(parameter)`), flat, by the optimizer's names. {} if it has none, and before the first
-        step.
+        """Returns the fp32 moments of the parameter's elements in this partition, flat, by the optimizer's
+        names; {} for no elements, and before the first step.
 
         They are views of the optimizer state, or dequantized copies if `flat.quantized`.
         """

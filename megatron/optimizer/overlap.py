@@ -91,8 +91,7 @@ class Bucket(_HookedLayers):
         start_reduction: Callable[[Sequence[FlatGroup]], None] | None,
     ) -> None:
         """`start_reduction`: called with `flats` when their gradients are final; None: gradients are reduced
-        after the backward pass. Registers the hooks. The hooks that accumulate gradients must exist
-        before."""
+        after the backward pass. Make the bucket after registering the hooks that accumulate gradients."""
         super().__init__(flats)
         self._start = start_reduction
         self._micro_batches_left: dict[nn.Parameter, int] = {}
@@ -131,8 +130,7 @@ class UnitOverlap:
     previous unit's gradients.
 
     The next unit is known from the order of the all-gathers in an earlier micro-batch, including those of
-    recomputed layers. If the order differs, as in an evaluation, prefetching stops until the next
-    micro-batch.
+    recomputed layers. If the order differs (in an evaluation), prefetching stops until the next micro-batch.
     """
 
     def __init__(self, prefetch_params: bool, overlap_reduction: bool) -> None:
@@ -258,8 +256,7 @@ class ShardedUnit(_HookedLayers):
     # --- gradients ---
 
     def _accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Adds a parameter's gradient to the full gradients. The last one starts the reduce-scatter. A
-        hook."""
+        """Adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
         if len(self._pending_params) == len(self._parameters):
             if self._reducing:  # of the previous micro-batch, in the same buffers
                 self._overlap.finish_reduction()

@@ -129,7 +129,7 @@ def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Returns NVIDIA apex's FusedAdam. Raises ConfigError if that package, or its CUDA build, is missing."""
+    """Returns NVIDIA apex's FusedAdam. Raises ConfigError if apex, or its CUDA extension, is missing."""
     advice = "install NVIDIA's apex with its CUDA extensions, or remove --use-apex"
     try:
         from apex.optimizers import FusedAdam

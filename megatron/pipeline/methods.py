@@ -35,8 +35,8 @@ class MemoryCosts:
     activation_bytes: list[float]
     """Activations of each layer that a micro-batch keeps between its forward and its backward pass."""
     in_flight: list[float]
-    """For each stage, its number of in-flight micro-batches (between forward and backward pass) when its rank
-    has the most. Each keeps the stage's `activation_bytes`."""
+    """For each stage, its in-flight micro-batches (between forward and backward pass) when its rank has the
+    most, in units of `activation_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         without_weight = [index for index in chosen if weights[index] is None]
         if not without_weight:
             raise ConfigError(
-                f"--partition-method {method.text}: an alternative before '{alternative.text}' matches all "
-                f"its layers, so '{alternative.text}' has no effect: remove it, or put it first"
+                f"--partition-method {method.text}: '{alternative.text}' has no effect, since an earlier "
+                "alternative matches all its layers: remove it, or put it first"
             )
         for index in without_weight:
             weights[index] = alternative.weight

@@ -171,8 +171,7 @@ def simulate(
     """Simulates the actions of a schedule. Each step starts as early as its rank and its messages allow.
 
     The arguments are the times of `simulate_schedule`, but `backward` excludes `weight`: the times of the
-    weight passes, if any. Raises ValueError if the actions deadlock, and names a pass that never gets its
-    input.
+    weight passes, if any. Raises ValueError if the actions deadlock; it names a pass that gets no input.
     """
     run = _Run(actions, {"forward": forward, "backward": backward, "weight": weight}, transfer)
     ready = deque(range(len(actions.steps)))

@@ -73,7 +73,7 @@ class ScheduleActions:
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
-    """Runs all forward passes, then all backward passes, both in the order of the micro-batches."""
+    """Schedules all forward passes, then all backward passes, both in the order of the micro-batches."""
 
     def add_steps(stage: int, steps: _Steps) -> None:
         steps.add_each(chain(*_passes(stage, num_micro_batches)))
@@ -83,8 +83,7 @@ def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
-    alternates one backward and one forward pass. So stage s keeps activations of at most p - s
-    micro-batches."""
+    alternates one backward and one forward pass. So it keeps activations of at most p - s micro-batches."""
 
     def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
@@ -182,7 +181,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) ->
     Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on.
     Backward, they go through its last chunk first. With v chunks, rank r runs 2 (p - 1 - r) + (v - 1) p
     forward passes first (warm-up), then alternates one forward and one backward pass. Such a pair shares its
-    message exchange: if all passes take equally long, every message is needed one step after it is sent.
+    message exchange: if all passes take equally long, every message is needed one step after its pass.
 
     Raises ValueError if the number of micro-batches is not a multiple of the ranks.
     """
@@ -211,7 +210,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) ->
 
 
 def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> ScheduleActions:
-    """Runs only forward passes, as an evaluation needs, for any chunks and any number of micro-batches.
+    """Schedules only forward passes, as an evaluation needs, for any chunks and number of micro-batches.
 
     Micro-batch k is in chunk c in step k + c, so every message is needed one step after its pass.
     """

@@ -76,7 +76,7 @@ class StagePlan:
         return f"{first}-{last}" if last > first else str(first) if last == first else "-"
 
     def stage_parameters(self, stage: int) -> int:
-        """Returns one rank's parameters of the stage. Tied embedding and head on one rank count once."""
+        """Returns the stage's parameters on one rank. A tied embedding and head on the rank count once."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
         _, head = embedding_and_head(self.names)

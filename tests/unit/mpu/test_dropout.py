@@ -151,7 +151,7 @@ def test_kept_elements_are_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
         assert result.dtype == dtype and not result[~keep].any()
         assert torch.equal(result[keep], (argument[keep].float() * scale).to(dtype))
         kept_mean = argument.detach()[keep].double().mean()
-        # A scale in bf16 made this 1.5e-3. One rounding per element is left; bf16 has 128 numbers in the range.
+        # A scale in bf16 made this 1.5e-3. One rounding per element is left; bf16 has 128 numbers in it.
         assert result.detach()[keep].double().mean().item() * (1 - p) == pytest.approx(
             kept_mean.item(), rel=1e-4
         )
