@@ -185,8 +185,8 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         without_weight = [index for index in chosen if weights[index] is None]
         if not without_weight:
             raise ConfigError(
-                f"--partition-method {method.text}: '{alternative.text}' has no effect, since an earlier "
-                "alternative matches all its layers: remove it, or put it first"
+                f"--partition-method {method.text}: '{alternative.text}' has no effect, since earlier "
+                "alternatives match all its layers: remove it, or put it first"
             )
         for index in without_weight:
             weights[index] = alternative.weight
