@@ -34,7 +34,7 @@ from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.mpu.world import of_all_ranks, of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.
@@ -81,13 +81,13 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
             _folders(config),
             dist.get_rank(),
             config.parallel.local_rank == 0,
-            of_rank_0(f"{os.getpid()}-{time.time_ns()}"),
+            broadcast_from_rank_0(f"{os.getpid()}-{time.time_ns()}"),
             dist.barrier,
         ),
         _measure_all_reduce(),
         None if config.parallel.network_figures is None else _measure_within_node(),
     )
-    facts = of_all_ranks(own)
+    facts = gather_from_all_ranks(own)
     if differences := find_differences(facts):
         raise UserError(
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
@@ -111,7 +111,7 @@ def check_kernels(required: bool) -> list[str]:
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator().device_name()
-    reasons = of_all_ranks((node_name(os.environ), reason_against_kernels(device)))
+    reasons = gather_from_all_ranks((node_name(os.environ), reason_against_kernels(device)))
     rank, node, reason = next(
         ((rank, node, reason) for rank, (node, reason) in enumerate(reasons) if reason), (0, "", None)
     )
@@ -256,7 +256,7 @@ def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
 def _measure_within_node() -> float | None:
     """`_measure_all_reduce` within each node, all nodes at once; None on a node with one process.
     Collective."""
-    names = of_all_ranks(node_name(os.environ))
+    names = gather_from_all_ranks(node_name(os.environ))
     own = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
     if len(own) == 1:
         dist.barrier()

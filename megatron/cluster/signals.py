@@ -14,7 +14,7 @@ from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import CheckpointConfig, TrainingConfig
-from megatron.mpu.world import largest_of_all_ranks
+from megatron.mpu.world import max_over_ranks
 
 # Reasons as numbers for an all-reduce; if there are several, the largest one is reported.
 _NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH, _FOLDER_LOST = 0, 1, 2, 3, 100, 1000, 2000
@@ -137,7 +137,7 @@ def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:
     """The largest `code` of all ranks; `code` itself for a single process. Collective."""
     if not _distributed() or torch.distributed.get_world_size() == 1:
         return code
-    return int(largest_of_all_ranks(code, device, torch.int32).item())
+    return int(max_over_ranks(code, device, torch.int32).item())
 
 
 def _distributed() -> bool:

@@ -19,7 +19,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.validate import validate
 from megatron.errors import UserError
-from megatron.model.attention_choice import Implementation, attention_of
+from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.methods import TRANSFORMER_LAYER
@@ -70,7 +70,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     stages per rank, and sequence parallelism."""
     world, layers = config.parallel.world_size, config.model.num_layers
     own = config.parallel.virtual_pipeline_stages
-    has_scores = attention_of(config) == Implementation.UNFUSED
+    has_scores = training_attention(config) == Implementation.UNFUSED
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):

@@ -32,7 +32,7 @@ from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values, spec_of
-from megatron.mpu.world import of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.pipeline.methods import MemoryCosts
@@ -93,7 +93,7 @@ def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: 
             found = find_memory_costs(config, vocab_size)
         except UserError as error:
             found = str(error)
-    found = of_rank_0(found)
+    found = broadcast_from_rank_0(found)
     if isinstance(found, str):
         raise SharedUserError(found)
     return found

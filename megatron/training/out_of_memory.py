@@ -18,7 +18,7 @@ from megatron.config.fields import setting_option
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.validate import validate
 from megatron.errors import UserError
-from megatron.model.attention_choice import Implementation, attention_of
+from megatron.model.attention_choice import Implementation, training_attention
 from megatron.training.startup_report import local_memory
 from megatron.units import GIB
 
@@ -117,7 +117,7 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
     if micro_batch > 1:
         yield "batch.micro_batch_size", micro_batch // 2
     if not training.recomputes_layers:
-        stores_scores = attention_of(config) == Implementation.UNFUSED
+        stores_scores = training_attention(config) == Implementation.UNFUSED
         if stores_scores and not training.recomputes_attention:
             yield "training.recompute_granularity", "selective"
         yield "training.checkpoint_activations", True

@@ -29,7 +29,7 @@ from megatron.config import BatchSchedule, Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
-from megatron.mpu.world import of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
 from megatron.text_table import rank_list
 from megatron.training.metrics import MetricsLogger
@@ -227,7 +227,7 @@ def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: Paralle
     local = _local_digests(optimizer, layout)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
-    return of_rank_0(_violations(everywhere) if dist.get_rank() == 0 else None)
+    return broadcast_from_rank_0(_violations(everywhere) if dist.get_rank() == 0 else None)
 
 
 def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _LocalDigests:

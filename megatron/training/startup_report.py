@@ -21,7 +21,7 @@ from megatron.cluster.node_processes import status_bytes
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import spec_of
-from megatron.mpu.world import of_all_ranks
+from megatron.mpu.world import gather_from_all_ranks
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
@@ -35,7 +35,7 @@ def memory_table(layout: ParallelLayout, stages_per_rank: int) -> str:
     On an accelerator, the columns are the allocated, peak allocated and peak reserved bytes of PyTorch's
     allocator; on a GPU, also all bytes in use on it. On a CPU, they are the memory of the process.
     """
-    everywhere = of_all_ranks((layout.pipeline_stage, local_memory()))
+    everywhere = gather_from_all_ranks((layout.pipeline_stage, local_memory()))
     what = "stage" if stages_per_rank == 1 else "pipeline rank"
     lines = [f"memory after the first steps, GiB per {what}, least to most of its ranks:"]
     for place in range(layout.pp_size):
@@ -90,7 +90,7 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
     Collective. Raises RunStopped with the name of a parameter on every rank if its moments break the rule.
     """
     merged: dict[str, MomentStorage] = {}
-    for here in of_all_ranks(local_moments(optimizer)):
+    for here in gather_from_all_ranks(local_moments(optimizer)):
         for name, part in here.items():
             merged[name] = _sum(merged[name], part) if name in merged else part
     for name, moments in merged.items():

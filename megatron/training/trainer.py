@@ -171,7 +171,7 @@ class Trainer:
         assert self.data.train is not None  # without training, no step is taken
         micro_batches = self.data.train.micro_batches(state.consumed_samples, batch_size)
         try:
-            with self.engine.module.metrics.of_step():
+            with self.engine.module.metrics.recording():
                 loss = self.engine.train_step(
                     (batch.truncated(seq_length) for batch in micro_batches),
                     batch_size,

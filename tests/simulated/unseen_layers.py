@@ -68,7 +68,7 @@ class CausalMean(nn.Module):
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         super().__init__()
-        hidden, first, second = context.config.model.hidden_size, *gpt_model._matrix_settings(context)
+        hidden, first, second = context.config.model.hidden_size, *gpt_model._linear_layer_settings(context)
         self.value_and_gate = ColumnParallelLinear(
             hidden, 3 * hidden, context.tp_group, num_fused_parts=2, **first
         )
@@ -90,7 +90,7 @@ class TwoMLPs(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         model, group = context.config.model, context.tp_group
-        first, second = gpt_model._matrix_settings(context)
+        first, second = gpt_model._linear_layer_settings(context)
         rank = model.hidden_size // 4
         self.down = ColumnParallelLinear(model.hidden_size, rank, group, **first)
         self.up = RowParallelLinear(rank, model.hidden_size, group, **{**second, "skip_bias_add": False})

@@ -32,7 +32,7 @@ from megatron.mpu.deferred_gradients import accumulate
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.mpu.vector_math import initialize_vector_math
-from megatron.mpu.weight_gradient import device_adds
+from megatron.mpu.weight_gradient import supports_fused_accumulation
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
 from megatron.planner.simulation.device import SimulatedDevice, receive_nothing
@@ -316,7 +316,7 @@ def _rank_on_device(
         recorder.name_groups(layout)
         tp_group = layout.make_tp_group()
         model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
-        device_adds(next(model.parameters()))  # it asks the device once per process
+        supports_fused_accumulation(next(model.parameters()))  # it asks the device once per process
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)

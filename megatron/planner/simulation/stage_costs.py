@@ -22,7 +22,7 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.schedule import ScheduleConfig
-from megatron.model.attention_choice import counts_kernels
+from megatron.model.attention_choice import run_uses_kernels
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan
@@ -171,7 +171,7 @@ class _Parts:
         many, rest = config.model.num_layers, count % per_group
         few = min(many // per_group, groups) * per_group + rest
         settings, entries = _layers_config(config, few), len(names) - many + few
-        recording = _RECORDINGS.get(record_layers, settings, vocab_size, entries, counts_kernels(config))
+        recording = _RECORDINGS.get(record_layers, settings, vocab_size, entries, run_uses_kernels(config))
         return cls(recording.result(), names.index(TRANSFORMER_LAYER), few, many, per_group, rest)
 
     @property
@@ -247,7 +247,7 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
         settings = _update_config(config, len(bounds) - 1, max(layers, 1), replicas, bool(buckets))
         first = place * parallel.tensor_model_parallel_size * replicas
         recording = _RECORDINGS.get(
-            record_update, settings, vocab_size, bounds, first, counts_kernels(config)
+            record_update, settings, vocab_size, bounds, first, run_uses_kernels(config)
         )
         found: UpdateCosts = recording.result()
         return found

@@ -28,7 +28,7 @@ from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.model.attention_choice import counts_kernels
+from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
@@ -81,7 +81,7 @@ def simulate_rank(
     config: Config, rank: int, inputs_of_stages: Sequence[tuple[Spec, ...]], micro_batches: int | None = None
 ) -> StepRecord:
     """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
-    `model.attention_choice.counts_kernels`. inputs_of_stages: see `stage_costs.inputs_of_stages`.
+    `model.attention_choice.run_uses_kernels`. inputs_of_stages: see `stage_costs.inputs_of_stages`.
     micro_batches: None takes `simulated_micro_batches`."""
     vocab, plan = find_stages(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
@@ -89,7 +89,7 @@ def simulate_rank(
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
     neighbors = _Neighbors(config, layout, inputs_of_stages)
-    with simulated_process(neighbors.fill, layout, counts_kernels(config)) as (simulated, ranges):
+    with simulated_process(neighbors.fill, layout, run_uses_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: mark_state(simulated, optimizer)
