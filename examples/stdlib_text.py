@@ -1,4 +1,4 @@
-"""Writes the sources of Python's standard library as jsonl, a file per line: text for the examples.
+"""Writes the sources of Python's standard library as jsonl, one source file per line: text for the examples.
 
 python examples/stdlib_text.py OUTPUT MAX_FILES
 """
@@ -19,10 +19,10 @@ LEFT_OUT = {
 
 
 def main(output: str, max_files: int) -> None:
-    """Writes `output`, complete or not at all."""
+    """Writes `output`: either all of it or nothing."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [file for file in library.rglob("*.py") if not LEFT_OUT & set(file.relative_to(library).parts)]
-    # The order of a hash mixes the packages: training and validation data are alike, and reproducible.
+    # Sorting by a hash mixes the packages reproducibly: training and validation data have equal statistics.
     files.sort(key=lambda file: hashlib.sha256(file.relative_to(library).as_posix().encode()).digest())
     with open(output + ".tmp", "w") as jsonl:
         for file in files[:max_files]:

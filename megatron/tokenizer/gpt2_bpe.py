@@ -13,7 +13,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer:
-    """Gives the same token ids as OpenAI's and transformers' GPT-2 tokenizers with the same two files."""
+    """GPT-2's tokenizer. Its token ids equal those of OpenAI's and transformers' GPT-2 tokenizers with these
+    two files."""
 
     name = "GPT2BPETokenizer"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.node_diagnosis import _prints_errors_of_all, conclude, print_diagnosis
+from megatron.cluster.node_diagnosis import _prints_errors_of_all, finish_rank_reports, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
@@ -188,7 +188,7 @@ def test_signal_to_the_rank_does_not_end_the_diagnosis_that_it_starts(
     monkeypatch.setattr(subprocess, "Popen", popen_with_signal)
     report = RankReport(str(tmp_path / "r"), "1", "n1", is_temporary=True)
     report.end(ExitStatus.FAILED, "error: ValueError: broken")
-    conclude(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
+    finish_rank_reports(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
     (process,) = started
     assert process.wait(HANG_TIMEOUT_S) == 0
     assert capfd.readouterr().err.splitlines()[-1].endswith("ValueError: broken")

@@ -1,4 +1,4 @@
-"""Token files and checkpoints are refused with another vocabulary than their own."""
+"""Token files and checkpoints are rejected with a vocabulary different from their own."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_token_files_record_their_vocabulary(original: Namespace, prefix: str) -
 
 def test_another_vocabulary_of_the_same_size_is_refused(other: Namespace, prefix: str) -> None:
     digest = vocabulary_digest(build_tokenizer(other))
-    with pytest.raises(
-        UserError, match=f"--data-path {prefix} was tokenized with another vocabulary"
-    ) as refused:
+    with pytest.raises(UserError, match=f"--data-path {prefix} was tokenized with a vocabulary") as refused:
         check_record(prefix, "--data-path", digest)
     assert digest[:12] in str(refused.value)
 
