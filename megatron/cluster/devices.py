@@ -78,8 +78,7 @@ def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ)
 
 
 def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user has set
-    a value different from 1.
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user's is not 1.
 
     With one hardware queue the GPU starts kernels in the order of their launches, so a tensor-parallel
     collective starts before the GEMM that it overlaps with (Megatron-LM requires this). With ZeRO-2 and

@@ -2,10 +2,9 @@
 
     python -m megatron.cluster.diagnosis FOLDER --processes N [--ended-by-slurm] [--slurm JOB NODES]
 
-FOLDER is the value of RANK_REPORTS in the environment of the ranks. The command prints nothing if the run
-ended well. Otherwise it prints the error once; the last line is the cause. Exit codes: 0 finished; 75 requeue
-the job; 1 failed, a restart may help; 2 failed, and a restart would fail again; 130 interrupted. Needs no
-torch.
+FOLDER is the value of RANK_REPORTS in the environment of the ranks. Nothing is printed if the run ended well.
+Otherwise the error is printed once; the last line is the cause. Exit codes: 0 finished; 75 requeue the job;
+1 failed, a restart may help; 2 failed, and a restart would fail again; 130 interrupted. Needs no torch.
 """
 
 from __future__ import annotations
@@ -138,12 +137,9 @@ def _slurm_end(slurm: SlurmJob) -> str:
 
 
 def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
-    """Returns the diagnosis of a failure inside the job.
-
-    A rank that could not report how it ended (hang, SIGKILL) causes the communication errors of the other
-    ranks, so such ranks are considered first. After any other error the launcher and srun end the remaining
-    ranks. Ranks that had only just started then have no exit status either.
-    """
+    """Returns the diagnosis of a failure inside the job. A rank that could not report how it ended (hang,
+    SIGKILL) causes the communication errors of the others, so it is considered first. After any other error
+    the launcher and srun end the remaining ranks; ranks that had just started then have no status either."""
     hung = [report for report in reports if report.get("end") == ExitStatus.HANG]
     if hung:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_hang(hung, reports))
@@ -206,8 +202,8 @@ def _causes_of_hang(hung: Sequence[Report], reports: Sequence[Report]) -> tuple[
 
 
 def _position_lines(hung: Sequence[Report]) -> list[str]:
-    """Returns a line per position, the rarest position first: its ranks, and the calls in which the first of
-    these ranks waits. Calls name process groups, so they differ between ranks at one position."""
+    """Returns a line per position, the rarest first: its ranks, and the calls in which the first rank waits.
+    Calls name process groups, so they differ between ranks at one position."""
     at: dict[str, list[Report]] = {}
     for report in hung:
         at.setdefault(hang_position(report), []).append(report)
@@ -271,8 +267,7 @@ def _crash(report: Report) -> str:
 
 
 def _has_crashed(report: Report) -> bool:
-    """Whether the rank itself has crashed. "Aborted" does not count: torch's NCCL watchdog aborts a rank
-    that has lost the connection to another rank."""
+    """Whether the rank itself has crashed. torch's NCCL watchdog aborts a rank whose connections are lost."""
     return _crash(report) not in ("", "Aborted")
 
 

@@ -270,9 +270,8 @@ def node_address(node: str) -> str:
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         raise UserError(
-            f"the environment variable {name} is missing in an environment with "
-            f"{_format_rank_variables(env)}: start the program with a launcher or srun, which set all of "
-            "them, or unset the ones that your script exports"
+            f"the environment variable {name} is missing in an environment with {_format_rank_variables(env)}"
+            ": start the program with a launcher or srun, or unset the ones that your script exports"
         )
     return env[name]
 

@@ -142,8 +142,7 @@ def print_diagnosis(folder: Path, processes: int, prints_errors_of_all: bool = T
 
 
 def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:
-    """Returns the diagnosis of one of several nodes, without the traceback of a lost connection: another
-    node has caused it."""
+    """Returns a diagnosis without the traceback of a lost connection, which another node has caused."""
     *_, error = diagnosis.text.splitlines() or [""]
     is_failure = diagnosis.cause is not None and diagnosis.cause["end"] == ExitStatus.FAILED
     if not (is_failure and is_lost_connection(error)):

@@ -21,12 +21,9 @@ LEAST_ADDRESS_SPACE_BYTES = 2 << 30
 
 
 def check_limits() -> None:
-    """Checks the limits of this process (ulimit). Raises UserError if it may open too few files, or use too
-    little memory, for a run.
-
-    A soft limit of open files that is too low is set to the hard limit. Must be called first: libraries
-    report an exhausted limit as an unrelated error, or wait forever.
-    """
+    """Raises UserError if ulimit allows this process too few open files, or too little memory, for a run. A
+    soft limit of open files that is too low is set to the hard limit. Must be called first: libraries report
+    an exhausted limit as an unrelated error, or wait forever."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < LEAST_OPEN_FILES:
         raise UserError(

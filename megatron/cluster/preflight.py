@@ -103,11 +103,10 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
 
 
 def check_kernels(required: bool) -> list[str]:
-    """Selects PyTorch's operations on all ranks if a rank cannot run the Triton kernels on its device, so
-    that replicas stay equal. Returns a sentence for the log in that case.
+    """Selects PyTorch's operations on all ranks, and returns a sentence for the log, if a rank cannot run the
+    Triton kernels on its device: replicas stay equal. Collective, after `init_distributed`.
 
-    required: --require-kernels: raises SharedUserError on every rank in that case. Collective, after
-    `init_distributed`.
+    required: --require-kernels: raises SharedUserError on every rank instead.
     """
     from deepspeed.accelerator import get_accelerator
 

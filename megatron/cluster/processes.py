@@ -105,8 +105,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
 
 
 def device_notes(config: Config) -> list[str]:
-    """Returns a sentence for each flag that has no effect on this device, and for a variable that slows
-    it down."""
+    """Returns a sentence for each flag without effect on this device, and for a variable that slows it."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":

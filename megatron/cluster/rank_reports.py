@@ -55,11 +55,8 @@ class RankReport:
     """The report of this rank. Thread-safe. Only the first `end` is kept."""
 
     def __init__(self, folder: str | None, rank: str, host: str = "", *, is_temporary: bool = False) -> None:
-        """Opens the report. Never raises: a run must not fail because of its reports.
-
-        folder: None for no report. is_temporary: whether the ranks of this node share the folder, and delete
-        it at the end.
-        """
+        """Opens the report; never raises. folder: None for no report. is_temporary: whether the ranks of this
+        node share the folder, and delete it at the end."""
         self.rank = rank
         self.started_at = time.monotonic()
         self.folder = None if folder is None else Path(folder)

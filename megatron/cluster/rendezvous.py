@@ -44,8 +44,7 @@ _CONNECT_TIMEOUT_S = 30.0
 # A name that a name server does not resolve within this time is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
 _INFORM_TIMEOUT_S = 5.0
-# A store answers at once, even while the process that hosts it computes. A port without an answer within this
-# time is not a store.
+# A store answers at once, even while its process computes. A port without an answer until then is no store.
 _STORE_TIMEOUT_S = 30.0
 # Timeout of a get or wait of the store: torch's default.
 _OPERATION_TIMEOUT = timedelta(minutes=5)
@@ -127,11 +126,9 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 @contextmanager
 def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait until
-    --start-timeout. For use before `connect_processes`.
-
-    Ranks that do not connect within some seconds are not informed. A UserError of another rank is sent to
-    rank 0, which informs all ranks. A SharedUserError is not sent, since every rank raises it.
-    """
+    --start-timeout. For use before `connect_processes`. Ranks that do not connect within some seconds are not
+    informed. A UserError of another rank is sent to rank 0, which informs all ranks. A SharedUserError is not
+    sent, since every rank raises it."""
     try:
         yield
     except SharedUserError:

@@ -58,9 +58,8 @@ class ExitConditions:
     _received: list[int] = field(default_factory=list, init=False)
 
     def install_handlers(self) -> frozenset[int]:
-        """Installs handlers, so that SIGINT and the signals of --exit-signal no longer end the process.
-        Returns their numbers. A SIGHUP that is ignored (nohup) stays ignored. Only the main thread may call
-        it."""
+        """Installs handlers in the main thread, so that SIGINT and the signals of --exit-signal do not end
+        the process. Returns the signal numbers. A SIGHUP that is ignored (nohup) stays ignored."""
         numbers = {signal.SIGINT, *(signal.Signals[name] for name in self.training.exit_signal)}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.discard(signal.SIGHUP)
@@ -80,9 +79,8 @@ class ExitConditions:
 
         Every rank calls it after every step and gets an equal result, although a signal may have reached only
         one rank, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of
-        all ranks, if the step has already exchanged it; None to all-reduce it on `device`, which waits for
-        the device. Raises RunStopped on every rank if another job has taken over --save, so that nothing can
-        be saved.
+        all ranks, if the step has exchanged it; None to all-reduce it on `device`, which waits for `device`.
+        Raises RunStopped on every rank if another job has taken over --save: nothing can be saved.
         """
         if largest_code is None:
             largest_code = all_reduce_max(self.code_of_this_rank(), device)

@@ -3,8 +3,7 @@
 While the main thread waits in a collective (native code), no Python signal handler runs and no exception is
 raised. The watchdog thread can still write the rank's report and end the process.
 
-`HangDetector` decides when a process hangs. Each phase of a run has a time limit, which grows with the
-measured durations of the phase.
+`HangDetector` decides when a process hangs: each phase has a time limit, which grows with its durations.
 """
 
 from __future__ import annotations
@@ -112,8 +111,7 @@ class HangDetector:
         factor = _FACTORS[phase]
         if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:
             factor = _FACTORS[Phase.START]
-        # Until a phase has ended once, its limit follows from the durations of steps, which take longer than
-        # evaluations.
+        # Until an evaluation has ended, its limit follows from the durations of steps, which take longer.
         seen = self._durations[phase] or self._durations[Phase.STEP]
         return max(factor * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
 
@@ -195,11 +193,9 @@ class Watchdog:
     def set_device_facts(
         self, facts: Callable[[], Mapping[str, str]], flight_record: Callable[[], bytes]
     ) -> None:
-        """Adds the facts of the device to the report of a hang from now on.
-
-        facts: returns `device`, what this rank's device does, and `waits_in`, the calls in which the rank
-        waits for others. flight_record: returns all recorded calls, for a file beside the report.
-        """
+        """Adds facts to the report of a hang from now on: `device`, what this rank's device does, and
+        `waits_in`, the calls in which the rank waits for others. flight_record: returns all recorded calls,
+        for a file beside the report."""
         self._device_facts, self._flight_record = facts, flight_record
 
     def stop(self) -> None:
@@ -295,8 +291,7 @@ class Watchdog:
 
 
 def main_thread_location() -> str:
-    """Returns the location of the main thread: the innermost frame of this package, and the innermost
-    frame."""
+    """Returns the main thread's location: the innermost frame of this package, and the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = _name(frame) if frame is not None else "nowhere"
     while frame is not None and not _is_own_code(frame):

@@ -92,8 +92,7 @@ class BlendOrder:
         return chunk, _first_sample(self.weights, chunk)
 
     def chunk(self, chunk: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Returns the component of each sample with a time in (chunk * CHUNK, (chunk + 1) * CHUNK], and the
-        index of the sample in that component."""
+        """Returns (components, indices in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
         return _sorted_chunk(self.weights, chunk)
 
 

@@ -54,8 +54,7 @@ class GPTDataset:
         if len(sample) != self.seq_length + 1:
             raise UserError(
                 f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
-                f"tokens, expected {self.seq_length + 1}: its index files were built from different data, "
-                "delete them"
+                f"tokens, expected {self.seq_length + 1}: delete its index files, built from different data"
             )
         return sample
 

@@ -267,9 +267,7 @@ class IndexedDatasetBuilder:
         if lengths.size == 0:
             return
         if lengths.max() > np.iinfo(np.int32).max:
-            raise UserError(
-                f"a document has {int(lengths.max()):,} tokens, expected at most 2,147,483,647: split it"
-            )
+            raise UserError(f"a document has {int(lengths.max()):,} tokens, expected at most 2,147,483,647")
         if ids.size and ids.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             if ids.min() < limits.min or ids.max() > limits.max:

@@ -7,9 +7,8 @@ document index  The documents of all epochs, shuffled together. If less than 95 
                 the last epoch is shuffled separately and appended, so that no document is repeated before
                 all documents have been read.
 sample index    The documents are concatenated in this order and split every seq_length tokens. Row i is the
-                first token of sample i (position in the document index, offset in that document). Row i + 1
-                is the last token of sample i: a sample has seq_length + 1 tokens, and consecutive samples
-                overlap by one token.
+                first token of sample i (position in the document index, offset in that document), row i + 1
+                its last: a sample has seq_length + 1 tokens; consecutive samples overlap by one token.
 shuffle index   A permutation of the samples. A separate last epoch is permuted separately.
 
 Index files hold the arrays as .npy files, in the folder of the data or of --data-cache-path. One process per

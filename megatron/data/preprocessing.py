@@ -230,8 +230,7 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
 
 
 def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
-    """Yields the lines of the files in order, in batches of about 1 MB. The lines of a batch are from one
-    file.
+    """Yields the lines of the files in order, in batches of about 1 MB from one file.
 
     A line longer than MAX_LINE_BYTES is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject
     it: a .gz file of 300 kB can decompress to a line of 600 MB.

@@ -10,8 +10,7 @@ from megatron.tokenizer.factory import TOKENIZER_TYPES
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer") -> argparse._ArgumentGroup:
-    """Adds the tokenizer flags to `parser`, whose result then satisfies `TokenizerFlags`. Returns their
-    group."""
+    """Adds the tokenizer flags to `parser`; its result satisfies `TokenizerFlags`. Returns their group."""
     group = parser.add_argument_group(title)
     group.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the type that the given files fit"

@@ -13,8 +13,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer:
-    """GPT-2's tokenizer. Its token ids equal those of OpenAI's and transformers' GPT-2 tokenizers with these
-    two files."""
+    """Gives the token ids of OpenAI's and transformers' GPT-2 tokenizers with these two files."""
 
     name = "GPT2BPETokenizer"
 
