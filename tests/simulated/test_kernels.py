@@ -1,4 +1,4 @@
-"""What the kernels' launches and bytes are on the simulated device, beside those of their twins."""
+"""Launches and bytes of the kernels on the simulated device, compared with their PyTorch references."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
 
 
 def bytes_per_row(cell: str) -> int:
-    """Allocations are rounded to 512 bytes, and keys of the samples are kept beside."""
+    """Allocations are rounded to 512 bytes, and the keys of the samples are kept in addition."""
     return int(cell.split(", ")[1].removesuffix(" bytes per row").replace(",", ""))
 
 

@@ -1,4 +1,4 @@
-"""Rank and world size from the variables of launchers and of Slurm; starts that cannot work."""
+"""Rank and world size from the variables of launchers and of Slurm; launches that cannot work."""
 
 from __future__ import annotations
 

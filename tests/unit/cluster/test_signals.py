@@ -1,4 +1,4 @@
-"""Early exit, on all ranks after the same step."""
+"""Early exit of all ranks after one step."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def test_reason_is_reduced_through_the_process_group(world_of_one, tmp_path):
 
 
 def test_other_ranks_read_neither_files_nor_clock(monkeypatch, tmp_path):
-    """Rank 1 takes the reason of rank 0 from the all-reduce."""
+    """Rank 1 gets rank 0's reason from the all-reduce."""
     (tmp_path / "stop_requested").touch()
     ends = conditions(
         folder=str(tmp_path),

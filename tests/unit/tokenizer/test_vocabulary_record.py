@@ -29,7 +29,7 @@ def original(tmp_path: Path) -> Namespace:
 
 @pytest.fixture
 def other(original: Namespace, tmp_path: Path) -> Namespace:
-    """A vocabulary of the same size with two tokens exchanged."""
+    """The flags of a tokenizer whose vocabulary has two tokens exchanged."""
     vocabulary = json.loads(Path(original.vocab_file).read_text())
     first, second = [token for token in vocabulary if token.isalpha()][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
