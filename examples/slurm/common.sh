@@ -123,7 +123,7 @@ run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of 
     launched=$((launched + 1))
     REPORTS=${RUN_DIR:-.}/reports/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$launched
     mkdir -p "$REPORTS" || usage_error "RUN_DIR=${RUN_DIR:-.} is not writable"
-    [ -z "$STOP_REQUESTED" ] || : >"$REPORTS/leave"
+    [ -z "$STOP_REQUESTED" ] || : >"$REPORTS/stop_requested"
     echo "job $THIS_JOB: $NNODES node(s) x $GPUS_PER_NODE processes, rendezvous at $MASTER_ADDR:$port"
     # One task per node runs a launcher, which starts the node's processes. SLURM_PROCID is known only inside the task.
     # The launcher must survive a SIGUSR2 that Slurm sends to the whole step.
@@ -179,7 +179,7 @@ requeue_job() { # requeues the job, whose run has stopped and saved: the job res
 # launcher and helper processes, and slurmctld must deliver it.
 request_stop() {
     STOP_REQUESTED=yes
-    if [ -n "$REPORTS" ]; then : >"$REPORTS/leave"; fi
+    if [ -n "$REPORTS" ]; then : >"$REPORTS/stop_requested"; fi
 }
 on_sigterm() {
     ENDED_BY_SLURM=yes

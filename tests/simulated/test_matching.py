@@ -1,4 +1,4 @@
-"""Collective calls of several ranks that fit, and that do not."""
+"""Collective calls of several ranks that match, and calls that do not match."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_calls_that_do_not_fit_are_named(name):
 
 @pytest.mark.parametrize("rank", [0, 1, 5, 12, 23])
 def test_groups_are_those_of_the_layout(rank):
-    """Translated from rank 0, the groups of every rank are the rows of the grid that contain it."""
+    """The groups of every rank, translated from rank 0, are the rows of the grid that contain the rank."""
     simulated, other = ParallelLayout(2, 3, 4, 0), ParallelLayout(2, 3, 4, rank)
     tensor, rest = rank % 2, rank // 2
     data, stage = rest % 4, rest // 4

@@ -1,4 +1,4 @@
-"""A simulated step against the real one: the same calls in order, FLOPs and parameters on every rank."""
+"""A simulated step, compared with a real step: calls in order, FLOPs and parameters on every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = [
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts what the simulated device counts, of real tensors."""
+    """Counts for real tensors what the simulated device counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def real_step(row: Row):
 
 
 def simulate_without_kernels(*arguments: Any) -> StepRecord:
-    """The step of a GPU that runs the operations of PyTorch, as a CPU does. In a process of its own."""
+    """Simulates, in a separate process, the step of a GPU that runs PyTorch's operations, as a CPU does."""
     os.environ["MEGATRON_KERNELS"] = "pytorch"
     return simulate_rank(*arguments)
 

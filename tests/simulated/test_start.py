@@ -1,4 +1,4 @@
-"""What the start of a run with ZeRO-3 needs on the device: its part of the model, and one layer."""
+"""The device memory at the start of a run with ZeRO-3: the rank's partition of the model, and one layer."""
 
 from __future__ import annotations
 

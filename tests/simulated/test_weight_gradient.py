@@ -1,4 +1,4 @@
-"""Launches and bytes of a weight's gradient: added by the product, and rounded and added apart."""
+"""Launches and bytes of a weight's gradient: accumulated in the GEMM, or rounded and added separately."""
 
 from functools import partial
 

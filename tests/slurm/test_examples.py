@@ -1,4 +1,4 @@
-"""Every script of examples/slurm through real sbatch, made small by its own variables: 2 nodes x 2 CPUs."""
+"""Every script of examples/slurm with real sbatch, on 2 nodes x 2 CPUs, with variables for a small run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tokenizer_file(corpus: Path) -> str:
 def train_exit_and_resume(
     submit: Submit, script: str, options: tuple[str, ...] = ON_BOTH_NODES, **variables: object
 ) -> Job:
-    """Runs two jobs, one after the other; the first exits after 2 steps. Returns the first."""
+    """Runs two jobs, one after the other; the first exits after 2 steps. Returns the first job."""
     first = submit(script, "--exit-interval", "2", options=options, **variables)
     assert first.end() == 0, first.log()
     assert steps(first.log()) == [1, 2]
@@ -345,7 +345,7 @@ STUBS = {
 def test_the_real_size_passes_a_dry_run(
     script: str, nodes: int, words: int, layout: str, tmp_path: Path
 ) -> None:
-    """The script as it stands, with stubs instead of Slurm."""
+    """Runs the unchanged script with stubs in place of Slurm."""
     for name, commands in STUBS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{commands}\n")
         (tmp_path / name).chmod(0o755)
