@@ -12,7 +12,7 @@ tests/distributed/test_optimizer.py unless another file is named.
    is rejected ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
 4. A stage that holds only an embedding hangs under ZeRO-1 (DeepSpeed 1522): it has fewer parameter groups, so
    it makes fewer collective calls for the grad norm than other stages (docs/upstream has a patch):
-   test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
+   tests/distributed/test_stages.py.
 5. fp16 is rejected on a CPU ("not supported on your device"), though PyTorch computes it:
    tests/distributed/test_layout_parity.py, test_bf16_and_fp16_follow_the_fp32_loss.
    1 to 5: DeepSpeed is configured for fp32 without clipping, and `MixedPrecisionOptimizer` replaces its

@@ -218,7 +218,6 @@ RUN_ELSEWHERE = {
     "finetuning.md": "tests/end_to_end/test_finetuning.py",
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
-    "models.md": "tests/end_to_end/test_llama_example.py",
     "learning_rate.md": "tests/end_to_end/test_branches.py",
     "simulation.md": "tests/end_to_end/test_simulate.py",
     "sweep.md": "tests/end_to_end/test_sweep.py",
