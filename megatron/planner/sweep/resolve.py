@@ -22,8 +22,8 @@ from megatron.tokenizer.vocabulary import find_vocabulary
 
 # Stages x micro-batches of the largest simulated schedule, which takes a second.
 _MAX_SIMULATED = 50_000
-# Settings that do not change the losses, by section: how the work is distributed and logged (the first
-# section of docs/parallelism.md). All other settings do, so rows that differ in one of them are not compared.
+# Settings that do not change the losses, by section: how the work is distributed and logged
+# (docs/equal_losses.md). All other settings do, so rows that differ in one of them are not compared.
 _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
     "parallel": None,  # all of the section
     "logging": None,

@@ -2,8 +2,8 @@
 
 docs/sweep.md describes the object.
 
-Layout, partition, schedule, micro-batch size and recomputation do not change the losses (the first section of
-docs/parallelism.md), so runs that differ in nothing else are compared. Rows that differ in other settings,
+Layout, partition, schedule, micro-batch size and recomputation do not change the losses
+(docs/equal_losses.md), so runs that differ in nothing else are compared. Rows that differ in other settings,
 such as precision or learning rate, form separate groups.
 """
 
