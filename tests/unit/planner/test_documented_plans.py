@@ -88,6 +88,14 @@ def test_the_page_has_its_recipes() -> None:
     assert set(rows) >= set(headings)
 
 
+def test_the_lines_of_the_introduction() -> None:
+    introduction = (DOCS / "recipes.md").read_text().partition("\n## ")[0]
+    plan = plan_of(RECIPES["8 A100s and a 7B model"].flags)
+    step, reserve = plan.prediction, plan.reserve_bytes / GIB
+    assert f" {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s" in introduction
+    assert f" needs {plan.peak_bytes / GIB:.2f} GiB and a reserve of {reserve:.2f} GiB" in introduction
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_and_its_figures_are_the_planners(name: str) -> None:
     recipe = RECIPES[name]
