@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
 from megatron.config import read_command_line
+from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.schedule import simulate_schedule
+from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.plan import Plan, make_plan
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
@@ -66,8 +69,20 @@ RECIPES = recipes()
 
 
 def plan_of(flags: str) -> Plan:
+    """The plan of a run."""
     config = read_command_line(shlex.split(flags), {}).config
     return make_plan(config, find_vocabulary(config).size)
+
+
+def partition_of(flags: str) -> StagePlan:
+    """The stages of a run; no layer is recorded."""
+    config = read_command_line(shlex.split(flags), {}).config
+    return plan_stages(config, find_vocabulary(config).size)
+
+
+def page_text(page: str) -> str:
+    """The page in one line."""
+    return " ".join((DOCS / page).read_text().split())
 
 
 def as_printed(value: float, printed: str) -> str:
@@ -197,3 +212,23 @@ def test_the_simulated_schedules() -> None:
         )
         kept = [free.peak_in_flight[rank] / per_rank for rank in (0, -1)]
         assert [f"{value:g}" for value in (free.makespan, slow.makespan, *kept)] == printed, title
+
+
+def test_the_stages_of_the_partition_methods() -> None:
+    text = sections("partition.md")["Choose a method"]
+    (command,) = re.findall(r"--dry-run .*", (DOCS / "partition.md").read_text().replace("\\\n", " "))
+    rows = re.findall(r"^\| `([^`]*)`.* \| ([^|]*\d.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 11
+    for method, printed in rows:
+        if method == "profile":  # measured when a run starts
+            continue
+        plan = partition_of(f"{command} --partition-method '{method.replace(chr(92), '')}'")
+        layers = [plan.names[a:b].count(TRANSFORMER_LAYER) for a, b in pairwise(plan.bounds)]
+        found = [f"{count}" for count in layers]
+        found[0], found[-1] = f"E+{found[0]}", f"{found[-1]}+L".removeprefix("0+")
+        assert ", ".join(found) == printed, method
+    for method, printed in re.findall(
+        r"`(\S+)` (?:reports|has) max/mean = ([\d.]*\d)", page_text("partition.md")
+    ):
+        weights = partition_of(f"{command} --partition-method {method}").partition.weights
+        assert as_printed(float(max(weights) / (sum(weights) / len(weights))), printed) == printed
