@@ -219,6 +219,7 @@ RUN_ELSEWHERE = {
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
     "learning_rate.md": "tests/end_to_end/test_branches.py",
+    "recipes.md": "tests/unit/planner/test_documented_plans.py",
     "simulation.md": "tests/end_to_end/test_simulate.py",
     "sweep.md": "tests/end_to_end/test_sweep.py",
 }
@@ -236,6 +237,7 @@ PRINTED = {
     "tools/job_report.py": "lm loss",
     "inspect_checkpoint": "tied_modules.embed.word_embeddings.weight",
     "planner_accuracy": "Kendall's tau",
+    "parity.py": "4 of 4 rows within their bounds",
     "kernels.py": "sm_90",
     "--other-frameworks": "| `--num-layers-per-virtual-pipeline-stage` | set --virtual-pipeline-stages",
     "step_cost": "host synchronizations per micro-batch",
