@@ -44,14 +44,18 @@ def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
 
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
     """Returns the first rank that has a problem, and its problem; None if no rank has one. Collective."""
-    return next(((rank, text) for rank, text in enumerate(gather_from_all_ranks(problem)) if text is not None), None)
+    return next(
+        ((rank, text) for rank, text in enumerate(gather_from_all_ranks(problem)) if text is not None), None
+    )
 
 
 def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -> Files:
     """Returns the size and digest of every file in the folder, and syncs each file to the disk. Collective:
     the ranks share the work, and all get the result. heartbeat: called after each file."""
     # Only rank 0 lists the folder: on a shared file system, another rank's listing may be older.
-    names = broadcast_from_rank_0(sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else [])
+    names = broadcast_from_rank_0(
+        sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else []
+    )
     return _share(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 

@@ -70,23 +70,30 @@ def test_the_page_quotes_many_lines() -> None:
     assert len(QUOTED) > 30
 
 
-@pytest.mark.parametrize("line", QUOTED)
+def produced(flags: str) -> str:
+    """Returns the error line of a command with wrong flags."""
+    with pytest.raises(ConfigError) as error:
+        read_command_line([*MODEL, *ABSOLUTE, *SHORT, *flags.split()], {})
+    return f"error: {error.value}"
+
+
+PRODUCED = [produced(flags) for flags in ("--hiden-size 8", "--context-parallel-size 2")]
+
+
+@pytest.mark.parametrize("line", [line for line in QUOTED if line not in PRODUCED])
 def test_a_quoted_line_is_a_message_of_the_program(line: str) -> None:
     found = [match for pattern in MESSAGES if (match := pattern.search(line))]
     longest = max((len(match[0]) for match in found), default=0)
-    assert longest > len(line) / 3, "no message of the program has the constant parts of this line"
+    assert longest >= len(line) / 3, "no message of the program has the constant parts of this line"
 
 
 def test_a_line_that_the_program_never_prints_is_found() -> None:
     line = "error: checkpoint runs/a/global_step300 holds a different network: hidden_size was 1024, is 2048"
-    assert max((len(found[0]) for p in MESSAGES if (found := p.search(line))), default=0) <= len(line) / 3
+    assert max((len(found[0]) for p in MESSAGES if (found := p.search(line))), default=0) < len(line) / 3
 
 
-@pytest.mark.parametrize("flags", ["--hiden-size 8", "--context-parallel-size 2"])
-def test_the_quoted_error_of_a_flag_is_the_one_that_the_program_prints(flags: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_command_line([*MODEL, *ABSOLUTE, *SHORT, *flags.split()], {})
-    assert f"error: {error.value}" in QUOTED
+def test_the_quoted_errors_of_flags_are_what_the_program_prints() -> None:
+    assert set(PRODUCED) <= set(QUOTED)
 
 
 # --- metrics.md ---
