@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Trains a GPT model: parses the flags, then calls `megatron.training.run`, or `megatron.planner.dry_run`.
+# PYTHON_ARGCOMPLETE_OK
+"""Trains a GPT model: parses the flags, then calls `megatron.training.run` or `megatron.planner.dry_run`.
 
 python pretrain_gpt.py --help
 python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ...
@@ -16,11 +17,13 @@ from megatron.cluster.launch import init_from_slurm_env
 from megatron.cluster.node_processes import check_limits
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import read_command_line
+from megatron.config import complete_command_line, read_command_line
+from megatron.config.introduction import require_flags
 from megatron.engine.deepspeed_config import read_deepspeed_config
 
 
 def main() -> None:
+    complete_command_line()
     report = RankReport.from_environment()
     watchdog = Watchdog(report)
     with exit_on_error(report):
@@ -28,12 +31,13 @@ def main() -> None:
         check_limits()
     set_library_defaults()
     with exit_on_error(report, same_on_all_ranks=True):
+        require_flags(sys.argv[1:])
         command_line = read_command_line(read_saved_config=read_saved_config)
     with exit_on_error(report), ExitStack() as on_exit:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
         set_max_connections(settings.config.parallel)
-        # Imported here: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
+        # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging
 

@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Speed of converting checkpoints, against DeepSpeed's converter, and of loading them on another layout.
+"""Speed of converting checkpoints, compared with DeepSpeed's converter, and of loading them on a new layout.
 
     python benchmarks/checkpoint.py                 three sizes; some minutes and 12 GB of disk
-    python benchmarks/checkpoint.py --sizes 12      the largest alone
+    python benchmarks/checkpoint.py --sizes 12      only the largest size
 
-Conversion to the universal format. The trainer's engine saves a checkpoint of TP=2, ZeRO-1 from two
-processes: L layers, hidden 1024, vocabulary 50,257 (padded to 50,432), Adam, fp32. No step is trained; the
-moments are filled with numbers. deepspeed/checkpoint/ds_to_universal.py and tools/ds_to_universal.py convert
-it in turns, as commands, with the same number of workers.
+Conversion to the universal format. Two processes (TP=2, ZeRO-1) save a checkpoint with the trainer's engine:
+L layers, hidden 1024, vocabulary 50,257 (padded to 50,432), Adam, fp32. No step is trained; the moments are
+filled with numbers. deepspeed/checkpoint/ds_to_universal.py and tools/ds_to_universal.py convert the
+checkpoint in turns, as commands, with equal numbers of workers.
 
-Every figure is that of a complete command, imports included. CPU seconds are summed over all processes of a
+Every figure is for a complete command, imports included. CPU seconds are summed over all processes of a
 command; they depend less on other load. Memory is the largest sum of resident memory over a command's
 processes (Rss of /proc/<pid>/smaps_rollup: shared pages count in each process), sampled every 20 ms. The
 files of both converters are compared before they are deleted.
 
-Direct load. Two pipeline stages (TP=1) load the same checkpoint without conversion. 'read': plain reads of as
+Direct load. Two pipeline stages (TP=1) load this checkpoint without conversion. 'read': plain reads of as
 many bytes as a rank needs; 'load': values and moments are restored; 'verify': the integrity record is
 recomputed after the load; 'check': the SHA-256 of all files, before the load. The files are in the page
-cache. Memory: the peak growth of a rank's anonymous memory during the load; in brackets the bound, which is
-the rank's moments and the largest parameter.
+cache. Memory: the peak growth of a rank's anonymous memory during the load; in brackets its bound, the size
+of the rank's moments and the largest parameter.
 """
 
 import argparse
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
 SIZES = (3, 6, 12)
-# BLOOM with its optimizer's state, and the nodes it was converted on.
+# Size of BLOOM's checkpoint with optimizer state, and number of nodes for the estimate.
 BLOOM_BYTES, BLOOM_NODES = 2.3e12, 24
 FOLDER = "BENCHMARK_FOLDER"
 MEMORY_FILE = "memory"
@@ -48,7 +48,7 @@ MEMORY_FILE = "memory"
 
 @dataclass
 class Measured:
-    """Seconds, CPU seconds and peak bytes of the runs of one converter."""
+    """Seconds, CPU seconds and peak bytes of each run of a converter."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each converter per size (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
-    parser.add_argument("--workers", type=int, default=2, help="workers of both (default: 2)")
+    parser.add_argument("--workers", type=int, default=2, help="workers of each converter (default: 2)")
     parser.add_argument("--worker", metavar="LAYERS,LAYOUT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -76,11 +76,12 @@ def main() -> None:
 
 
 def direct_load(sizes: list[int], rounds: int) -> None:
-    """Prints the table of loads on another layout."""
+    """Prints the table of loads on a layout different from the saved one."""
     from tests.support.measured_worlds import World
 
     print(
-        f"\ndirect load, saved by TP=2 ZeRO-1, opened by PP=2, seconds of the slower rank, median of {rounds}"
+        f"\ndirect load, saved with TP=2 ZeRO-1, loaded with PP=2, seconds of the slower rank, median of "
+        f"{rounds}"
     )
     print(
         f"{'layers':>6} {'GB':>5}  {'read':>6} {'load':>6} {'ratio':>6}  {'verify':>6} {'check':>6}  "
@@ -132,12 +133,12 @@ def conversion(sizes: list[int], rounds: int, workers: int) -> None:
 
 
 def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
-    """For 2.3 TB on 24 nodes, if the parameters divide over the nodes and the file system is fast enough."""
+    """Prints an estimate for 2.3 TB on one node, and on 24 nodes that divide the parameters."""
     size_bytes, seconds = max(rates)
     rate = size_bytes / seconds
     print(
-        f"at the {rate / 1e9:.2f} GB/s of the largest, {BLOOM_BYTES / 1e12} TB take one process of {workers} "
-        f"workers {BLOOM_BYTES / rate / 60:.0f} minutes.\n"
+        f"at {rate / 1e9:.2f} GB/s (the largest size), one command with {workers} workers converts "
+        f"{BLOOM_BYTES / 1e12} TB in {BLOOM_BYTES / rate / 60:.0f} minutes.\n"
         f"If each of {BLOOM_NODES} nodes converted a part of the parameters, and their shared file system "
         f"read and wrote {BLOOM_NODES * rate / 1e9:.0f} GB/s:\n{BLOOM_BYTES / rate / BLOOM_NODES / 60:.1f} "
         "minutes. The tool runs on one node, with as many workers as asked for."
@@ -145,7 +146,7 @@ def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
 
 
 def make_checkpoint(folder: Path, layers: int) -> Path:
-    """A native checkpoint of TP=2, ZeRO-1, written by two processes."""
+    """Writes a native checkpoint with two processes (TP=2, ZeRO-1); returns its folder."""
     from tests.support.measured_worlds import World
 
     world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: str(folder)})
@@ -155,7 +156,7 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
 
 
 def run_worker(layers: int, layout_name: str) -> None:
-    """'tp2' saves a checkpoint on request; 'pp2' reads and loads it."""
+    """Runs one rank: layout 'tp2' saves a checkpoint on request, layout 'pp2' reads and loads it."""
     from tests.support.measured_worlds import begin_worker, connect, make_engine, serve
 
     answers = begin_worker()
@@ -192,7 +193,7 @@ class Loader:
         self.needed_bytes = 12 * sum(parameter.numel() for parameter in engine.optimizer.parameters)
 
     def do(self, work: str) -> None:
-        """'read', 'load', 'verify' or 'check'."""
+        """Does the work 'read', 'load', 'verify' or 'check'."""
         from megatron.checkpoint.digests import UnquantizedDigests
         from megatron.checkpoint.formats.registry import open_reader
         from megatron.checkpoint.integrity import verify_loaded_state
@@ -281,7 +282,7 @@ def make_config(layers: int, layout_name: str):
 
 
 def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> tuple[Measured, Measured, int]:
-    """Measurements of DeepSpeed's converter, of ours, and the bytes of the checkpoint."""
+    """Returns the measurements of DeepSpeed's converter and of this one, and the checkpoint's bytes."""
     flags = ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
     converters = {
         "theirs": [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *flags],
@@ -303,7 +304,7 @@ def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> t
 
 
 def run(command: list[str]) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds and peak memory of a command, summed over its processes."""
+    """Runs a command; returns its wall seconds, and CPU seconds and peak memory summed over its processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     start, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
     process = subprocess.Popen(
@@ -327,7 +328,7 @@ def children_cpu_s() -> float:
 
 
 def family_of(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """The ids of a process and all its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -345,7 +346,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def compare(theirs: Path, ours: Path) -> int:
-    """Bytes of the parameters' files. Exits the program if any tensor differs between the two."""
+    """Returns the bytes of the parameters' files. Exits the program if a tensor differs between the two."""
     import torch
 
     size_bytes = 0

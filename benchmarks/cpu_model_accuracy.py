@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""The simulation and the cost model against this machine: memory and time of eight layouts.
+"""Accuracy of the simulation and the cost model on this machine: memory and time of eight layouts.
 
     python benchmarks/cpu_model_accuracy.py          some minutes on two quiet cores
 
-Each layout of ROWS is run by the program's own engine in 1 to 4 processes on CPUs, one thread each, in fp32.
+The program's engine runs each layout of ROWS in 1 to 4 processes on CPUs, one thread each, in fp32.
 
-Memory. `simulated` and `planned` are the peak of a step (`megatron.planner.simulation`, `megatron.planner`).
-`measured` is the peak of the resident memory in a step, above what the process had before the model was
-built. By then a tiny model has been trained in the process, so that code and buffers of libraries are
-resident. glibc keeps freed blocks below a threshold, which it raises by itself, for later. The threshold is
-64 KiB here from the start of the process, so that resident memory is what the program holds. (Set later, it
-does not help: new blocks are taken from what was kept before.)
+Memory. `simulated` and `planned` are the predicted peaks of a step (`megatron.planner.simulation` and
+`megatron.planner`). `measured` is the peak of the resident memory in a step, minus the resident memory before
+the model was built. A tiny model is trained first, so that code and buffers of libraries are resident. glibc
+keeps freed blocks below a threshold, which it adapts. The benchmark fixes the threshold at 64 KiB from the
+start of the process, so that resident memory is what the program holds. (A threshold that is set later has no
+effect: new blocks come from the blocks that were kept before.)
 
-Time. `measured` is the processor time of the main thread in the forward and backward pass of a micro-batch,
-the least of STEPS steps: the processes share two cores, so that the clock would show waits for a core, and
-for other ranks, too. `predicted` is the cost model of `megatron.planner.step_time` without
-collectives. Its device has the rates of matrix products and of an addition that this script measures between
-the layouts; the parts that passes reach of them are two constants, fitted on the rows marked with *.
+Time. `measured` is the CPU time of the main thread in the forward and backward pass of a micro-batch, the
+least of STEPS steps. The processes share two cores, so the wall time would include waits for a core and for
+other ranks. `predicted` is the cost model of `megatron.planner.step_time` without collectives. The rates of
+its device are measured between the layouts: FLOP/s of GEMMs and bytes/s of an addition. Two constants, fitted
+on the rows marked with *, are the fractions of these rates that the passes reach.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 HIDDEN, SEQ, VOCAB = 512, 256, 8192
 STEPS = 3
-"""Timed steps."""
+"""Number of timed steps."""
 GOAL = 0.15
 MIB = 2**20
 _THRESHOLD = 64 * 1024
 _MMAP_THRESHOLD, _MMAP_MAX, _TRIM_THRESHOLD = -3, -4, -1
-"""Parameters of glibc's mallopt, malloc.h."""
+"""Parameters of glibc's mallopt, from malloc.h."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One process: bytes, seconds per micro-batch."""
+    """Measurements of one process: bytes, and seconds per micro-batch."""
 
     pipeline_rank: int
     peak: int
@@ -114,7 +114,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Achieved:
-    """The parts of the machine's rates that the kernels of a pass reach."""
+    """The fractions of the machine's rates that the kernels of a pass reach."""
 
     matmul: float
     memory: float
@@ -122,7 +122,7 @@ class Achieved:
 
 @dataclass(frozen=True)
 class Rates:
-    """This machine, one thread: FLOP/s of matrix products, bytes/s of an addition."""
+    """Rates of one thread of this machine: FLOP/s of GEMMs, bytes/s of an addition."""
 
     flops: float
     bytes: float
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def run_row(index: int) -> list[Measured]:
-    """The processes of ROWS[index], by rank."""
+    """Runs ROWS[index]; returns the measurements of its processes, by rank."""
     from tests.support.measured_worlds import ON_CPU, World
 
     world = World(__file__, str(index), ROWS[index].processes, ON_CPU)
@@ -248,12 +248,12 @@ def _summary(errors: Sequence[float]) -> str:
 
 
 def _seconds(processes: Sequence[Measured], rank: int) -> float:
-    """Of a pipeline rank, the mean of its processes."""
+    """The mean measured seconds of the processes of a pipeline rank."""
     return statistics.fmean(one.seconds for one in processes if one.pipeline_rank == rank)
 
 
 def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Achieved:
-    """The two constants with the least mean absolute error on the rows, to 0.01."""
+    """Returns the two constants with the least mean absolute error on the rows, to 0.01."""
 
     def mean_error(achieved: Achieved) -> float:
         return statistics.fmean(
@@ -278,7 +278,7 @@ def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Achie
 
 
 def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tuple[float, float]]:
-    """Seconds of a micro-batch by pipeline rank: (in matrix products, in the rest)."""
+    """Returns the predicted seconds of a micro-batch per pipeline rank: (GEMMs, other operations)."""
     from megatron.cluster.devices import GPU
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.network import Network
@@ -287,7 +287,7 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
     from megatron.planner.step_time import Cluster, stage_times
 
     class Processor(Cluster):
-        """This machine."""
+        """This machine as a device of the cost model."""
 
         contention = launch_s = 0.0
 
@@ -298,7 +298,7 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
     config = make_config(row)
     plan = plan_stages(config, VOCAB)
     ranks = config.parallel.pipeline_model_parallel_size
-    # Collectives are left out below, so any network will do.
+    # Collectives are not counted, so any network is valid.
     device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1))
     costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
     times = stage_times(config, plan, costs, device)
@@ -312,7 +312,7 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
 
 
 def measure_rates() -> Rates:
-    """The rates of this machine now: products as of a layer's MLP, and an addition of three such tensors."""
+    """Measures the rates of this machine: GEMMs of a layer's MLP, and an addition with its tensors."""
     import torch
 
     torch.set_num_threads(1)
@@ -325,7 +325,7 @@ def measure_rates() -> Rates:
 
 
 def _least_time(work: Callable[[], object], calls: int = 20) -> float:
-    """Processor seconds of one call."""
+    """The least CPU seconds of a call."""
     times = []
     for _ in range(calls):
         start = time.thread_time()
@@ -335,7 +335,7 @@ def _least_time(work: Callable[[], object], calls: int = 20) -> float:
 
 
 def run_worker(row: Row) -> None:
-    """One process of the row: trains, and prints a `Measured` in JSON."""
+    """Runs one process of the row: trains, and prints a `Measured` as JSON."""
     from tests.support.measured_worlds import begin_worker, connect
 
     answers = begin_worker()
@@ -344,7 +344,7 @@ def run_worker(row: Row) -> None:
     from megatron.engine.pass_times import PassTimes
 
     class ProcessorTimes(PassTimes):
-        """Passes in processor time of this thread."""
+        """Times passes in the CPU time of this thread."""
 
         @contextmanager
         def measure(self) -> Iterator[None]:
@@ -363,7 +363,7 @@ def run_worker(row: Row) -> None:
     trimmed_resident_bytes()
     step()
     peak = status_bytes("VmHWM") - before
-    # As on a GPU, freed memory is kept for later from here on.
+    # From here on freed memory is kept, as a GPU's allocator does.
     _mallopt(_MMAP_MAX, 0)
     _mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     step()
@@ -395,7 +395,7 @@ def make_step(
 
 
 def trimmed_resident_bytes() -> int:
-    """The resident memory of this process, after glibc has returned what is free; the peak begins here."""
+    """Returns the resident memory of this process, after glibc has returned free memory. Resets the peak."""
     from megatron.cluster.node_processes import status_bytes
 
     gc.collect()
@@ -406,7 +406,7 @@ def trimmed_resident_bytes() -> int:
 
 def _mallopt(parameter: int, value: int) -> None:
     if ctypes.CDLL(None).mallopt(parameter, value) != 1:
-        raise SystemExit(f"this C library refuses mallopt({parameter}, {value}): the benchmark needs glibc")
+        raise SystemExit(f"mallopt({parameter}, {value}) failed: the benchmark needs glibc")
 
 
 if __name__ == "__main__":

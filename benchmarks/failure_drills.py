@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/failure_drills.py              # 20 of each: 2 hours on 2 cores
     .venv/bin/python benchmarks/failure_drills.py --each 2 --faults kill stop
 
-Needs Slurm's programs. The cluster is that of tests/slurm/cluster.sh: two nodes on this machine, two
-processes each. A tiny model trains and saves every 10 steps. The fault happens at a random time after the
-first step. The next sbatch must resume, and the next fault hits that job. `disk` fills a small file system
-and needs root. Exit code 1 if a drill fails.
+Needs Slurm's programs. tests/slurm/cluster.sh starts the cluster: two emulated nodes on this machine with two
+processes each. A tiny model trains and saves every 10 steps. The fault is injected at a random time after the
+first step. The next sbatch must resume, and the next fault is injected into this job. `disk` fills a small
+file system and needs root. The exit code is 1 if a drill fails.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--each", type=int, default=20, metavar="N", help="drills per fault (default: 20)")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
-    parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of times and victims (default: 0)")
     arguments = parser.parse_args()
     print(describe_machine())
     rng = random.Random(arguments.seed)
@@ -75,8 +75,8 @@ def main() -> None:
 
 @dataclass
 class Drill:
-    """One fault. seconds: from the fault until the job and all its processes had ended. reached: the last
-    step in the log. resumed_at: the step from which the next job resumed; None if it did not."""
+    """One injected fault. seconds: from the fault until the job and all its processes had ended. reached: the
+    last step in the log. resumed_at: the step from which the next job resumed; None if it did not resume."""
 
     fault: str
     seconds: float
@@ -92,7 +92,7 @@ class Drill:
 
     @property
     def lost(self) -> int | None:
-        """Steps that must be repeated."""
+        """The number of steps that must be repeated."""
         return None if self.resumed_at is None else max(self.reached - self.resumed_at, 0)
 
     @property
@@ -107,7 +107,7 @@ class Drill:
 
 
 def row(fault: str, drills: list[Drill]) -> str:
-    """The drills of one fault in the table."""
+    """The row of the table for the drills of one fault."""
     seconds = [done.seconds for done in drills]
     lost = [done.lost for done in drills if done.lost is not None]
     in_time, named = sum(s <= LIMIT_S for s in seconds), sum(done.named for done in drills)
@@ -126,13 +126,13 @@ class Cluster:
     env: dict[str, str]
 
     def call(self, *command: str) -> str:
-        """Runs a command there; returns its output."""
+        """Runs a command in that shell; returns its output."""
         return subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True).stdout
 
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """A new cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB."""
+    """Starts a cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
         **{"SLURM_TEST_FOLDER": str(folder / "cluster"), "SLURM_TEST_SLURMD_TIMEOUT": "10"},
@@ -159,13 +159,13 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def mount(folder: Path) -> bool:
-    """A small file system in memory."""
+    """Mounts a small file system in memory."""
     command = ["mount", "-t", "tmpfs", "-o", "size=24m", "drill", str(folder)]
     return subprocess.run(command, check=False).returncode == 0
 
 
 def write_data(prefix: Path) -> None:
-    """The bytes of README.md as tokens."""
+    """Writes the bytes of README.md as a token file."""
     import numpy as np
 
     from megatron.data.indexed_dataset import IndexedDatasetBuilder
@@ -184,7 +184,7 @@ class Job:
     log: Path
 
     def processes(self, cluster: Cluster) -> dict[int, Mapping[str, str]]:
-        """Process id -> environment, of the job's processes that are alive."""
+        """Returns process id -> environment of the job's processes that are alive."""
         wanted = {"SLURM_JOB_ID": self.number, "SLURM_CONF": cluster.env["SLURM_CONF"]}
         found = {int(path.parent.name): environment(path) for path in Path("/proc").glob("[0-9]*/environ")}
         return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
@@ -237,7 +237,7 @@ def drill(cluster: Cluster, fault: str, rng: random.Random, previous: Drill | No
     expected = job.end(fault, cluster, victim)
     job.wait_for_end(cluster)
     seconds = time.monotonic() - began
-    # The fault is repaired.
+    # Repairs the fault.
     (cluster.folder / "disk" / "filler").unlink(missing_ok=True)
     subprocess.run([CLUSTER, "start"], env=cluster.env, check=True)
     lines = job.log.read_text().splitlines()
@@ -246,7 +246,7 @@ def drill(cluster: Cluster, fault: str, rng: random.Random, previous: Drill | No
 
 
 def start(cluster: Cluster, previous: Drill | None) -> Job:
-    """Starts a job and waits for its first step; records in `previous` the step it resumed from."""
+    """Starts a job and waits for its first step. Sets `resumed_at` of the previous drill."""
     number = cluster.call("sbatch", "--parsable", "job.slurm").strip()
     job = Job(number, cluster.folder / f"drill-{number}.out")
     deadline = time.monotonic() + 240
@@ -261,7 +261,7 @@ def start(cluster: Cluster, previous: Drill | None) -> Job:
 
 
 def steps(log: Path) -> list[int]:
-    """The steps that have a line in a log."""
+    """The steps that have a line in the log."""
     return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log.read_text(), re.MULTILINE)]
 
 

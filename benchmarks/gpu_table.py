@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The figures in the logs of gpu.sh, as tables: throughput, kernels, losses of the same run on other devices.
+"""Prints the figures in the logs of gpu.sh as tables: throughput, kernels, losses of one run on many devices.
 
     python benchmarks/gpu_table.py runs/gpu
 
-A part that did not run, or failed before its figures, has no rows. `difference` of a run is the largest one
-between its losses and those of the same steps of `nccl`, relative to them; after the steps of `nccl`, of
-`cpu`.
+A part that did not run, or failed before it printed figures, has no rows. `difference` is the largest
+relative difference between the losses of a run and the losses of `nccl` at equal steps. The losses of steps
+that `nccl` did not reach are compared with `cpu`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.training.log_lines import parse_log_line
 
-# Runs of the trainer with the same model and data.
+# Runs of the trainer with one model and equal data.
 _RUNS = ("nccl", "resumed", "cpu", "bf16", "adam-8bit")
 
 
@@ -49,7 +49,7 @@ def kernels(logs: dict[str, list[str]]) -> list[str]:
 
 
 def losses(logs: dict[str, list[str]]) -> list[str]:
-    """A line per run of the trainer: its steps, first and last loss, and the difference to `nccl`."""
+    """A line per run of the trainer: its steps, first and last loss, and the difference from `nccl`."""
     runs = {part: _losses_of(logs[part]) for part in _RUNS if part in logs}
     # `resumed` continues where `nccl` has stopped.
     expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Each Triton kernel on a GPU: its time, its PyTorch twin's, a library's, and the difference to the twin.
+"""Times each Triton kernel on a GPU, its PyTorch reference and a library's function; compares the results.
 
     python benchmarks/kernel_speed.py                  one GPU, about three minutes
 
+On a machine without a GPU, this command runs small tensors in triton's interpreter, in fp32, without times:
+
     TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py --small
 
-is for a machine without a GPU: small tensors in triton's interpreter, fp32, differences only.
-
-Sizes are those of a layer of a 13B model: sequence 2048, hidden size 5120, 40 heads, vocabulary 50,304, bf16.
+Sizes are from a layer of a 13B model: sequence 2048, hidden size 5120, 40 heads, vocabulary 50,304, bf16.
 Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the cache of
-the GPU between calls. `difference` is the largest one between kernel and twin, outputs and gradients, in
-units of the largest value. Rates are of the bytes that must be read and written once, and for attention of
-the FLOPs of its causal half, also where documents leave some of them out; the backward pass counts 2.5 times
-the forward pass.
+the GPU between calls. `difference` is the largest difference between kernel and reference, in outputs and
+gradients, relative to the largest value. `rate` counts the bytes that must be read and written once. For
+attention it counts the FLOPs of the causal half, including those that document masks skip; the backward pass
+counts 2.5 times the forward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Work = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tensors of a layer, and of the loss of a chunk of tokens."""
+    """Sizes of the tensors of a layer, and of the loss of a chunk of tokens."""
 
     seq: int
     heads: int
@@ -53,7 +53,7 @@ class Sizes:
     vocab: int
     tokens: int
     parameters: tuple[int, ...]
-    """Elements of the gradients whose norms are computed."""
+    """Numbers of elements of the gradients whose norms are computed."""
 
     @property
     def hidden(self) -> int:
@@ -66,8 +66,9 @@ SMALL = Sizes(40, 2, 16, 100, 24, (7, 5000, 300))
 
 @dataclass(frozen=True)
 class Case:
-    """`work` returns outputs and gradients; it is run with the kernel and with its twin. library: the nearest
-    function of a library, which need not compute the same. moved: bytes. flops: 0 if bytes are the limit."""
+    """A kernel. work: returns outputs and gradients, with the kernel or with its reference. library: the
+    nearest function of a library, which may compute something else. moved: bytes. flops: 0 if the memory
+    bandwidth is the limit."""
 
     name: str
     work: Work
@@ -90,23 +91,23 @@ def main() -> None:
         parser.error(f"the kernels are not used: {reason}")
     print(describe_machine(), flush=True)
     sizes, dtype = (SMALL, torch.float32) if arguments.small else (LARGE, torch.bfloat16)
-    print_row("kernel", "difference", "twin ms", "kernel ms", "ratio", "rate", "library ms", "library")
+    print_row("kernel", "difference", "PyTorch ms", "kernel ms", "ratio", "rate", "library ms", "library")
     for case in cases(sizes, dtype, device):
-        with kernels_or_twins("pytorch"):
+        with kernels_or_references("pytorch"):
             expected = [value.clone() for value in case.work()]
         difference = largest_difference([value.clone() for value in case.work()], expected)
         print_row(case.name, f"{difference:.1e}", *([] if arguments.small else times(case)))
 
 
 def print_row(name: str, *cells: str) -> None:
-    """Printed as soon as it is measured."""
-    widths = (10, 8, 9, 6, 13, 10)
+    """Prints a row as soon as it is measured."""
+    widths = (10, 10, 9, 6, 13, 10)
     shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
     print(f"{name:38}", *shown, *cells[len(widths) :], sep="  ", flush=True)
 
 
 @contextmanager
-def kernels_or_twins(setting: str) -> Iterator[None]:
+def kernels_or_references(setting: str) -> Iterator[None]:
     """Sets MEGATRON_KERNELS."""
     forget_decisions()
     try:
@@ -117,19 +118,19 @@ def kernels_or_twins(setting: str) -> Iterator[None]:
 
 
 def times(case: Case) -> list[str]:
-    """The other columns of a row."""
+    """Returns the columns of a row after the difference."""
     kernel = milliseconds(case.work)
-    with kernels_or_twins("pytorch"):
-        twin = milliseconds(case.work)
+    with kernels_or_references("pytorch"):
+        reference = milliseconds(case.work)
     if case.flops:
         rate = f"{case.flops / kernel / 1e9:.0f} TFLOP/s"
     else:
         rate = f"{case.moved / kernel / 1e6:.0f} GB/s"
     library = milliseconds(case.library)
     return [
-        f"{twin:.3f}",
+        f"{reference:.3f}",
         f"{kernel:.3f}",
-        f"{twin / kernel:.1f}",
+        f"{reference / kernel:.1f}",
         rate,
         f"{library:.3f}",
         case.library_name,
@@ -137,14 +138,14 @@ def times(case: Case) -> list[str]:
 
 
 def milliseconds(work: Work) -> float:
-    """The median of a call."""
+    """Returns the median time of a call."""
     from triton.testing import do_bench
 
     return statistics.median(do_bench(work, return_mode="all"))
 
 
 def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """In units of the largest value of each tensor."""
+    """Returns the largest difference, relative to the largest value of each tensor."""
     return max(
         float((a - b).detach().double().abs().max() / b.detach().double().abs().max())
         for a, b in zip(found, expected, strict=True)
@@ -152,7 +153,7 @@ def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """One case after the other, so that only its tensors are in memory."""
+    """Yields one case at a time, so that the tensors of only one case are in memory."""
     yield dropout_case(sizes, dtype, device)
     for name, flags in (
         ("attention, dropout 0.1", "--attention-dropout 0.1"),
@@ -205,13 +206,13 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
         y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
-    # 2 products of [seq, seq / 2, head_dim], and 5 in the backward pass, 2 FLOPs each.
+    # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
     flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
     return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
 
 
 def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """The gradient of the MLP's first matrix, added to its fp32 sum. The twin's product is in fp32."""
+    """The gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in fp32."""
     (weight,) = some((4 * sizes.hidden, sizes.hidden), 1, dtype, device)
     (x,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
     (grad,) = some((sizes.seq, 4 * sizes.hidden), 1, dtype, device)
@@ -224,7 +225,7 @@ def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
         if not uses_kernels(weight):
             weight.main_grad.addmm_(grad.float().t(), x.float())
         elif (gradient := weight_gradient(weight, grad, x)) is not None:
-            weight.main_grad.add_(gradient)  # this device has no product that adds
+            weight.main_grad.add_(gradient)  # this device has no GEMM that accumulates
         return [weight.main_grad]
 
     @torch.no_grad()
@@ -237,7 +238,7 @@ def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
 
 
 def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Logits of a chunk, losses and gradient in place; the product for the logits is part of the times."""
+    """Logits of a chunk, losses and gradient in place. The times include the GEMM of the logits."""
     (hidden,) = some((sizes.tokens, 64), 1, dtype, device)
     (weight,) = some((sizes.vocab, 64), 1, dtype, device)
     generator = torch.Generator().manual_seed(2)
@@ -292,7 +293,7 @@ def norms_case(sizes: Sizes, device: torch.device) -> Case:
 
 
 def some(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Random tensors that need a gradient."""
+    """Returns random tensors that require a gradient."""
     return [
         torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
         for seed in range(count)

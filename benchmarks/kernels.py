@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""The Triton kernels as machine code: registers, shared memory and spills for each GPU architecture.
+"""Compiles the Triton kernels for each GPU architecture; prints registers, shared memory and spills.
 
     python benchmarks/kernels.py --compile-only     no GPU needed; half a minute
 
-Registers, stack and spills (bytes of local memory, which should be 0) are per thread, read from the compiled
-code with the cuobjdump and nvdisasm of the triton package. Shared memory is per block, from the compiler's
-metadata. Nothing runs on a GPU.
+Registers, stack and spills (bytes of local memory, which should be 0) are per thread. They are read from the
+compiled code with cuobjdump and nvdisasm of the triton package. Shared memory is per block, from the
+compiler's metadata. Nothing runs on a GPU.
 """
 
 import os
 
-# Kernels that are defined for triton's interpreter cannot be compiled.
+# Kernels that were defined with triton's interpreter cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 from benchmarks.machine import benchmark_parser
@@ -22,7 +22,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--compile-only", action="store_true", required=True, help="compile, run nothing")
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
-    parser.add_argument("--only", default="", metavar="TEXT", help="kernels whose names begin so")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose names begin with TEXT")
     arguments = parser.parse_args()
     rows: list[tuple[str, ...]] = [("kernel", "GPU", "registers", "shared bytes", "stack", "spills")]
     for variant in variants():

@@ -1,12 +1,12 @@
-"""No complete checkpoint is lost when a process dies at any time during a save.
+"""Tests that no complete checkpoint is lost when a process dies at any time during a save.
 
     .venv/bin/python benchmarks/kills.py              # 200 kills: 10 minutes
     .venv/bin/python benchmarks/kills.py --kills 20
 
-A tiny model trains on two data-parallel ranks with ZeRO-1 and saves after every step. Repeatedly, one of the
-two, chosen at random, is killed at a random instant of a save, and the run is started again. Each start must
-find a checkpoint at least as new as the last one that was reported as saved, verify it on loading, and
-reproduce the losses of an uninterrupted run to the last bit. Exit code 1 at the first failure.
+A tiny model trains on two data-parallel ranks with ZeRO-1 and saves after every step. Repeatedly, a random
+rank is killed at a random time during a save, and the run is launched again. Each launch must find a
+checkpoint at least as new as the last checkpoint that was reported as saved, verify it on loading, and
+reproduce the losses of an uninterrupted run to the last bit. The exit code is 1 at the first failure.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def main() -> None:
     """Prints the result; exits with 1 if a resume failed."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the instants (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random times (default: 0)")
     arguments = parser.parse_args()
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
         outcome = run_kill_test(Path(folder), arguments.kills, arguments.seed)
     print(
         f"{outcome.kills} kills, {outcome.unfinished} of them with an unfinished save; "
-        f"{outcome.starts} starts, {outcome.good_resumes} good resumes over {outcome.steps} steps, "
+        f"{outcome.starts} launches, {outcome.good_resumes} good resumes over {outcome.steps} steps, "
         f"{outcome.seconds:.0f} s"
     )
     for fault in outcome.failures:

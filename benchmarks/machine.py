@@ -1,4 +1,4 @@
-"""Parser of a benchmark's flags, and the machine on which it ran, which it prints beside its results."""
+"""What all benchmarks need: a parser of flags, and a description of the machine, printed with the results."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def describe_machine() -> str:
-    """Processor, cores, versions and commit, in one line."""
+    """Returns processor or GPU, cores, versions and commit, in one line."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()

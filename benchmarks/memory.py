@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""Memory of head and loss, and of conversions from and to Hugging Face.
+"""Measures the memory of head and loss, and of conversions from and to Hugging Face.
 
     python benchmarks/memory.py loss            about a minute on one core
     python benchmarks/memory.py loss --tokens 2048 --vocab 62592 --hidden 2048
     python benchmarks/memory.py conversion --folder /scratch               2 and 4 layers: 35 GB of free disk
     python benchmarks/memory.py conversion --folder /scratch --layers 80
 
-loss: head and loss, fused (--loss-implementation fused, the default) and plain, side by side. First the peak
-memory at a size at which users' last stages ran out of memory: micro-batch 8, sequence 2048, hidden 2048,
-vocabulary 250368 over 4 TP ranks, bf16. With an accelerator it is measured; without one it is counted tensor
-by tensor on the meta device. `gradients` are those of hidden (16 bits) and weight (fp32): the fused loss
-holds them at its peak, the plain loss makes them later. Both add the weight's gradient to `main_grad`, which
-does not count. Then the time of a micro-batch, forward and backward, on a CPU at a smaller size, in turns.
-`products` are the three matrix products of head and loss alone, each at full size.
+loss: head and loss, fused (--loss-implementation fused, the default) and plain, side by side. The first table
+is the peak memory at a size at which users' last stages ran out of memory: micro-batch 8, sequence 2048,
+hidden 2048, vocabulary 250368 over 4 TP ranks, bf16. With an accelerator the memory is measured; without an
+accelerator it is counted tensor by tensor on the meta device. `gradients` are the gradients of hidden (16
+bits) and weight (fp32): the fused loss holds them at its peak, the plain loss makes them later. Both add the
+weight's gradient to `main_grad`, which does not count. The second table is the time of a micro-batch, forward
+and backward, on a CPU at a smaller size, measured in turns. `products` is the time of the three GEMMs of head
+and loss alone, each at full size.
 
 conversion: resident memory of tools/convert_huggingface.py on models with the layer sizes of Llama 70B. For
-each depth the benchmark writes a model of Hugging Face with hidden size 8192, FFN 28672, 64 heads, 8 groups
-and 128,256 tokens as bf16 safetensors of about 5 GB each, converts it to a universal checkpoint, and that
-checkpoint back. The input is sparse files of zeros: they take no space on the disk and are read as any
-others. What is written is real. The table has the largest resident memory of each conversion (VmHWM, as
-getrusage's ru_maxrss: with mapped file pages), and its largest sampled anonymous and file-backed part. The
-page cache is not part of them. A part of a model converts in the same memory as the whole model if the peak
-does not grow with the depth.
+each depth the benchmark writes a Hugging Face model with hidden size 8192, FFN 28672, 64 heads, 8 groups and
+128,256 tokens as bf16 safetensors of about 5 GB each. It converts the model to a universal checkpoint, and
+this checkpoint back. The input consists of sparse files of zeros, which take no space on the disk and are
+read like other files; the output is complete. The table has the largest resident memory of each conversion
+(VmHWM or ru_maxrss, with mapped file pages), and its largest sampled anonymous and file-backed parts. The
+page cache is not included. If the peak does not grow with the depth, the whole model converts in this memory.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from tests.support.tracked_memory import TrackedMemory
 
 MIB = 2**20
 FULL = (8 * 2048, 250368 // 4, 2048)
-"""(tokens, rows of the vocabulary on one rank, hidden) of BLOOM's vocabulary on 4 TP ranks."""
+"""(tokens, vocabulary rows on one rank, hidden size) with BLOOM's vocabulary on 4 TP ranks."""
 TARGET_MIB = 256
-"""What the fused loss may allocate at `FULL` beside the gradients that it returns."""
+"""Most memory that the fused loss may allocate at `FULL`, without the gradients that it returns."""
 ON_CPU = (1024, 32768, 768)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,14 +83,18 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     kinds = parser.add_subparsers(required=True, metavar="{loss,conversion}")
     loss = kinds.add_parser("loss", help="head and loss, fused and plain")
-    loss.add_argument("--tokens", type=int, help=f"of the timed size (default on a CPU: {ON_CPU[0]})")
+    loss.add_argument("--tokens", type=int, help=f"tokens of the timed size (default on a CPU: {ON_CPU[0]})")
     loss.add_argument("--vocab", type=int, help=f"rows of the weight on one rank (default: {ON_CPU[1]})")
-    loss.add_argument("--hidden", type=int, help=f"width (default: {ON_CPU[2]})")
+    loss.add_argument("--hidden", type=int, help=f"hidden size (default: {ON_CPU[2]})")
     loss.add_argument("--rounds", type=int, default=7, help="timed turns (default: 7)")
     loss.set_defaults(measure=measure_loss)
     conversion = kinds.add_parser("conversion", help="conversions from and to Hugging Face")
-    conversion.add_argument("--folder", required=True, help="for the files, which are deleted afterwards")
-    conversion.add_argument("--layers", type=int, nargs="+", default=[2, 4], help="depths (default: 2 4)")
+    conversion.add_argument(
+        "--folder", required=True, help="folder for the files, which are deleted afterwards"
+    )
+    conversion.add_argument(
+        "--layers", type=int, nargs="+", default=[2, 4], help="numbers of layers (default: 2 4)"
+    )
     conversion.set_defaults(measure=measure_conversions)
     arguments = parser.parse_args()
     arguments.measure(arguments)
@@ -115,7 +119,7 @@ def measure_loss(arguments: argparse.Namespace) -> None:
 def make_steps(
     size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], None]]:
-    """Forward and backward pass of head and loss, by --loss-implementation."""
+    """Returns, by --loss-implementation, a function that runs forward and backward of head and loss."""
     tokens, vocab, width = size
     hidden = torch.randn(1, tokens, width, device=device).to(dtype).requires_grad_()
     weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
@@ -123,7 +127,7 @@ def make_steps(
     labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
     loss = CrossEntropy(TPGroup(), vocab)
 
-    # A step frees what it has allocated at its end, so that the next step's peak includes all of it.
+    # A step frees all that it has allocated, so that the peak of the next step includes all allocations.
     def fused() -> None:
         loss.from_hidden(hidden, weight, labels).backward()
         hidden.grad = None
@@ -137,7 +141,7 @@ def make_steps(
 
 
 def peak_mib(step: Callable[[], None], device: torch.device) -> float:
-    """Peak memory of the step above the memory in use before it, in MiB."""
+    """Returns the peak memory of the step minus the memory in use before it, in MiB."""
     if device.type == "cuda":
         step()
         before = torch.cuda.memory_allocated()
@@ -205,7 +209,7 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 
 def weights(layers: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight, by Hugging Face's name."""
+    """Returns Hugging Face's name -> shape of each weight."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for layer in range(layers):
         key_rows = GROUPS * HEAD_DIM
@@ -225,7 +229,7 @@ def weights(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def num_bytes(shape: tuple[int, ...]) -> int:
-    """In bf16."""
+    """Returns the bytes of the weights in bf16."""
     size = 2
     for rows in shape:
         size *= rows
@@ -233,7 +237,7 @@ def num_bytes(shape: tuple[int, ...]) -> int:
 
 
 def write_model(folder: Path, layers: int) -> int:
-    """Writes the folder; returns the bytes of its weights."""
+    """Writes a Hugging Face model to the folder; returns the bytes of its weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
     files: list[dict[str, tuple[int, ...]]] = [{}]
@@ -261,7 +265,7 @@ def write_model(folder: Path, layers: int) -> int:
 
 @dataclass
 class Usage:
-    """Of a finished process, in GB and seconds."""
+    """The resources that a finished process used, in GB and seconds."""
 
     peak: float
     anonymous: float

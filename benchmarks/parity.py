@@ -1,11 +1,11 @@
-"""Same numbers on every layout: the full matrix, each row against the single-process fp32 run.
+"""Compares the losses of all layouts: the full matrix, each row with the single-process fp32 run.
 
     .venv/bin/python benchmarks/parity.py             # 408 fp32 rows and 34 in bf16 and fp16: 40 minutes
     .venv/bin/python benchmarks/parity.py --rows 40   # this many, spread evenly over the matrix
 
-Each row trains the tiny model of tests/support/layouts.py for 20 steps, on gloo. Bounds, at every step:
-fp32 rows 1e-5 relative in loss and grad norm, bf16 and fp16 rows 2e-3 relative in loss. Exit code 1 if a row
-is beyond its bound.
+Each row trains the tiny model of tests/support/layouts.py for 20 steps, on gloo. At every step the relative
+error must be at most 1e-5 in loss and grad norm for fp32 rows, and 2e-3 in loss for bf16 and fp16 rows. The
+exit code is 1 if a row exceeds its bound.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROW_TIMEOUT_S = 300.0
 
 
 def all_rows() -> list[Row]:
-    """The fp32 matrix, in order of the number of processes, and each layout once in bf16 and in fp16."""
+    """The fp32 matrix, sorted by number of processes, and each layout once in bf16 and once in fp16."""
     low = [
         dataclasses.replace(row, precision=precision)
         for precision in ("bf16", "fp16")
@@ -41,7 +41,7 @@ def all_rows() -> list[Row]:
 
 
 def spread(rows: list[Row], count: int) -> list[Row]:
-    """About `count` rows at equal distances in the list, its first and last among them."""
+    """Returns about `count` rows at equal distances in the list, with its first and last row."""
     if count >= len(rows):
         return rows
     return [rows[round(i * (len(rows) - 1) / max(count - 1, 1))] for i in range(count)]
@@ -54,7 +54,7 @@ def reference(row: Row) -> list[tuple[float, float]]:
 
 
 def check(row: Row) -> tuple[str, bool]:
-    """The row's line of the table, and whether it is within its bound."""
+    """Runs a row; returns its line of the table, and whether it is within its bound."""
     started = time.perf_counter()
     try:
         ranks = run_world(row.world_size, train_layout, row, timeout=ROW_TIMEOUT_S)
@@ -71,7 +71,7 @@ def check(row: Row) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Runs the rows and prints the table; the exit code."""
+    """Runs the rows and prints the table; returns the exit code."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, help="run only about this many rows")
     arguments = parser.parse_args()

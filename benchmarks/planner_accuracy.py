@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The planner's rates and formulas against published measurements: time of a step, memory, out-of-memory
-runs.
+"""Compares the planner's predictions with published measurements: step time, memory, out-of-memory runs.
 
     python benchmarks/planner_accuracy.py               BigScience's rows of 2021, row by row
-    python benchmarks/planner_accuracy.py --rows FILE   rows of 2023 and later, by program and GPU
-    python benchmarks/planner_accuracy.py --fit         also searches the constants
+    python benchmarks/planner_accuracy.py --rows FILE   rows of 2023 and later, by framework and GPU
+    python benchmarks/planner_accuracy.py --fit         also fits the constants
 
-The rows were measured with other programs, whose kernels and memory `benchmarks.published_programs`
-describes. What is tested is how long kernels and collectives take (`megatron.planner.rates`,
-`network`), and the simulation of schedules. Rows marked with * are those that constants were fitted on
+The rows were measured with other frameworks, whose kernels and memory `benchmarks.published_programs`
+describes. The benchmark tests the predicted times of kernels and collectives (`megatron.planner.rates`,
+`network`) and the simulation of schedules. The constants were fitted on the rows marked with *
 (`benchmarks.published_programs.fitting`).
 
-FILE is in the form of benchmarks/published/modern.csv, whose rows the constants were fitted on.
+FILE has the format of benchmarks/published/modern.csv; the constants were also fitted on the rows of that
+file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-# The published programs have no such kernels.
+# The published frameworks do not have these kernels.
 os.environ["MEGATRON_KERNELS"] = "pytorch"
 
 from benchmarks.machine import benchmark_parser
@@ -53,8 +53,10 @@ BIGSCIENCE = "bigscience-workshop/bigscience"
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="published rows of 2023 and later")
-    parser.add_argument("--outliers", type=int, default=0, help="with --rows, rows to print per program")
-    parser.add_argument("--fit", action="store_true", help="search the constants")
+    parser.add_argument(
+        "--outliers", type=int, default=0, help="with --rows: number of rows to print per framework"
+    )
+    parser.add_argument("--fit", action="store_true", help="fit the constants")
     arguments = parser.parse_args()
     rows = throughput_rows()
     fitted_on = choose({BIGSCIENCE: [row.source for row in rows if row.seconds]})
@@ -66,21 +68,21 @@ def main() -> None:
     for kind in ("a100", "v100"):
         print(f"\n{kind}, time of a step")
         print(time_report([row for row in rows if row.gpu_kind == kind], fitted_on))
-    print("\nmemory of the fullest GPU, GB")
+    print("\nmemory of the most loaded GPU, GB")
     print(memory_report(rows))
     print("\nmemory per stage, MiB")
     print(stage_report())
 
 
 def rows_report(path: Path, outliers: int) -> str:
-    """Errors of the rows of a file."""
+    """The table of errors for the rows of a file."""
     rows, skipped = read_rows(path)
     fitted_rows, _ = read_rows(FOLDER / "modern.csv")
     return accuracy_report(predict(rows, IN_USE), skipped, {row.source for row in fitted_rows}, outliers)
 
 
 def fit_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
-    """The best constants and those in use."""
+    """The table of the best constants and the constants in use."""
     samples = [
         Sample(row.run, row.seconds, BIGSCIENCE, row.gpu_kind)
         for row in rows
@@ -126,8 +128,8 @@ def time_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
 
 
 def _repeats_line(order: Sequence[tuple[Row, float, float]]) -> str:
-    """The order of the different layouts, and what rows of one layout say of the measurements: their spread,
-    and the order that a prediction gives which is exact but for it."""
+    """Returns the rank correlation of the predictions over different layouts. Also returns the spread of
+    repeated measurements of a layout, and the rank correlation that their medians would reach."""
     same: dict[Config, list[tuple[float, float]]] = {}
     for row, seconds, predicted in order:
         same.setdefault(row.config, []).append((seconds, predicted))

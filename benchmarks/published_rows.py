@@ -1,9 +1,8 @@
-"""Published measurements as configurations of this program, and the memory of the program that they ran.
+"""Published measurements as configurations of this program, and the memory of the framework that ran them.
 
-The layers, the stages, the micro-batches in flight and the communication are those of this program's planner.
-What differs is named here: `Memory`, the bytes per parameter and the temporary tensors of BigScience's
-Megatron-LM and Megatron-DeepSpeed (2021), and `benchmarks.published_programs.classes.MEGATRON_2021`,
-their kernels.
+This program's planner computes the layers, the stages, the micro-batches in flight and the communication.
+BigScience's Megatron-LM and Megatron-DeepSpeed (2021) differ in two ways. `Memory` describes their bytes per
+parameter and temporary tensors, `benchmarks.published_programs.classes.MEGATRON_2021` their kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from megatron.planner.network import find_network
 FOLDER = Path(__file__).resolve().parent / "published"
 GB, MIB = 1e9, 2**20
 
-# From this line of chronicles-prequel.md on the A100 rows are bf16, with fp32 gradients.
+# A100 rows from this line of chronicles-prequel.md on are in bf16, with fp32 gradients.
 FIRST_BF16_LINE = 890
-# What nvidia-smi shows beside PyTorch's allocations (CUDA context, NCCL's and DeepSpeed's buffers,
-# fragmentation): fitted on rows 583 to 586 and 906 of
+# Memory that nvidia-smi shows in addition to PyTorch's allocations (CUDA context, NCCL's and DeepSpeed's
+# buffers, fragmentation), fitted on rows 583 to 586 and 906 of
 # chronicles-prequel.md, and rows 26 and 30 of tr3m-1B3.md.
 OUTSIDE_GB = {"A100-80GB": 9.5, "V100-32GB": 3.0, "V100-16GB": 3.0}
-# The part of the memory that a run can fill: fragmentation takes the rest, an assumption.
+# The fraction of the memory that a run can fill (assumed): fragmentation takes the rest.
 USABLE = 0.95
 # Jean Zay's nodes (http://www.idris.fr/eng/jean-zay/): devices, Gbit/s between devices, between nodes.
 NODES = {"A100-80GB": (8, 2400, 400), "V100-32GB": (8, 1200, 400), "V100-16GB": (4, 1200, 400)}
@@ -44,12 +43,12 @@ NODES = {"A100-80GB": (8, 2400, 400), "V100-32GB": (8, 1200, 400), "V100-16GB": 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per parameter of another program.
+    """Bytes per parameter of a different framework.
 
-    full: weights and gradients that every data-parallel rank has. sharded: divided by the data-parallel size
-    (ZeRO-1). in_pass: more during the passes. in_update: more during the optimizer's update, when there are
-    no activations. kept_logit: bytes per logit that stay allocated between steps. positions_on_head: the tied
-    copy of the embedding on the last stage has the position embeddings too.
+    full: weights and gradients that every data-parallel rank has. sharded: bytes that ZeRO-1 divides by the
+    data-parallel size. in_pass: additional bytes during the passes. in_update: additional bytes during the
+    optimizer's update, when there are no activations. kept_logit: bytes per logit that stay allocated between
+    steps. positions_on_head: whether the tied embedding on the last stage includes the position embeddings.
     """
 
     full: float
@@ -85,12 +84,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """File and line, as 'chronicles-prequel.md:583'."""
+        """File and line, for example 'chronicles-prequel.md:583'."""
         return self.source.rpartition("/")[2]
 
     @property
     def layout(self) -> str:
-        """The sizes, in one word."""
+        """The sizes of model and layout, for the table."""
         model, parallel = self.config.model, self.config.parallel
         return (
             f"{model.num_layers}x{model.hidden_size}/{model.num_attention_heads} "
@@ -100,11 +99,11 @@ class Row:
 
     @property
     def gpu_kind(self) -> str:
-        """The kind of GPU, as 'a100'."""
+        """The kind of GPU, for example 'a100'."""
         return self.gpu.partition("-")[0].lower()
 
     def run(self, constants: Constants) -> Run:
-        """The row as a run of the program that was measured, with these constants."""
+        """Returns the row as a run of the measured framework, with these constants."""
         config = self.config
         gpu, network = find_gpu(config), find_network(config)
         assert gpu is not None and network is not None
@@ -121,12 +120,12 @@ class Row:
 
     @property
     def memory(self) -> Memory:
-        """The bytes per parameter of the program that was measured."""
+        """The bytes per parameter of the measured framework."""
         return BF16_ZERO1 if self.is_bf16 else FP16_ZERO1
 
     @property
     def plan(self) -> StagePlan:
-        """The stages."""
+        """The layers of the pipeline stages."""
         return _plan(self.config, self.vocab_size)
 
 
@@ -216,7 +215,8 @@ def _row(values: dict[str, str]) -> Row:
 
 
 def _usual_heads(hidden: int, tp_size: int) -> int:
-    """For rows that do not name it: the most heads of 128 or more elements, a multiple of 8."""
+    """The number of heads of a row that does not state it: the largest multiple of 8 whose heads have 128 or
+    more elements."""
     return max(
         heads
         for heads in range(tp_size, hidden // 128 + 1, tp_size)
@@ -226,14 +226,14 @@ def _usual_heads(hidden: int, tp_size: int) -> int:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a stage: between steps, and at the fullest time of a step."""
+    """Bytes of a stage: between steps, and at the peak of a step."""
 
     static: float
     peak: float
 
 
 def stage_memory(config: Config, plan: StagePlan, vocab_size: int, memory: Memory, stage: int) -> StageMemory:
-    """Memory of one rank of a stage in another program.
+    """Returns the memory of one rank of a stage in the measured framework.
 
     With full recomputation an in-flight micro-batch keeps the input of every layer, 2 b s h bytes, and 1 / t
     of the stage's input, which was received in parts. While a layer is recomputed, its activations (arXiv
@@ -267,7 +267,7 @@ def stage_memory(config: Config, plan: StagePlan, vocab_size: int, memory: Memor
 
 
 def fullest_gb(row: Row) -> float:
-    """Predicted memory of the fullest GPU, in GB as nvidia-smi shows it."""
+    """Predicted memory of the most loaded GPU, in GB, as nvidia-smi shows it."""
     stages = range(row.config.parallel.num_stages)
     peaks = [stage_memory(row.config, row.plan, row.vocab_size, row.memory, s).peak for s in stages]
     return max(peaks) / GB + OUTSIDE_GB[row.gpu]

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""The work of a training step, counted on the simulated accelerator, beside its goals.
+"""Counts the work of a training step on the simulated accelerator, and compares it with goals.
 
     python benchmarks/step_cost.py --preset 13B --world-size 128 --tensor-model-parallel-size 4 \\
         --pipeline-model-parallel-size 4
 
-The real step runs (model, engine, optimizer, schedule) on tensors without values: no GPU is needed, and
-nothing is a measurement. The cost of a layer is the difference of models with one and with two layers per
-stage. Bytes are those of the tensors that each operation reads and writes. The rows with seconds are the
+The real step (model, engine, optimizer, schedule) runs on tensors without values: no GPU is needed, and no
+figure is measured. The cost of a layer is the difference between models with one and with two layers per
+stage. Bytes are counted for the tensors that each operation reads and writes. The rows with seconds are the
 planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share the 3200
 Gbit/s of their node.
 
-There are two estimates of MFU, with the same collectives, optimizer and pipeline. "by roofline": all calls of
-an operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels
-do not reach; the second table has the operations of a stage. "with fitted rates": the planner's prediction,
-whose rates of kernels were fitted on published runs.
+There are two estimates of MFU, with equal collectives, optimizer and pipeline. "by roofline": all calls of an
+operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do
+not reach; the second table has the operations of a stage. "with fitted rates": the planner's prediction, with
+kernel rates that were fitted on published runs.
 
-All other flags are those of pretrain_gpt.py, and replace the preset's.
+The command also takes all flags of pretrain_gpt.py, which replace the flags of the preset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
 from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
-from megatron.planner.simulation.world import plan_of
+from megatron.planner.simulation.world import find_stages
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
 from megatron.text_table import format_table
 
@@ -50,24 +50,25 @@ PRESETS = {
     "quick": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --global-batch-size 64",
 }
-# What differs from the flags of the command.
+# Flags that replace the flags of the command.
 VARIANTS: dict[str, dict[str, object]] = {
     "no hidden dropout": {"model.hidden_dropout": 0.0},
     "no attention dropout": {"model.attention_dropout": 0.0},
     "no dropout": {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0},
 }
-# One layer per stage and more are equal on all stages.
+# With this method, a multiple of the number of stages gives every stage an equal number of layers.
 _BY_LAYERS = {"parallel.partition_method": "type:transformer"}
-# Forward times of half a stage: a backward pass takes twice as long, the ideal is 3 * 2 * 16.
+# The unit of the goals is the forward time of half a stage. Its backward pass takes 2 units, so a step
+# without a bubble takes 3 * 2 * 16 units.
 RANKS, MICRO_BATCHES = 8, 16
-PASSES = ("ForwardPass", "BackwardPass", "WeightGradPass")  # the last one with zero-bubble only
-# By schedule and stages per rank.
+PASSES = ("ForwardPass", "BackwardPass", "WeightGradPass")  # the last only with zero-bubble
+# (schedule, stages per rank) -> goal.
 SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117, ("zero-bubble", 1): 110}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. met: None where there is no goal to compare with."""
+    """A line of the table. met: whether the goal is met; None without a goal."""
 
     what: str
     value: str
@@ -80,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Of a transformer layer and a micro-batch: its forward pass, and what this leaves for the backward."""
+    """Cost of a transformer layer per micro-batch: its forward pass, and the bytes kept for the backward."""
 
     launches: float
     bytes: float
@@ -89,8 +90,8 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Simulated:
-    """The simulated step of a rank in the middle of the pipeline and of all pipeline ranks; and a layer of
-    each of VARIANTS."""
+    """The simulated step of a rank in the middle of the pipeline and of all pipeline ranks, and the cost of a
+    layer in each of VARIANTS."""
 
     config: Config
     record: StepRecord
@@ -99,7 +100,7 @@ class Simulated:
 
 
 def simulate(config: Config) -> Simulated:
-    """Simulates the step; and for the cost of a layer models with one and with two layers per stage."""
+    """Simulates the step, and models with one and with two layers per stage for the cost of a layer."""
     parallel = config.parallel
     stages = parallel.num_stages
     middle, count = parallel.pipeline_model_parallel_size // 2, parallel.pipeline_model_parallel_size
@@ -114,15 +115,15 @@ def simulate(config: Config) -> Simulated:
     layer = [(b - a) / chunks for a, b in zip(lower, upper, strict=True)]
     costs = {"dropout": LayerCost(*layer)}
     for variant, other in zip(VARIANTS, found, strict=True):
-        # The two layers are all that differs.
+        # The models differ only in the dropout of their two layers per stage.
         less = [(a - b) / (2 * chunks) for a, b in zip(upper, other, strict=True)]
         costs[variant] = LayerCost(*(a - b for a, b in zip(layer, less, strict=True)))
     return Simulated(config, records[middle], records, costs)
 
 
 def _forward_cost(record: StepRecord) -> tuple[float, float, float]:
-    """(launches, bytes) of the forward pass of a micro-batch, and the bytes that it leaves for the backward
-    pass."""
+    """Returns launches and bytes of the forward pass of a micro-batch, and the bytes that are kept for its
+    backward pass."""
     works = [work for kind, work in record.rest.items() if kind.kind == "ForwardPass"]
     moved = sum(_moved(count) for work in works for count in work.operations.values())
     return sum(work.launched for work in works), moved, max(record.peak.activations)
@@ -133,7 +134,7 @@ def _moved(count: OperationCount) -> int:
 
 
 def layer_rows(simulated: Simulated) -> list[Row]:
-    """Launches, bytes of dropout, and what attention keeps, of a transformer layer."""
+    """Rows of a transformer layer: launches, bytes of dropout, and memory that attention keeps."""
     config = simulated.config
     costs = simulated.layers
     batch, model, parallel = config.batch, config.model, config.parallel
@@ -153,7 +154,7 @@ def layer_rows(simulated: Simulated) -> list[Row]:
     launches, without = costs["dropout"].launches, costs["no dropout"].launches
     return [
         Row("kernel launches per transformer layer, forward", f"{launches:g}", "<= 30", launches <= 30),
-        Row("the same without dropout", f"{without:g}", "<= 15", without <= 15),
+        Row("kernel launches without dropout", f"{without:g}", "<= 15", without <= 15),
         Row(
             "bytes moved per hidden dropout with bias and residual, forward",
             f"{hidden:.1f} per element",
@@ -161,7 +162,7 @@ def layer_rows(simulated: Simulated) -> list[Row]:
             hidden <= 3 * size + 0.1,
         ),
         Row(
-            "attention memory kept beside q, k, v and output, per layer and micro-batch",
+            "attention memory kept in addition to q, k, v, output, per layer and micro-batch",
             f"{kept / 2**20:,.2f} MiB, {kept / rows:,.0f} bytes per row",
             "O(s)",
             kept / rows < model.kv_channels,
@@ -170,7 +171,7 @@ def layer_rows(simulated: Simulated) -> list[Row]:
 
 
 def synchronization_rows(simulated: Simulated) -> list[Row]:
-    """Of the host, per micro-batch and in the rest of the step."""
+    """Rows of host synchronizations: per micro-batch, and in the rest of the step."""
     record = simulated.record
     often = sum(syncs_per_micro_batch(record).values())
     in_step = len(record.outside.syncs)
@@ -184,10 +185,10 @@ def synchronization_rows(simulated: Simulated) -> list[Row]:
 
 
 def data_parallel_rows(simulated: Simulated) -> list[Row]:
-    """Bytes that a rank sends to its data-parallel group, and the predicted time that nothing hides."""
+    """Rows of the bytes that a rank sends to its data-parallel group, and of the predicted exposed time."""
     config, record = simulated.config, simulated.record
     size, peers = config.parallel.data_parallel_size, data_parallel_ranks(config, record.rank)
-    sent = sum(wire_bytes(work, peers) for work in record.works) if size > 1 else 0.0
+    sent = sum(wire_bytes(work, peers) for work in record.counts) if size > 1 else 0.0
     weights = record.parameters * (4 if config.precision.name == "fp32" else 2)
     gradients = record.parameters * 4
     goal = (gradients + weights) * (size - 1) / size
@@ -199,7 +200,7 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
             sent <= 1.01 * goal,
         )
     ]
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     step = planned_step(config, plan, vocab.size)
     if step is not None:
         share = (step.reduction + step.gather) / step.total
@@ -221,7 +222,7 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
 
 
 class Roofline(Cluster):
-    """Devices whose kernels are as fast as the data sheet allows."""
+    """The rates of devices whose kernels reach the roofline."""
 
     contention = launch_s = 0.0
 
@@ -234,7 +235,7 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
     config, cluster = simulated.config, find_cluster(simulated.config)
     if cluster is None:
         return []
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     roofline = Roofline(cluster.kind, cluster.gpu, cluster.network)
     bound = predict_step(config, plan, vocab.size, roofline).mfu
     predicted = predict_step(config, plan, vocab.size, cluster).mfu
@@ -245,22 +246,22 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
 
 
 def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:
-    """Of a pass in the middle of the step, or of the only one; none if the schedule has no such pass."""
+    """Operations of a pass in the middle of the step; none if the schedule has no such pass."""
     instruction = Instruction(kind, chunk)
     work = record.rest.get(instruction) or record.first.get(instruction)
     return {} if work is None else work.operations
 
 
 def _least_seconds(config: Config, count: OperationCount) -> float:
-    """Of these calls of an operation, at the peak rate of matrix products and of the device's memory."""
+    """Roofline seconds of these calls of an operation."""
     gpu = find_gpu(config)
     assert gpu is not None
     return gpu.least_seconds(count.flops, _moved(count), config.precision.name)
 
 
 def operations_table(simulated: Simulated) -> str:
-    """The operations of the middle rank's passes of a micro-batch, the longest first; shorter ones than 1 %
-    of both passes in one line."""
+    """Returns the table of the middle rank's operations in a micro-batch, the longest first. Operations below
+    1 % of the time share one line."""
     cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
     passes = {kind: _operations(simulated.record, kind) for kind in PASSES}
     times = {
@@ -293,7 +294,7 @@ def _cells_of(config: Config, name: str, count: OperationCount, seconds: float) 
         f"{count.flops / 1e9:,.0f}",
         f"{_moved(count) / 1e6:,.0f}",
         f"{1e6 * seconds:,.1f}",
-        "memory" if by_memory else "matrix products",
+        "memory" if by_memory else "GEMMs",
     )
 
 
@@ -305,8 +306,8 @@ def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
 
 
 def wire_bytes(work: OpCounts, peers: Sequence[int]) -> float:
-    """Bytes that a rank sends for the collectives of a group, with ring algorithms: a reduce-scatter and an
-    all-gather send (n - 1) / n of the tensor, an all-reduce is both."""
+    """Returns the bytes that a rank sends for the collectives of a group with ring algorithms. Reduce-scatter
+    and all-gather send (n - 1) / n of the tensor; an all-reduce is one of each."""
     return sum(
         call.bytes * (2 if call.operation.startswith("allreduce") else 1) * (len(peers) - 1) / len(peers)
         for call in work.calls
@@ -315,7 +316,7 @@ def wire_bytes(work: OpCounts, peers: Sequence[int]) -> float:
 
 
 def schedule_rows() -> list[Row]:
-    """The simulated step of each schedule, all stages equal."""
+    """Rows of the simulated step of each schedule, with equal stages."""
     rows = []
     name = (
         f"step, p = {RANKS}, m = {MICRO_BATCHES}, in half-stage forward times (ideal {6 * MICRO_BATCHES}): "
@@ -336,7 +337,10 @@ def main() -> None:
         "--preset", choices=PRESETS, default="13B", help="sizes of the model and of the batch"
     )
     parser.add_argument(
-        "--kernels", choices=("triton", "pytorch"), default="triton", help="whose launches are counted"
+        "--kernels",
+        choices=("triton", "pytorch"),
+        default="triton",
+        help="kernels whose launches are counted",
     )
     arguments, flags = parser.parse_known_args()
     os.environ["MEGATRON_KERNELS"] = arguments.kernels  # read by the simulation and by the plan
@@ -351,10 +355,10 @@ def main() -> None:
     rows += utilisation_rows(simulated)
     cells: list[tuple[str, ...]] = [("what", arguments.kernels, "goal", "")]
     cells += [row.cells() for row in (*rows, *schedule_rows())]
-    print(f"counted on the simulated accelerator, rank {simulated.record.rank}; nothing was run on a GPU")
+    print(f"counted on the simulated accelerator, rank {simulated.record.rank}; no GPU was used")
     print(format_table(cells, left_align=(0, 3)))
     if find_gpu(config) is not None:
-        print("\nleast time of the operations of a micro-batch on this rank")
+        print("\nroofline time of the operations of a micro-batch on this rank")
         print(operations_table(simulated))
 
 

@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""Tokens per second of the trainer's step, share of the hardware's peak, and peak memory.
+"""Measures tokens per second of the trainer's step, the fraction of the hardware's peak, and peak memory.
 
     python benchmarks/throughput.py --preset cpu-small        layouts on two cores, about three minutes
     python benchmarks/throughput.py --preset 1.3B             one GPU
     python benchmarks/throughput.py --fits h100-80gb          which presets fit this card
 
-cpu-small starts one process, DP=2, PP=2 (--partition-method time), TP=2 and --bf16, with one thread and one
-core per process. They take turns, one step each, and each is compared with a plain PyTorch eager loop of the
-same run, --bf16 with fp32. A CPU without bf16 instructions leaves --bf16 out: PyTorch's products take 30
-times those in fp32 there. The other presets are one process on an accelerator, in bf16; without one they run
-on the CPU, slowly. 6.7B-slice has 12 of a 6.7B model's 32 layers, 13B-slice 10 of a 13B model's 40, with
-embedding and head; 250k-last-stage is the last of many stages, with one of 4 shards of a 250k vocabulary.
-80 GB hold all of them but 6.7B.
+cpu-small measures five rows: one process, DP=2, PP=2 (--partition-method time), TP=2 and --bf16, with one
+thread and one core per process. The rows take turns, one step each. Each row is compared with a plain PyTorch
+eager loop of the run; --bf16 is compared with fp32. A CPU without bf16 instructions skips --bf16, whose
+GEMMs would take 30 times as long as fp32. The other presets are one process on an accelerator, in bf16; on a
+machine without accelerator they run slowly on the CPU. 6.7B-slice has 12 of a 6.7B model's 32 layers,
+13B-slice 10 of a 13B model's 40 layers, with embedding and head. 250k-last-stage is the last of many stages,
+with one of 4 shards of a 250k vocabulary. All presets except 6.7B fit 80 GB.
 
-Model FLOPs are the family's formula (megatron/model/flops.py) without recomputation. They are
-compared with the card's peak, where it is known, and with a matrix product measured by the same process, in
-turns with the steps: [tokens of a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
+Model FLOPs follow Megatron's formula (megatron/model/flops.py) without recomputation. They are compared with
+the card's peak, if it is known, and with a GEMM that the process measures in turns with the steps: [tokens of
+a micro-batch, hidden] x [hidden, 4 hidden] in the run's precision.
 
-glibc's malloc would return large blocks to the kernel after each use, which clears them again.
-MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ keep them: about 9 % for all CPU rows, the plain loop
-included.
+By default, glibc's malloc returns large blocks to the kernel after each use, and the kernel clears them
+again. MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ prevent this, which makes all CPU rows and the plain
+loop about 9 % faster.
 """
 
 import argparse
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 WARM_UP = 2
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
-# Dense bf16 matrix products, FLOP/s, by the name that PyTorch gives the card: NVIDIA's data sheets.
+# PyTorch's name of a card -> peak FLOP/s of dense bf16 GEMMs, from NVIDIA's data sheets.
 KNOWN_CARDS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA H200": 989e12,
@@ -83,7 +83,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A layout that is measured. target: the least ratio to the row named `against`."""
+    """A measured layout. target: the least ratio to the row named `against`."""
 
     name: str
     tensor: int = 1
@@ -111,9 +111,11 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="cpu-small")
     parser.add_argument("--rounds", type=int, default=10, help="timed steps per row (default: 10)")
-    parser.add_argument("--micro-batch", type=int, help="another size than the preset's")
+    parser.add_argument("--micro-batch", type=int, help="micro-batch size (default: the preset's)")
     parser.add_argument("--compile", action="store_true", help="measure with --compile")
-    parser.add_argument("--dropout", type=float, default=0.0, help="of hidden and attention (default: 0)")
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, help="dropout of hidden states and attention (default: 0)"
+    )
     parser.add_argument("--fits", metavar="CARD", help="only print whether each preset fits a card")
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -138,11 +140,11 @@ def main() -> None:
     measured = measure(arguments.preset, arguments.rounds, [*sys.argv[1:]])
     print_rows(preset, rows, measured)
     if arguments.preset == "cpu-small" and len(rows) < len(CPU_ROWS):
-        print("--bf16 was left out: this CPU has no bf16 instructions")
+        print("--bf16 was skipped: this CPU has no bf16 instructions")
 
 
 def print_fits(card: str) -> None:
-    """A line per preset for a GPU, by the plan of its memory."""
+    """Prints a line per preset: whether it fits a GPU, by the plan of its memory."""
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.memory import fit_summary, plan_memory
 
@@ -164,7 +166,7 @@ def rows_of(name: str) -> list[Row]:
 
 
 def measure(name: str, rounds: int, words: list[str]) -> dict[str, float]:
-    """Medians by 'ROW' (seconds of a step), 'ROW product' (seconds) and 'ROW peak' (bytes)."""
+    """Returns medians: 'ROW' -> seconds per step, 'ROW product' -> seconds per GEMM, 'ROW peak' -> bytes."""
     from tests.support.measured_worlds import ON_CPU, World
 
     rows = rows_of(name)
@@ -202,7 +204,7 @@ def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> N
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
     peak = KNOWN_CARDS.get(card)
     if peak is None:
-        print(f"the peak of {card} is not known here: no share of it is given")
+        print(f"the peak FLOP/s of {card} is unknown: the column 'of peak' is empty")
     print(
         f"{'':16} {'tokens/s':>9} {'TFLOP/s':>8} {'of peak':>8} {'of product':>10} {'peak GiB':>9}"
         f"  {'ratio':>6} {'target':>6} against"
@@ -251,7 +253,7 @@ def make_batch(preset: Preset) -> "torch.Tensor":
 
 
 def run_plain(preset: Preset) -> None:
-    """A step of the plain loop for each line of the input."""
+    """Runs a step of the plain loop for each line of the input."""
     from tests.support.measured_worlds import begin_worker, serve
 
     answers = begin_worker()
@@ -260,7 +262,7 @@ def run_plain(preset: Preset) -> None:
 
 
 def make_plain_step(preset: Preset) -> Callable[[], None]:
-    """A step with the same model, optimizer, clipping and accumulation in plain PyTorch."""
+    """Returns a step in plain PyTorch with an equal model, optimizer, clipping and accumulation."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -314,7 +316,7 @@ def make_plain_step(preset: Preset) -> Callable[[], None]:
 
 
 def run_worker(preset: Preset, row: Row, compiles: bool, dropout: float) -> None:
-    """For each line of the input, does the work that it names, and answers."""
+    """Does the work that each line of the input names, and prints an answer."""
     from tests.support.measured_worlds import begin_worker, connect, make_engine, micro_batches, serve
 
     answers = begin_worker()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A Llama-like model of 20 M parameters, on this machine, in 5 to 7 minutes on 2 CPU cores.
+# A Llama-like model of 20 M parameters on this machine, in 5 to 7 minutes on 2 CPU cores.
 #
 # Text (the sources of Python's standard library) -> tokenizer -> token files -> training with tensor parallelism of 2
-# -> a LlamaForCausalLM for Hugging Face -> a sample by transformers. Existing files are used again.
+# -> a LlamaForCausalLM for Hugging Face -> a sample by transformers. Existing files are reused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH=$PWD/.venv/bin:$PATH
@@ -24,8 +24,6 @@ PROMPT=${PROMPT:-"def read(self, size=-1):"}
 
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}
-# torch.distributed.launch warns at every start that it is deprecated.
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -52,7 +50,7 @@ if [ ! -e "$tokens.idx" ]; then
 fi
 
 say "3/5 training with 2 processes (tensor parallelism), to step $TRAIN_ITERS"
-python -u -m torch.distributed.launch --nproc_per_node 2 --standalone pretrain_gpt.py \
+python -u -m torch.distributed.run --nproc_per_node 2 --standalone pretrain_gpt.py \
     --tensor-model-parallel-size 2 \
     --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --ffn-hidden-size "$FFN_HIDDEN_SIZE" \
     --num-attention-heads "$NUM_HEADS" --group-query-attention --num-query-groups "$NUM_QUERY_GROUPS" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From text to a trained GPT, on this machine, in 5 to 8 minutes on 2 CPU cores. `make train` runs it.
+# From text to a trained GPT on this machine, in 5 to 8 minutes on 2 CPU cores. `make train` runs this script.
 #
 # Text (the sources of Python's standard library) -> tokenizer -> token files -> training with 2 processes (2 pipeline
-# stages), stopped half-way and resumed -> validation loss, a sample, a plot. Existing files are used again.
+# stages), stopped half-way and resumed -> validation loss, a sample, a plot. Existing files are reused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,8 +26,6 @@ PROMPT=${PROMPT:-"def read(self, size=-1):"}
 # Two processes share the cores: more threads than cores would be slower.
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}
-# torch.distributed.launch warns at every start that it is deprecated.
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -56,10 +54,10 @@ if [ ! -e "$tokens.idx" ]; then
         --append-eod --workers 2
 fi
 
-# --load and --save are the same folder: the run resumes from the newest checkpoint, or starts if there is none.
-# --override-lr-scheduler: a run with a larger TRAIN_ITERS has another learning-rate schedule.
+# --load and --save name one folder: the run resumes from the newest checkpoint, or starts if there is none.
+# --override-lr-scheduler: a larger TRAIN_ITERS changes the learning-rate schedule of the resumed run.
 train() {
-    python -u -m torch.distributed.launch --nproc_per_node 2 --standalone pretrain_gpt.py \
+    python -u -m torch.distributed.run --nproc_per_node 2 --standalone pretrain_gpt.py \
         --pipeline-model-parallel-size 2 \
         --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" --num-attention-heads "$NUM_HEADS" \
         --seq-length "$SEQ_LENGTH" --position-embedding-type rotary \
@@ -95,16 +93,17 @@ Done in $((SECONDS - started)) s. $(grep 'validation loss at' "$log" | tail -1 |
 
   $RUN_DIR/loss.png       plot of the loss
   $RUN_DIR/train.log      console output of the training
+  $RUN_DIR/tensorboard/   TensorBoard logs
   $checkpoints/    checkpoints, the newest is $(cat "$checkpoints/latest"); tokenizer: $tokenizer/
 
-Next commands:
+Three commands to try next:
 
   TRAIN_ITERS=$((2 * TRAIN_ITERS)) make train
-        continues training to step $((2 * TRAIN_ITERS))
+        continues the training to step $((2 * TRAIN_ITERS))
   .venv/bin/python tools/generate.py --load $checkpoints --prompt "class Queue:" --top-k 40
-        continues another prompt
-  .venv/bin/tensorboard --logdir $RUN_DIR/tensorboard
-        shows loss, learning rate and grad norm in a browser
-  rm -r $RUN_DIR
-        deletes this run
+        continues a prompt of your own
+  .venv/bin/python tools/evaluate.py --load $checkpoints --data-path $tokens --tensor-model-parallel-size 2
+        evaluates the checkpoint with tensor parallelism instead of pipeline parallelism
+
+Delete this run:  rm -r $RUN_DIR
 END

@@ -1,4 +1,4 @@
-"""Writes the sources of Python's standard library as jsonl, a file per line: text for the examples.
+"""Writes the sources of Python's standard library as jsonl, one file per line, as text for the examples.
 
 python examples/stdlib_text.py OUTPUT MAX_FILES
 """
@@ -12,17 +12,19 @@ import sys
 import sysconfig
 from pathlib import Path
 
-LEFT_OUT = {
+EXCLUDED_FOLDERS = {
     *("test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "turtledemo", "ensurepip"),
     *("site-packages", "dist-packages", "__pycache__"),
 }
 
 
 def main(output: str, max_files: int) -> None:
-    """Writes `output`, complete or not at all."""
+    """Writes the file `output` completely, or not at all."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in library.rglob("*.py") if not LEFT_OUT & set(file.relative_to(library).parts)]
-    # The order of a hash mixes the packages: training and validation data are alike, and reproducible.
+    files = [
+        file for file in library.rglob("*.py") if not EXCLUDED_FOLDERS & set(file.relative_to(library).parts)
+    ]
+    # Sorting by a hash mixes the packages, so that training and validation data are similar and reproducible.
     files.sort(key=lambda file: hashlib.sha256(file.relative_to(library).as_posix().encode()).digest())
     with open(output + ".tmp", "w") as jsonl:
         for file in files[:max_files]:

@@ -1,6 +1,6 @@
-"""The programs of published measurements, and what they are predicted to need.
+"""The frameworks ("programs") of published measurements, and the predicted time and memory of their runs.
 
-shapes         a model, a layout, and a program: what it fuses, overlaps and keeps
+shapes         a model, a layout, and a program: what the program fuses, overlaps and keeps
 layer_passes   a pass of a micro-batch through a layer, as a list of kernels and collectives
 steps          the predicted time of a step
 memory         the predicted memory of a GPU

@@ -30,8 +30,8 @@ MEGATRON_2021 = Program(
     data_rate=0.52,
     tensor_latency_s=1.1e-3,
 )
-"""BigScience's Megatron-DeepSpeed: a fused kernel for the masked softmax, none for attention; nothing hides
-its collectives. Its memory is `benchmarks.published_rows`'."""
+"""BigScience's Megatron-DeepSpeed: a fused kernel for the masked softmax, none for attention; all collectives
+are exposed. `benchmarks.published_rows` describes its memory."""
 
 TRANSFORMER_ENGINE = Program(
     name="transformer engine",
@@ -46,8 +46,8 @@ TRANSFORMER_ENGINE = Program(
     hides_input_gradient=True,
 )
 """Megatron-Core, NeMo and Megatron-Bridge: fused kernels, cuDNN attention from Hopper on, a distributed
-optimizer whose collectives overlap. Context parallelism exchanges keys and values beside attention, and is
-taken to be hidden."""
+optimizer whose collectives overlap. Context parallelism exchanges keys and values during attention, which is
+assumed to hide the exchange."""
 
 XLA = Program(
     name="xla",
@@ -111,7 +111,7 @@ PROGRAMS = {
 class Constants:
     """The constants of a prediction.
 
-    limited_products: the part of `Rates.products` that an H100 reaches at 500 W instead of 700 W.
+    limited_products: the fraction of `Rates.products` that an H100 reaches at 500 W instead of 700 W.
     """
 
     rates: dict[str, Rates]
@@ -129,7 +129,7 @@ class Constants:
         return float(value)
 
     def with_value(self, name: str, value: float) -> Constants:
-        """These with another value of a constant. 'h100+h200.FIELD' sets it for both."""
+        """Returns these constants with a new value of one of them. 'h100+h200.FIELD' sets it for both."""
         owners, _, path = name.partition(".")
         if owners == "constants":
             return replace(self, limited_products=value)

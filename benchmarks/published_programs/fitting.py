@@ -27,14 +27,13 @@ _STEP = 0.03
 _ROUNDS = 10
 _SMOOTHING = 0.01
 _OUTLIER = 0.4
-"""Log errors of rows that runs of another kind explain better count no more than this."""
+"""A larger log error counts as this one: the run was probably not of the kind that its row states."""
 _DISTANCE_WEIGHT = 0.005
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A constant: its name, the value that it is expected to have, the width of that in log, and its largest
-    value."""
+    """A constant: its name, its expected value, the expected deviation in log, and its largest value."""
 
     name: str
     expected: float
@@ -68,8 +67,7 @@ FITTED = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A measurement to fit on: its run by the constants, its seconds, and the repository that published
-    it."""
+    """A measurement to fit on: constants -> its run, its seconds, and the repository that published it."""
 
     run: Callable[[Constants], Run]
     seconds: float
@@ -87,7 +85,7 @@ def choose(sources: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def fit(samples: Sequence[Sample], constants: Constants, fitted: Sequence[Fitted] = FITTED) -> Constants:
-    """The best constants: Gauss and Newton's method with reweighted residuals, from the expected values."""
+    """Returns the best constants: Gauss-Newton with reweighted residuals, starting at the expected values."""
     weights = _weights(samples)
     widths = np.array([constant.width for constant in fitted])
     expected = np.log([constant.expected for constant in fitted])

@@ -1,7 +1,7 @@
 """The passes of published programs as lists of kernels and collectives.
 
-The bytes are those of every tensor that a kernel reads or writes. Causal attention that is fused computes
-half of the full products, and in the backward pass 2.5 times as many as in the forward pass.
+The bytes of every tensor that a kernel reads or writes are counted. Fused causal attention computes half of
+the full GEMMs; its backward pass computes 2.5 times as much as its forward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRODUCTS."""
 
 
 def product(rows: float, columns: float, inner: float, batch: float = 1, more_bytes: float = 0.0) -> Kernel:
-    """A matrix product, or a batch of equal ones. The batches of 2021, of heads of 108 and 150 elements, were
+    """A GEMM, or a batch of equal GEMMs. The batched GEMMs of 2021, with heads of 108 and 150 elements, were
     as slow as without tensor cores."""
     moved = BYTES * (rows * inner + inner * columns + rows * columns) * batch + more_bytes
     alignment = math.gcd(8, *(int(length) for length in (columns, inner) if length == int(length)))
@@ -37,7 +37,7 @@ def product(rows: float, columns: float, inner: float, batch: float = 1, more_by
 
 
 class Pass:
-    """Writes down what a pass does."""
+    """Records the kernels and collectives of a pass."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -88,8 +88,8 @@ class Pass:
         self.communicate(operation, alone)
 
     def _gather_and_multiply(self, operation: str | None, kernel: Kernel, width: float) -> None:
-        """With overlap, collective and product run in as many chunks as there are ranks: nothing hides the
-        first."""
+        """All-gathers and multiplies. With overlap, collective and GEMM run in as many chunks as there are
+        ranks, and only the first chunk is exposed."""
         layout, size = self.shape.layout, BYTES * self.shape.tokens * width
         if operation is None or layout.tensor == 1:
             self.add(kernel)
@@ -103,7 +103,7 @@ class Pass:
             self.wait()
 
     def column_parallel_backward(self, columns: float, inner: float) -> None:
-        """Gradients of input and weight. With sequence parallelism the input is gathered once more."""
+        """Gradients of input and weight. With sequence parallelism the input is gathered a second time."""
         shape = self.shape
         size, by_input = BYTES * shape.tokens * inner, product(shape.tokens, inner, columns)
         if shape.layout.tensor == 1:
@@ -133,7 +133,7 @@ class Pass:
         self._weight_gradient(columns, inner)
 
     def _weight_gradient(self, columns: float, inner: float) -> None:
-        """The product, and its addition to the sum of the micro-batches; sharded weights have none."""
+        """The GEMM, and its addition to the sum of the micro-batches, which sharded weights do not have."""
         program, weights = self.shape.program, columns * inner
         if program.adds_gradients:
             more = (2 * program.gradient - BYTES) * weights

@@ -33,7 +33,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row and what is predicted for it."""
+    """A row, and its predicted time and memory."""
 
     row: PublishedRow
     step: StepSeconds
@@ -166,7 +166,7 @@ def _problem(one: Prediction) -> tuple[str, ...]:
 
 
 def _seconds_per_token(one: Prediction) -> tuple[float, float]:
-    """(measured, predicted)."""
+    """Returns (measured, predicted) seconds per token."""
     tokens = one.row.layout.global_batch * one.row.model.seq
     return one.row.seconds / tokens, one.step.total / tokens
 

@@ -9,8 +9,8 @@ What a row does not state is filled in only by the rules of this module:
     precision              bf16
     virtual stages         1
 
-A row is not predicted, and counted with the reason, if it states too little, or what the programs here do not
-have. Rows that are marked as dubious are counted apart.
+A row is skipped, and counted with the reason, if it states too little, or if the classes of programs do not
+describe a feature of the run. Rows that are marked as dubious are counted separately.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _row(values: dict[str, str]) -> PublishedRow | SkippedRow:
 
 
 def _named(table: Iterable[tuple[str, Any]], name: str) -> Any:
-    """The value of the first word that the name contains."""
+    """Returns the value of the first word in the table that the name contains."""
     return next((value for word, value in table if word in name), None)
 
 
@@ -272,7 +272,7 @@ def _layout(values: dict[str, str], program: Program) -> Layout:
 
 
 def _changes(values: dict[str, str], program: Program) -> dict[str, Any]:
-    """What the row's version of the program does differently from its class."""
+    """The fields in which the row's version of the program differs from its class."""
     name, options = values["program"].lower(), values["compile_or_te"]
     changes: dict[str, Any] = {}
     if program is TRANSFORMER_ENGINE and "megatron-lm" not in name:
@@ -295,7 +295,7 @@ def _changes(values: dict[str, str], program: Program) -> dict[str, Any]:
 
 
 def _seconds(values: dict[str, str], layout: Layout) -> float:
-    """Of a step; what a row says of MFU is not used."""
+    """The seconds of a step. The MFU of a row is not used."""
     if values["seconds_per_iteration"]:
         return float(values["seconds_per_iteration"])
     tokens = layout.global_batch * _number(values, "seq_length")

@@ -1,11 +1,11 @@
-"""What describes a published run: the model, the layout and the program."""
+"""The description of a published run: the model, the layout and the program."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 BYTES = 2
-"""Of an element of activations and weights, in 16 bits."""
+"""Bytes of an element of activations and weights, in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is divided.
+    """The parallel layout of a run.
 
     tensor, pipeline, context: sizes of the groups. chunks: virtual stages per pipeline rank. zero: stage of
     ZeRO. recompute: 'none', 'selective' or 'full'. tensor_overlap: whether a product and its collective run
@@ -97,13 +97,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class HostTime:
-    """Host time beyond that of launches, which one program needs so much of that it limits its steps: fitted,
-    without a known cause.
+    """Host time in addition to launches, which limits the steps of one program (fitted, cause unknown).
 
-    layer_s: of both passes of a layer. tensor_s: more of these, times the square of the tensor-parallel size;
-    if a tensor-parallel run has a pipeline over several nodes, pipeline_s times the size instead. update_s:
-    per layer, of an update that ZeRO-1 shards. stall_s: per micro-batch of a pipeline, and per step without
-    one, on `stall_gpus` or more.
+    layer_s: for both passes of a layer. tensor_s: additional time for these, times the square of the
+    tensor-parallel size; if a tensor-parallel run has a pipeline over several nodes, pipeline_s times the
+    size instead. update_s: per layer, for an update that ZeRO-1 shards. stall_s: on `stall_gpus` or more, per
+    micro-batch of a pipeline, and per step without a pipeline.
     """
 
     layer_s: float = 0.0
@@ -118,9 +117,9 @@ class HostTime:
 class MemoryUse:
     """Bytes that a program allocates.
 
-    weight: per parameter, beside gradients. optimizer: per parameter of a rank's partition. logit: per logit.
-    inner: per token and element of the hidden state in the tensor-parallel part of a layer, beside the
-    tensors that the passes of `layer_passes` keep.
+    weight: per parameter, without gradients. optimizer: per parameter of a rank's partition. logit: per
+    logit. inner: per token and element of the hidden state in the tensor-parallel part of a layer, in
+    addition to the tensors that the passes of `layer_passes` keep.
     """
 
     weight: float
@@ -178,7 +177,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a rank computes. attention: the implementation, None for unfused attention."""
+    """The sizes of a rank's work. attention: the implementation, None for unfused attention."""
 
     model: Model
     layout: Layout

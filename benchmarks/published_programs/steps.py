@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The parts of a step; `host`: that a program's `HostTime` adds to the end of a step."""
+    """The times of the parts of a step. host: the time that `HostTime` adds at the end of a step."""
 
     pipeline: float
     reduction: float = 0.0
@@ -156,7 +156,8 @@ def predict_step(run: Run) -> StepSeconds:
 
 
 def _step_of_shards(run: Run) -> StepSeconds:
-    """With weights that are gathered for each pass of a layer, while the layer before computes."""
+    """Predicts a step with weights that are gathered for each pass of a layer while the layer before it
+    computes."""
     shape, layout, model = run.shape, run.layout, run.model
     layer = model.layer_parameters / layout.tensor
     outer = run.rank_parameters[0] - model.layers * layer
@@ -193,7 +194,7 @@ def _with_shards(
 
 
 def _step_of_pipeline(run: Run) -> StepSeconds:
-    """With whole weights on each rank, and gradients that are reduced once per step."""
+    """Predicts a step with complete weights on each rank, and gradients that are reduced once per step."""
     shape, layout, program = run.shape, run.layout, run.program
     parameters = max(run.rank_parameters)
     host = _layer_host_seconds(run)
@@ -222,9 +223,9 @@ def _step_of_pipeline(run: Run) -> StepSeconds:
 
 
 def _hiding_seconds(layout: Layout, chunks: Sequence[float]) -> float:
-    """Time of the passes that hide the reduction of gradients, or the gathering of weights, on the fastest
-    rank: those of one micro-batch. With virtual stages the gradients of a chunk are final as many
-    micro-batches before those of the next chunk as there are ranks."""
+    """Time of the passes on the fastest rank that hide the gradient reduction or the gathering of weights:
+    the passes of one micro-batch. With virtual stages and p ranks, the gradients of a chunk are final p
+    micro-batches before the gradients of the next chunk."""
     passes = min(sum(chunks[rank :: layout.pipeline]) for rank in range(layout.pipeline))
     if layout.chunks == 1:
         return passes

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# Functions of the scripts in this folder, which source this file. A script sets its sizes, then calls in this order
+# Functions for the scripts in this folder, which source this file. A script sets its sizes, then calls in this order
 #
 #     request_nodes     checks that the job has NNODES nodes; if not, changes the job's request and requeues the job
 #     launch FLAGS      runs pretrain_gpt.py with these flags on NNODES nodes x GPUS_PER_NODE processes. After a failure
-#                       it restarts from the newest complete checkpoint, up to MAX_RESTARTS times. If the run stops for
-#                       time or a signal, the job is requeued. Returns 0: finished, 1: failed, 2: failed, and a restart
-#                       would fail too; exits with 75 if the run must be submitted again.
+#                       it restarts from the newest complete checkpoint, up to MAX_RESTARTS times. If a time limit or a
+#                       signal stops the run, the job is requeued. Returns 0: finished, 1: failed, 2: failed, and a
+#                       restart would fail again; exits with 75 if the run must be submitted again.
 #
 # Environment variables: REPO (this repository), PYTHON (its interpreter), MAX_RESTARTS, REQUEUE (yes or no), DRY_RUN,
-# and those at the top of each script. `DRY_RUN=1 bash SCRIPT` prints the commands and starts nothing, with or without
+# and the variables at the top of each script. `DRY_RUN=1 bash SCRIPT` prints the commands and starts nothing, with or without
 # Slurm.
 
 usage_error() { # usage_error SENTENCE: an error that the user must correct
@@ -30,7 +30,7 @@ PYTHON=${PYTHON:-$REPO/.venv/bin/python}
 
 MAX_RESTARTS=${MAX_RESTARTS:-3}
 REQUEUE=${REQUEUE:-yes}
-REQUEUE_EXIT_CODE=75 # the run has stopped and saved; it can be resumed
+REQUEUE_EXIT_CODE=75 # the run has stopped and saved, and can be resumed
 
 # Threads per process on CPUs; more threads than cores would be slower.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -39,14 +39,14 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 
 request_nodes() {
     # sbatch reads the number of nodes from its command line and from #SBATCH lines, never from a variable. So a job
-    # that starts on another number of nodes than NNODES changes its own request and is requeued. The job id, the log
-    # file and `sbatch --wait` stay the same.
+    # whose number of nodes differs from NNODES changes its own request and is requeued. The job id, the log file and
+    # `sbatch --wait` stay valid.
     ((SLURM_JOB_NUM_NODES == NNODES)) || [ -n "$DRY_RUN" ] && return
     local have=$SLURM_JOB_NUM_NODES again="sbatch --nodes=$NNODES"
     if ((${SLURM_RESTART_COUNT:-0} > 0)); then
         usage_error "Slurm gave $have node(s) to a job that needs NNODES=$NNODES: submit it with $again"
     fi
-    echo "the job started on $have node(s) and needs NNODES=$NNODES: requeued with that number ($again avoids this)"
+    echo "the job started on $have node(s) and needs NNODES=$NNODES: requeued with NNODES nodes ($again avoids this)"
     # Slurm sends SIGTERM as soon as the job is requeued; the commands below must still run.
     trap '' TERM
     scontrol requeue "$THIS_JOB" ||
@@ -56,7 +56,7 @@ request_nodes() {
     exit 0
 }
 
-set_master() { # sets MASTER_ADDR and MASTER_PORT of the rendezvous, unless they are given
+set_master() { # sets MASTER_ADDR and MASTER_PORT of the rendezvous, unless the environment has them
     local hosts
     if [ -z "${MASTER_ADDR:-}" ]; then
         mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -69,12 +69,12 @@ set_master() { # sets MASTER_ADDR and MASTER_PORT of the rendezvous, unless they
     MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
 }
 
-print_command() { # print_command WORDS: the command of a dry run, one flag per line
+print_command() { # print_command WORDS: prints the command of a dry run, one flag per line
     local word
     printf '%q' "$1"
     for word in "${@:2}"; do
         if [[ $word == --* ]]; then printf ' \\\n    '; else printf ' '; fi
-        # Variables of the job are printed as they are, everything else as the shell reads it.
+        # Variables of the job are printed unquoted, every other word with the shell's quotes.
         if [[ $word == \$* ]]; then printf '%s' "$word"; else printf '%q' "$word"; fi
     done
     printf '\n'
@@ -105,7 +105,7 @@ launch() {
     done
 }
 
-launch_sweep_task() { # an array task of tools/sweep.py --sbatch: the run with the flags of its row, once
+launch_sweep_task() { # runs an array task of tools/sweep.py --sbatch once, with the flags of its row
     local file=$SWEEP task=$SLURM_ARRAY_TASK_ID words flags code=0
     words=$(sweep_task flags "$file" "$task") || return 2
     mapfile -t flags <<<"$words"
@@ -123,15 +123,15 @@ run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of 
     launched=$((launched + 1))
     REPORTS=${RUN_DIR:-.}/reports/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$launched
     mkdir -p "$REPORTS" || usage_error "RUN_DIR=${RUN_DIR:-.} is not writable"
-    [ -z "$STOP_REQUESTED" ] || : >"$REPORTS/leave"
+    [ -z "$STOP_REQUESTED" ] || : >"$REPORTS/stop_requested"
     echo "job $THIS_JOB: $NNODES node(s) x $GPUS_PER_NODE processes, rendezvous at $MASTER_ADDR:$port"
     # One task per node runs a launcher, which starts the node's processes. SLURM_PROCID is known only inside the task.
-    # The launcher must survive a SIGUSR2 that is sent to the whole step.
+    # The launcher must survive a SIGUSR2 that Slurm sends to the whole step.
     # shellcheck disable=SC2016
     local task='echo $$ >"$RANK_REPORTS/launcher-$SLURM_NODEID"; trap "" USR2
         exec "$0" -u -m torch.distributed.launch --node_rank "$SLURM_PROCID" "$@"'
-    # --cpu-bind=none: the task may use all cores of its node. --kill-on-bad-exit, --wait: if one node fails, the other
-    # tasks end too.
+    # --cpu-bind=none: the task may use all cores of its node. --kill-on-bad-exit and --wait end the other tasks if one
+    # node fails.
     RANK_REPORTS=$REPORTS srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
         --kill-on-bad-exit=1 --wait=60 \
         bash -c "$task" "$PYTHON" --nnodes "$NNODES" --nproc_per_node "$GPUS_PER_NODE" \
@@ -164,22 +164,22 @@ wait_before_kill() { # wait_before_kill PID: waits for PID, and leaves 10 s for 
     while ((SECONDS < end)) && kill -0 "$1" 2>/dev/null; do sleep 0.5; done
 }
 
-requeue_job() { # the run has stopped and saved: the same job resumes it later
+requeue_job() { # requeues the job, whose run has stopped and saved: the job resumes it later
     [ -z "$ENDED_BY_SLURM" ] && [ "$REQUEUE" = yes ] || exit "$REQUEUE_EXIT_CODE"
     trap '' TERM
     echo "job $THIS_JOB is requeued and will resume from its newest checkpoint"
     scontrol requeue "$THIS_JOB" 2>/dev/null && exit
-    echo "Slurm refuses to requeue the job (sbatch --requeue allows it): submit it again to resume"
+    echo "Slurm does not requeue the job (sbatch --requeue allows it): submit it again to resume"
     exit "$REQUEUE_EXIT_CODE"
 }
 
 # Slurm signals only the script: SIGUSR2 before the time limit (#SBATCH --signal=B:USR2@1800), and SIGTERM on scancel,
-# requeue or preemption, which the processes receive later too. The script asks the processes to stop through a file,
-# which rank 0 checks after every step. A signal would not be safe: it is lost while a process starts, it kills the
+# requeue or preemption, which the processes also receive later. The script asks the processes to stop through a file,
+# which rank 0 checks after every step. A signal would not be safe: a process that is starting loses it, it kills the
 # launcher and helper processes, and slurmctld must deliver it.
 request_stop() {
     STOP_REQUESTED=yes
-    if [ -n "$REPORTS" ]; then : >"$REPORTS/leave"; fi
+    if [ -n "$REPORTS" ]; then : >"$REPORTS/stop_requested"; fi
 }
 on_sigterm() {
     ENDED_BY_SLURM=yes

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 from megatron.mpu.random import mix64
-from megatron.mpu.world import of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0
 
 if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process that writes files
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -84,7 +84,7 @@ def digest_state(
     own = rank_digests(optimizer, layout, lambda part: _computed(part) | read_parts.get(part.name, {}))
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, records if dist.get_rank() == 0 else None)
-    shared = of_rank_0(combined(records) if dist.get_rank() == 0 else None)
+    shared = broadcast_from_rank_0(combined(records) if dist.get_rank() == 0 else None)
     assert shared is not None
     return shared
 

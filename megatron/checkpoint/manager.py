@@ -53,7 +53,7 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameters import ParameterSpec, spec_of
-from megatron.mpu.world import of_all_ranks, of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.optimizer.eight_bit import rule_record
 
 # Moments per element, by the kind of optimizer.
@@ -163,7 +163,7 @@ class CheckpointManager:
                 return None
             files = DirectFiles(self.heartbeat)
             engine.save_files(str(folder), saving.name, extra, files)
-            of_ranks = of_all_ranks(files.files)
+            of_ranks = gather_from_all_ranks(files.files)
             run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
@@ -263,7 +263,7 @@ class CheckpointManager:
         dist.barrier()
         self.poll()
         is_known = save.outcome is not None
-        save.outcome = of_rank_0(save.outcome)
+        save.outcome = broadcast_from_rank_0(save.outcome)
         assert save.outcome is not None
         if not is_known:
             self._outcomes.append(save.outcome)
@@ -316,10 +316,10 @@ class CheckpointManager:
                 except OSError as error:  # do not go back beyond an unreadable checkpoint
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
-        for name in of_rank_0(names):  # rank 0 keeps the identity
+        for name in broadcast_from_rank_0(names):  # rank 0 keeps the identity
             checkpoint = open_on_all_ranks(self.folder / name)
             good = checkpoint is not None and (allow_replica_mismatch or not mismatched_replicas(checkpoint))
-            if all(of_all_ranks(good)) and checkpoint is not None:
+            if all(gather_from_all_ranks(good)) and checkpoint is not None:
                 if find_damage(checkpoint, self.heartbeat) is None:
                     return checkpoint
         return None
@@ -341,7 +341,7 @@ class CheckpointManager:
                 if self.folder.is_dir():
                     clean_leftovers(self.folder)
                 saving = saving_name(name, self.identity)
-        return of_rank_0(saving)
+        return broadcast_from_rank_0(saving)
 
     def _check_owner(self) -> None:
         """Raises FolderTakenError if another job has taken over the folder."""
@@ -412,7 +412,7 @@ def _optimizer_state_record(config: Config) -> dict[str, Any]:
 def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
     """Returns the spec of every parameter of the model, by name. Collective."""
     own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
-    return {name: spec for specs in of_all_ranks(own) for name, spec in specs.items()}
+    return {name: spec for specs in gather_from_all_ranks(own) for name, spec in specs.items()}
 
 
 def _is_write_error(error: OSError | RuntimeError) -> bool:

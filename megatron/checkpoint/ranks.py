@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.files import Files, describe_file
 from megatron.errors import UserError
-from megatron.mpu.world import of_all_ranks, of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 
 T = TypeVar("T")
 
@@ -38,20 +38,24 @@ def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
         error = found
         if unreadable and isinstance(found, OSError):
             error = UserError(f"{unreadable} cannot be read ({found})")
-    if (shared := of_rank_0(error)) is not None:
+    if (shared := broadcast_from_rank_0(error)) is not None:
         raise shared
 
 
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
     """Returns the first rank that has a problem, and its problem; None if no rank has one. Collective."""
-    return next(((rank, text) for rank, text in enumerate(of_all_ranks(problem)) if text is not None), None)
+    return next(
+        ((rank, text) for rank, text in enumerate(gather_from_all_ranks(problem)) if text is not None), None
+    )
 
 
 def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -> Files:
     """Returns the size and digest of every file in the folder, and syncs each file to the disk. Collective:
     the ranks share the work, and all get the result. heartbeat: called after each file."""
     # Only rank 0 lists the folder: on a shared file system, another rank's listing may be older.
-    names = of_rank_0(sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else [])
+    names = broadcast_from_rank_0(
+        sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else []
+    )
     return _share(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 
@@ -60,7 +64,7 @@ def first_problem(
 ) -> str | None:
     """Returns the first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks
     share the files, so that each is read once. heartbeat: called after each file."""
-    problems = _share(of_rank_0(names), find_problem, heartbeat)
+    problems = _share(broadcast_from_rank_0(names), find_problem, heartbeat)
     return next((problem for _, problem in sorted(problems.items()) if problem), None)
 
 
@@ -75,7 +79,7 @@ def _share(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[
     except OSError as error:
         own = error
     described: dict[str, T] = {}
-    for part in of_all_ranks(own):
+    for part in gather_from_all_ranks(own):
         if isinstance(part, OSError):
             raise part
         described |= sorted(part.items())

@@ -88,8 +88,7 @@ def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "
             f"end-of-document id {checkpoint.eod}, but this tokenizer has {tokenizer.vocab_size} and "
-            f"{tokenizer.eod}: "
-            "give the flags of the tokenizer that it was trained with"
+            f"{tokenizer.eod}: give the flags of the tokenizer that the checkpoint was trained with"
         )
     check_vocabulary(checkpoint, {VOCABULARY_KEY: vocabulary_digest(tokenizer)})
     return tokenizer

@@ -55,7 +55,7 @@ class Checkpoint:
     no_optimizer: bool = False
     """Whether its optimizer state is not loaded (--finetune, --no-load-optim)."""
     is_branch_point: bool = False
-    """Whether a decay branch starts from it (--branch-at)."""
+    """Whether a cooldown branch starts from it (--branch-at)."""
 
     @property
     def start_state(self) -> TrainingState:
@@ -124,5 +124,5 @@ def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
         )
     if checkpoint.no_optimizer:
         note = f"; the optimizer state starts fresh (--no-load-optim){note}"
-    start = "starting a decay branch (--branch-at)" if checkpoint.is_branch_point else "starting"
+    start = "starting a cooldown branch (--branch-at)" if checkpoint.is_branch_point else "starting"
     return f"{start} from {checkpoint.folder}, iteration {checkpoint.state.iteration}{why}{note}"

@@ -100,7 +100,10 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
         )
     check_run_file(checkpoint)
     return SavedConfig(
-        str(checkpoint.folder), checkpoint.config, checkpoint.state.consumed_samples, is_of_branch=is_own
+        str(checkpoint.folder),
+        checkpoint.config,
+        checkpoint.state.consumed_samples,
+        is_branch_checkpoint=is_own,
     )
 
 

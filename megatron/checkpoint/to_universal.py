@@ -260,7 +260,7 @@ def convert(
     """
     if target.exists():
         if not _is_conversion_of(source, target):
-            raise UserError(f"--output_folder {target} exists: delete it, or give another")
+            raise UserError(f"--output_folder {target} exists: remove it, or give another")
         _announce(target)
         return
     partial = target.with_name(target.name + PARTIAL)
@@ -354,7 +354,7 @@ def _begin(source: Source, partial: Path) -> None:
     if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
         raise UserError(
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
-            "delete it, or give another --output_folder"
+            "remove it, or give another --output_folder"
         )
     if mark.is_file() and _source_identity(mark) != source.identity:
         raise UserError(

@@ -1,1 +1,1 @@
-"""Start of the processes, signals, exit codes, rank reports, watchdog, preflight, diagnosis."""
+"""How the processes of a run start, stop and fail: launch, signals, watchdog, rank reports, diagnosis."""

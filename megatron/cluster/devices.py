@@ -1,7 +1,7 @@
 """The device of a process, and the variables that CUDA, PyTorch's allocator and Triton read.
 
-`GPU` has memory, peak rates and bandwidth of a device of --gpu. Rates and bandwidths are those of NVIDIA's
-data sheets for the SXM modules, dense (without 2:4 sparsity):
+`GPU` has memory, peak rates and bandwidth of a device of --gpu. Rates (dense, without 2:4 sparsity) and
+bandwidths are from NVIDIA's data sheets for the SXM modules:
 
     V100   "NVIDIA Tesla V100 GPU Accelerator", 2018 (SXM2; no bf16 and no TF32 units)
     A100   "NVIDIA A100 Tensor Core GPU", 1758950-r4, 2021 (SXM4; 1,555 and 2,039 GB/s)
@@ -10,9 +10,9 @@ data sheets for the SXM modules, dense (without 2:4 sparsity):
     B200   "NVIDIA Blackwell Architecture Technical Brief", 2024 (HGX B200, 1,000 W)
     GB200  "NVIDIA GB200 NVL72" (one of its 72 GPUs, 1,200 W); the memory is an assumption
 
-Memory is the total that the driver gives to programs, `torch.cuda.get_device_properties(0).total_memory`, as
-PyTorch's out-of-memory errors print it in public issues. It is less than the data sheet's, and differs by up
-to 0.1 GiB between drivers. None of these devices was at hand to measure.
+Memory is `torch.cuda.get_device_properties(0).total_memory`, the total that the driver gives to programs, as
+PyTorch's out-of-memory errors print it in public issues. It is less than the memory in the data sheet, and
+differs by up to 0.1 GiB between drivers. These values were not measured on any of the devices.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ def choose_device(num_visible: int, env: MutableMapping[str, str] = os.environ) 
 
 
 def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ) -> str:
-    """A name that two processes have in common only if they use the same device; "" on a CPU."""
+    """A name that is equal in two processes only if they share a device; "" on a CPU."""
     if accelerator.device_name() == "cpu":
         return ""
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
-    # Slices of one GPU (MIG) differ in the variable only.
+    # MIG slices of one GPU differ only in the variable.
     return f"{node_name(env)} {uuid} {env.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
 def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets CUDA_DEVICE_MAX_CONNECTIONS for the layout; returns a sentence if the user has set another value.
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user's is not 1.
 
     With one hardware queue the GPU starts kernels in the order of their launches, so a tensor-parallel
-    collective starts before the matrix product that it overlaps with (Megatron-LM requires this). The
-    all-gathers of ZeRO-2 and 3 would wait for the computation instead. Call it before DeepSpeed is imported:
-    the import initializes CUDA's driver to count devices.
+    collective starts before the GEMM that it overlaps with (Megatron-LM requires this). With ZeRO-2 and
+    ZeRO-3 the variable is not set, because their all-gathers would wait for the computation. Must be called
+    before DeepSpeed is imported, since the import initializes the CUDA driver to count devices.
     """
     if parallel.tensor_model_parallel_size == 1 or parallel.zero_stage >= 2:
         return None
@@ -91,17 +91,17 @@ def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] 
         return None
     return (
         f"{_CONNECTIONS} is {env[_CONNECTIONS]}: expected 1, so that tensor-parallel communication overlaps "
-        "with matrix products"
+        "with GEMMs"
     )
 
 
 def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what PyTorch and Triton read when they are imported, unless the user has set it.
+    """Sets variables that PyTorch and Triton read when they are imported, unless the user has set them.
 
-    The allocator grows its segments, so that sizes that change (a batch-size ramp-up, a curriculum, an
-    evaluation) do not fragment the memory. NCCL's calls record when they start, for the report of a hang.
-    Triton keeps compiled kernels on the node: its default is the home folder, where hundreds of ranks on a
-    network file system disturb each other (EBUSY, FileNotFoundError).
+    PyTorch's allocator uses expandable segments, so that changing sizes (a batch-size ramp-up, a curriculum,
+    an evaluation) do not fragment the memory. NCCL's calls record their start time, for the report of a hang.
+    Triton caches compiled kernels on the node. Its default is the home folder: on a network file system,
+    hundreds of ranks disturb each other there (EBUSY, FileNotFoundError).
     """
     if not allocator_settings(env):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -124,9 +124,9 @@ _TERA = 1e12
 class GPU:
     """A device.
 
-    memory_bytes: what programs can allocate. peak_flops: dense FLOP/s of matrix products by dtype ('fp32',
-    'tf32', 'fp16', 'bf16'); a dtype without units of its own has the rate of fp32. bandwidth: bytes per
-    second of the device memory.
+    memory_bytes: what programs can allocate. peak_flops: dtype ('fp32', 'tf32', 'fp16', 'bf16') -> dense
+    FLOP/s of GEMMs; a dtype that the device has no units for has the rate of fp32. bandwidth: of the device
+    memory, in bytes per second.
     """
 
     memory_bytes: int
@@ -134,13 +134,13 @@ class GPU:
     bandwidth: float
 
     def least_seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """The roofline's time of an operation with these FLOPs in matrix products, which reads and writes
-        `moved_bytes`: no kernel is faster."""
+        """The roofline time, in seconds, of an operation that computes `flops` in GEMMs and reads and writes
+        `moved_bytes`. No kernel is faster."""
         return max(flops / self.peak_flops[dtype], moved_bytes / self.bandwidth)
 
 
 def _gpu(memory_gib: float, fp32: float, tf32: float, fp16: float, bf16: float, bandwidth_tb_s: float) -> GPU:
-    """fp32 to bf16: TFLOP/s."""
+    """Returns the GPU with these rates in TFLOP/s (fp32 to bf16)."""
     rates = {"fp32": fp32, "tf32": tf32, "fp16": fp16, "bf16": bf16}
     return GPU(
         round(memory_gib * GIB), {name: rate * _TERA for name, rate in rates.items()}, bandwidth_tb_s * _TERA
@@ -159,7 +159,7 @@ GB200_186GB = _gpu( 184.31,    80,  1250,  2500,  2500,   8.0)  # fmt: skip
 
 
 def find_gpu(config: Config) -> GPU | None:
-    """The device of --gpu."""
+    """The device that --gpu names; None without the flag."""
     return None if config.training.gpu is None else GPUS.load(config.training.gpu)
 
 

@@ -2,9 +2,9 @@
 
     python -m megatron.cluster.diagnosis FOLDER --processes N [--ended-by-slurm] [--slurm JOB NODES]
 
-FOLDER is the value of RANK_REPORTS in the environment of the ranks. Prints nothing if the run ended well.
-Otherwise prints the error once; the last line is the cause. Exit code 0: finished; 75: requeue the job;
-1: failed, a restart may help; 2: failed, and a restart would fail again; 130: interrupted. Needs no torch.
+FOLDER is the value of RANK_REPORTS in the environment of the ranks. Nothing is printed if the run ended well.
+Otherwise the error is printed once; the last line is the cause. Exit codes: 0 finished; 75 requeue the job;
+1 failed, a restart may help; 2 failed, and a restart would fail again; 130 interrupted. Needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.cluster.exit_status import (
     REQUEUE_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
     ExitStatus,
-    is_caused_here,
+    is_own_error,
 )
 from megatron.cluster.launch import MAX_PROCESSES
 from megatron.cluster.rank_reports import read_reports
@@ -34,16 +34,16 @@ from megatron.text_table import first_few, rank_list
 
 Report = dict[str, Any]
 
-# Lines about the positions of hung ranks.
+# The most positions of hung ranks that are printed.
 _MOST_POSITIONS = 20
-# Ends of ranks that have not failed.
+# Exit statuses of ranks that have not failed.
 _STOPPED_WELL = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause of a job's end. code: the exit code, see above. text: to print; its last line is the
-    cause."""
+    """Why a job ended. code: the exit code, see the module's docstring. text: the text to print; its last
+    line is the cause."""
 
     code: int
     text: str = ""
@@ -53,8 +53,8 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job as Slurm sees it. state: for example 'CANCELLED'; '' if unknown. lost_nodes: nodes of the job
-    that are down or not responding."""
+    """What Slurm reports of a job. state: for example 'CANCELLED'; '' if unknown. lost_nodes: nodes of the
+    job that are down or not responding."""
 
     state: str = ""
     lost_nodes: tuple[str, ...] = ()
@@ -86,8 +86,8 @@ def diagnose(
 
 
 def _diagnose_requested_stop(reports: Sequence[Report]) -> Diagnosis:
-    """A run that finished or stopped on request. Without a single step the next start would be stopped as
-    well."""
+    """Returns the diagnosis of a run that finished or stopped on request. A stop before the first step is
+    an error, since the next launch would not reach its first step either."""
     ends = {report["end"] for report in reports}
     if ends == {ExitStatus.FINISHED}:
         return Diagnosis(0)
@@ -101,8 +101,8 @@ def _diagnose_requested_stop(reports: Sequence[Report]) -> Diagnosis:
         return Diagnosis(REQUEUE_EXIT_CODE, text)
     return Diagnosis(
         USER_ERROR_EXIT_CODE,
-        "error: the run was asked to stop before its first step: the job's time must be longer than the "
-        "start plus the warning time (#SBATCH --signal, --exit-duration-in-mins)",
+        "error: the run was asked to stop before its first step: the job's time limit must be longer than "
+        "the start plus the warning time (#SBATCH --signal, --exit-duration-in-mins)",
     )
 
 
@@ -137,15 +137,15 @@ def _slurm_end(slurm: SlurmJob) -> str:
 
 
 def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
-    """A failure inside the job. A rank that could not report its own end (hang, SIGKILL) is the cause of the
-    errors of communication that the others report, so it is looked for before them. After any other error the
-    launcher and srun end the remaining ranks, also those that have only begun and leave no end either."""
+    """Returns the diagnosis of a failure inside the job. A rank that could not report how it ended (hang,
+    SIGKILL) causes the communication errors of the others, so it is considered first. After any other error
+    the launcher and srun end the remaining ranks; ranks that had just started then have no status either."""
     hung = [report for report in reports if report.get("end") == ExitStatus.HANG]
     if hung:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_hang(hung, reports))
     silent = [report for report in reports if "end" not in report and "signal" not in report]
-    caused_here = [report for report in reports if is_caused_here(_sentence(report))]
-    found = _first_with_end(caused_here, ExitStatus.FAILED)
+    own_errors = [report for report in reports if is_own_error(_sentence(report))]
+    found = _first_with_end(own_errors, ExitStatus.FAILED)
     if any(_has_crashed(report) for report in silent) or (silent and not found):
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_killed(silent, reports))
     if found := found or _first_with_end(reports, ExitStatus.FAILED):
@@ -166,8 +166,8 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
 
 
 def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
-    """A hang. Prints the position of each rank, the rarest position first, and names the ranks that cause it
-    (see `_causes_of_hang`)."""
+    """Returns the text for a hang: the position of each rank, the rarest position first, and the ranks that
+    cause the hang (see `_causes_of_hang`)."""
     lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout)", *_position_lines(hung)]
     causes, what = _causes_of_hang(hung, reports)
     lines[0:0] = _stacks_of(causes[0] if causes else hung[0])
@@ -178,20 +178,21 @@ def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
 
 
 def _causes_of_hang(hung: Sequence[Report], reports: Sequence[Report]) -> tuple[list[Report], str]:
-    """The ranks that cause a hang, and what is wrong with the first one; none if all wait for each other.
+    """Returns the ranks that cause a hang, and what is wrong with the first of them; none if all ranks wait
+    for each other.
 
-    In this order: ranks that are stopped or do not answer; ranks whose device does not answer; ranks that
-    wait for no other rank; ranks whose main thread is at the rarest place.
+    The first non-empty set is returned: ranks that are stopped or do not answer; ranks whose device does not
+    answer; ranks that wait for no other rank; ranks whose main thread is at the rarest place.
     """
     stopped = {rank for report in hung for rank in report.get("stopped", ())}
     if silent := [report for report in reports if report["rank"] in stopped or "end" not in report]:
         is_stopped = silent[0]["rank"] in stopped
         return silent, "stopped by a signal (SIGSTOP)" if is_stopped else "does not answer"
-    # A rank adds `waits_in` when its device has answered.
+    # A rank adds `waits_in` to its report when its device has answered.
     mute = [report for report in hung if "waits_in" not in report]
     if mute and len(mute) < len(hung):
         return mute, "its device does not answer"
-    if free := _waiting_for_none(hung):
+    if free := _not_waiting(hung):
         return free, f"at {hang_position(free[0])}, waits for no other rank"
     places = Counter(report["place"] for report in hung)
     if len(places) == 1:
@@ -201,8 +202,8 @@ def _causes_of_hang(hung: Sequence[Report], reports: Sequence[Report]) -> tuple[
 
 
 def _position_lines(hung: Sequence[Report]) -> list[str]:
-    """A line per position with its ranks, the rarest first, and the calls in which the first of them waits.
-    The calls name groups, so they differ between ranks at one position."""
+    """Returns a line per position, the rarest first: its ranks, and the calls in which the first rank waits.
+    Calls name process groups, so they differ between ranks at one position."""
     at: dict[str, list[Report]] = {}
     for report in hung:
         at.setdefault(hang_position(report), []).append(report)
@@ -215,21 +216,21 @@ def _position_lines(hung: Sequence[Report]) -> list[str]:
 
 
 def hang_position(report: Mapping[str, Any]) -> str:
-    """Where a rank hangs: the place of its main thread, and what its device does."""
+    """Where a rank hangs: the location of its main thread, and what its device does."""
     device = [f"device {report['device']}"] if report.get("device") else []
     return "; ".join([report.get("place", "an unknown place"), *device])
 
 
 def waiting(report: Mapping[str, Any]) -> list[str]:
-    """A sentence for the calls in which a rank waits for others; none if it waits in none."""
+    """Returns a phrase with the calls in which a rank waits for others; empty if it waits in no call."""
     return [f"waits in {report['waits_in']}"] if report.get("waits_in") else []
 
 
-def _waiting_for_none(hung: Sequence[Report]) -> list[Report]:
-    """The ranks that wait in no call, if others do.
+def _not_waiting(hung: Sequence[Report]) -> list[Report]:
+    """Returns the ranks that wait in no call if other ranks do; otherwise none.
 
-    Only for ranks with a device, since gloo records no point-to-point calls, and after the first step: NCCL
-    waits for the other ranks of a new communicator before it records the call.
+    Requires ranks with a device, since gloo records no point-to-point calls. Requires a finished step, since
+    NCCL waits for the other ranks of a new communicator before it records a call.
     """
     if not all("device" in report and report.get("iteration") for report in hung):
         return []
@@ -261,18 +262,18 @@ def _sentence(report: Report) -> str:
 
 
 def _crash(report: Report) -> str:
-    """How Python names a crash in native code, as "Segmentation fault"; empty without one."""
+    """The name that Python gives to a crash in native code, such as "Segmentation fault"; "" if none."""
     return report["stacks"].partition("Fatal Python error: ")[2].partition("\n")[0]
 
 
 def _has_crashed(report: Report) -> bool:
-    """Whether the rank itself has crashed. torch's NCCL watchdog aborts a rank that has lost another."""
+    """Whether the rank itself has crashed. torch's NCCL watchdog aborts a rank whose connections are lost."""
     return _crash(report) not in ("", "Aborted")
 
 
 def _first_with_end(reports: Sequence[Report], end: ExitStatus) -> Report | None:
-    """The first rank that failed in this way, by the run's store if it answered, otherwise by the clocks of
-    the nodes."""
+    """The first rank with this exit status, as ordered by the rendezvous store if it answered, otherwise by
+    the clocks of the nodes."""
     failed = [report for report in reports if report.get("end") == end]
     return min(failed, key=lambda report: (not report.get("first"), report["ended"]), default=None)
 
@@ -303,8 +304,8 @@ def _progress(reports: Sequence[Report]) -> str:
 
 
 def ask_slurm(job: str, nodes: str) -> SlurmJob:
-    """Asks Slurm for the state of a job and of its nodes. job, nodes: in Slurm's notation. Fields are empty
-    if Slurm does not answer."""
+    """Returns the state of a job and of its nodes. job, nodes: in Slurm's notation. Fields are empty if
+    Slurm does not answer."""
     state = re.search(r"\bJobState=(\w+)", _output_of("scontrol", "show", "job", "--oneliner", job))
     # Slurm marks a node that does not answer with *.
     listed = _output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t").splitlines()
@@ -320,10 +321,10 @@ def _output_of(*command: str) -> str:
 
 
 def main() -> None:
-    """Runs the command above."""
+    """Runs the command of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--processes", type=int, required=True, help="of the whole job")
+    parser.add_argument("--processes", type=int, required=True, help="number of processes of the job")
     parser.add_argument(
         "--ended-by-slurm", action="store_true", help="Slurm has sent SIGTERM to the job's script"
     )

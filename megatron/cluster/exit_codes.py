@@ -1,4 +1,4 @@
-"""The end of a process: an error is written to the rank's report and becomes an exit code. Needs no torch."""
+"""Ends a process: writes its error to the rank's report and sets the exit code. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.cluster.exit_status import (
     sentence_of,
 )
 from megatron.cluster.launch import has_torch_launcher
-from megatron.cluster.node_diagnosis import conclude, end_rank
+from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
 from megatron.cluster.rank_reports import RankReport
 from megatron.errors import UserError
 
 
 class RunStopped(Exception):
-    """The run must stop although its flags are valid; the message is one sentence. Raised on all ranks, or,
-    with on_all_ranks=False, only on the rank that found the cause."""
+    """Raised if the run must stop although its flags are valid; the message is one sentence. All ranks raise
+    it; with on_all_ranks=False only the rank that found the cause."""
 
     exit_code = FAILURE_EXIT_CODE
 
@@ -36,7 +36,7 @@ class RunStopped(Exception):
 
 
 class RankStopped(RunStopped):
-    """One rank cannot continue, as without enough memory or on a full disk. A restart would fail again."""
+    """Raised if one rank cannot continue, for example on a full disk. A restart would fail again."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -52,10 +52,10 @@ class SharedUserError(UserError):
 def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Iterator[None]:
     """Ends this process if the block raises, and writes the error to the rank's report.
 
-    Exit code 2 for a UserError, that of the class for RunStopped, 130 for Ctrl-C, otherwise 1. The text of
-    UserError and RunStopped is one sentence, that of any other error its traceback and a sentence. The
-    diagnosis of the reports selects the text to print; a process without a report prints its own.
-    same_on_all_ranks: every rank raises the same errors in this block, as with flags.
+    The exit code is 2 for a UserError, `exit_code` for a RunStopped, 130 for Ctrl-C, and otherwise 1.
+    The text of UserError and RunStopped is one sentence; the text of any other error is its traceback and a
+    sentence. The diagnosis of the reports selects the text to print; a process without a report prints its
+    own text. same_on_all_ranks: all ranks raise equal errors in this block, for example about flags.
     """
     facts: dict[str, Any] = {"on_all_ranks": same_on_all_ranks}
     try:
@@ -70,12 +70,12 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         report.note(signal="SIGINT")
         end, text, code = ExitStatus.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE
     except Exception as error:
-        text = f"{traceback.format_exc()}error: {report.whose}: {sentence_of(error)}"
+        text = f"{traceback.format_exc()}error: {report.rank_and_node}: {sentence_of(error)}"
         end, code = ExitStatus.FAILED, FAILURE_EXIT_CODE
     else:
         return
-    # After a lost connection this rank is not the first, and torch's store may print stacks if it is gone
-    # too.
+    # After a lost connection this rank is not the first that failed. If the process that hosts torch's store
+    # has ended, the store may print stacks.
     if end is not ExitStatus.SIGNALLED and _is_distributed() and not is_lost_connection(text):
         facts["first_rank"] = _first_failed_rank(report.rank)
         facts["first"] = facts["first_rank"] == int(report.rank)
@@ -85,10 +85,10 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
 
 
 def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = os.environ) -> int:
-    """Returns the exit code of a run that ended without an error, and writes its end to the report. status:
-    FINISHED, REQUEUE, INTERRUPTED, or USER_ERROR for a dry run whose plan does not fit the device."""
+    """Returns the exit code of a run that ended without an error, and writes its status to the report.
+    status: FINISHED, REQUEUE, INTERRUPTED, or USER_ERROR for a dry run whose plan does not fit the device."""
     report.end(status)
-    conclude(report)
+    finish_rank_reports(report)
     codes = {
         ExitStatus.USER_ERROR: USER_ERROR_EXIT_CODE,
         ExitStatus.INTERRUPTED: INTERRUPTED_EXIT_CODE,
@@ -111,7 +111,7 @@ def _is_distributed() -> bool:
 
 
 def _first_failed_rank(rank: str) -> int:
-    """The first rank of the run that failed, from the run's store."""
+    """The first rank of the run that failed, from the rendezvous store."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     try:

@@ -1,9 +1,9 @@
 """Rank and world size of this process, from the variables of torch's launcher or of srun.
 
 A launcher (torchrun, torch.distributed.launch) sets torch's variables (RANK, WORLD_SIZE, ...). Under plain
-`srun python pretrain_gpt.py`, with one task per process, they are derived from Slurm's. Contradictory
-variables are a UserError before any process waits for others. The functions take the environment as an
-argument. Needs no torch.
+`srun python pretrain_gpt.py`, with one task per process, they are derived from Slurm's variables. Variables
+that contradict each other raise UserError before any process waits for others. The functions take the
+environment as an argument. Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from contextlib import contextmanager
 
 from megatron.errors import UserError, one_line
 
-# The port follows from the job id, so that two jobs on one node use different ports. The range lies below the
-# ephemeral ports of Linux. examples/slurm/common.sh uses the same formula.
+# MASTER_PORT is computed from the job id, so that two jobs on one node use different ports. The range lies
+# below the ephemeral ports of Linux. examples/slurm/common.sh contains this formula, too.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 _LAST_PORT = 65_535
-# More processes than in any run: a typo. Lists of all ranks then take much time and memory.
+# A larger number is a typo, for which lists of all ranks would take much time and memory.
 MAX_PROCESSES = 100_000
-# The variables that torch's launcher sets. Empty ones count as unset.
+# The variables that torch's launcher sets. Empty variables count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The number of processes that MPI's launcher has started, and the variables with their ranks.
+# Variable with the number of processes that mpirun has started -> variables with the rank of a process.
 _MPI_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "$OMPI_COMM_WORLD_RANK and $OMPI_COMM_WORLD_LOCAL_RANK",
     "PMI_SIZE": "$PMI_RANK and $MPI_LOCALRANKID",
@@ -44,12 +44,12 @@ def world_size_of(env: Mapping[str, str]) -> int:
 
 
 def decimal_number(text: str) -> int | None:
-    """A number as launchers write it; None for anything else, as a superscript or thousands of digits."""
+    """Returns the number if it has at most 18 ASCII digits, as launchers write it; otherwise None."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def local_world_size_of(env: Mapping[str, str]) -> int | None:
-    """The number of processes of this start on this node; None if the environment does not contain it."""
+    """The number of this run's processes on this node; None if the environment does not contain it."""
     if (size := decimal_number(env.get("LOCAL_WORLD_SIZE", ""))) is not None:
         return size
     # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
@@ -62,7 +62,7 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
 
 
 def node_rank_of(env: Mapping[str, str]) -> int | None:
-    """The number of this node among those of the run; None if the environment does not contain it."""
+    """The index of this node among the nodes of the run; None if the environment does not contain it."""
     number = ""
     if has_torch_launcher(env):
         number = env.get("GROUP_RANK", "")
@@ -83,7 +83,7 @@ def has_torch_launcher(env: Mapping[str, str]) -> bool:
 
 @contextmanager
 def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables of this process's environment, for processes that are started in the block."""
+    """Sets environment variables of this process within the block; processes started in it inherit them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -97,7 +97,7 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets torch's variables in a task of srun, see `torch_variables`. Deletes empty ones."""
+    """Sets torch's variables in a task of srun, see `torch_variables`. Deletes empty variables of torch."""
     for name in TORCH_VARIABLES:
         if env.get(name) == "":
             del env[name]
@@ -122,7 +122,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process. A batch script has task variables too, but no step id."""
+    """Whether srun started this process. A batch script also has task variables, but no step id."""
     return "SLURM_STEP_ID" in env
 
 
@@ -130,8 +130,8 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
     world_size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
     if not 1 <= world_size <= MAX_PROCESSES:
         raise UserError(
-            f"WORLD_SIZE is {world_size}: expected the number of processes, 1 or more (at most "
-            f"{MAX_PROCESSES:,}); unset RANK and WORLD_SIZE, or correct the script that sets them"
+            f"WORLD_SIZE is {world_size}: expected a number of processes from 1 to {MAX_PROCESSES:,}; unset "
+            "RANK and WORLD_SIZE, or correct the script that sets them"
         )
     if not 0 <= rank < world_size:
         raise UserError(
@@ -146,7 +146,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
         if local_rank >= local_size or local_size > world_size:
             raise UserError(
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
-                "contradict each other: unset those that your script exports, the launcher sets all three"
+                "contradict each other: unset the ones that your script exports, the launcher sets all three"
             )
 
 
@@ -154,13 +154,13 @@ def _check_port(env: Mapping[str, str]) -> None:
     port = _number(env, "MASTER_PORT")
     if not 1 <= port <= _LAST_PORT:
         raise UserError(
-            f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, the "
-            "same on all nodes"
+            f"the environment variable MASTER_PORT is {port}: expected a port from 1 to {_LAST_PORT}, equal "
+            "on all nodes"
         )
 
 
 def _check_against_slurm(env: Mapping[str, str]) -> None:
-    """Torch's variables inside a step: the tasks of srun must be the launchers or the processes."""
+    """Raises UserError if srun's tasks are neither the launchers nor the processes of torch's variables."""
     if not _in_step(env) or "SLURM_NTASKS" not in env:
         return
     tasks = _number(env, "SLURM_NTASKS")
@@ -168,14 +168,14 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
         _check_processes(env, tasks)
         return
     launchers = _number(env, "GROUP_WORLD_SIZE")
-    if tasks in (launchers, 1):  # one step for all launchers, or one for each
+    if tasks in (launchers, 1):  # one step starts all launchers, or each launcher has a step
         return
     nodes = _number(env, "SLURM_NNODES") if "SLURM_NNODES" in env else launchers
     started = f"srun started {tasks} launchers on {nodes} node(s), and each expects {launchers} (--nnodes)"
     if tasks > nodes:
         raise UserError(
-            f"{started}: start one launcher per node (srun --ntasks-per-node=1), which starts "
-            "a process per GPU"
+            f"{started}: start one launcher per node (srun --ntasks-per-node=1), which then starts one "
+            "process per GPU"
         )
     if launchers == 1:
         raise UserError(
@@ -186,10 +186,10 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
 
 
 def _check_mpi(env: Mapping[str, str]) -> None:
-    """Processes of mpirun without torch's variables: each would train alone, as a run of one process."""
+    """Raises UserError for mpirun without torch's variables: each process would be a run of its own."""
     tasks = env.get("SLURM_NTASKS", "1") if _in_step(env) else "1"
     for name, names_of_ranks in _MPI_VARIABLES.items():
-        # srun may set MPI's variables, too: then its own are used.
+        # srun may set MPI's variables, too: then Slurm's variables are used.
         if env.get(name, "1") not in ("1", tasks):
             raise UserError(
                 f"{name} is {env[name]}, and RANK and WORLD_SIZE are not set: mpirun started processes "
@@ -200,7 +200,7 @@ def _check_mpi(env: Mapping[str, str]) -> None:
 
 
 def _check_processes(env: Mapping[str, str], tasks: int) -> None:
-    """Torch's variables without a launcher: the tasks of srun must be the processes."""
+    """Raises UserError if srun's tasks are not the processes of torch's variables, without a launcher."""
     rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if world_size != tasks:
         raise UserError(
@@ -220,7 +220,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
         raise UserError(
             f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NTASKS {tasks} contradict each "
-            "other: unset those that your script exports, srun sets all three"
+            "other: unset the ones that your script exports, srun sets all three"
         )
     found = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": str(local_rank)}
     if "MASTER_ADDR" not in env:
@@ -240,7 +240,7 @@ def port_of_job(job_id: int) -> int:
 
 def first_host(hosts: str) -> str:
     """The first host of Slurm's compressed list: "n[003-005,9],m1" -> "n003"."""
-    # A comma inside brackets separates numbers, outside it separates hosts.
+    # A comma inside brackets separates numbers; outside of brackets it separates hosts.
     first = re.split(r",(?![^\[]*\])", hosts)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
@@ -270,14 +270,14 @@ def node_address(node: str) -> str:
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         raise UserError(
-            f"the environment variable {name} is missing beside {_beside(env)}: a launcher or srun sets all "
-            "of them; start the program with one of the two, or unset those that your script exports"
+            f"the environment variable {name} is missing in an environment with {_format_rank_variables(env)}"
+            ": start the program with a launcher or srun, or unset the ones that your script exports"
         )
     return env[name]
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    # Negative numbers are rejected later, with what is expected.
+    # The caller rejects negative numbers with an error that names the expected range.
     number = decimal_number(_text(env, name).removeprefix("-"))
     if number is None:
         raise UserError(
@@ -287,6 +287,6 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return -number if env[name].startswith("-") else number
 
 
-def _beside(env: Mapping[str, str]) -> str:
+def _format_rank_variables(env: Mapping[str, str]) -> str:
     names = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)] or ["SLURM_STEP_ID"]
     return " and ".join(f"{name}={one_line(env[name], 40)}" for name in names)

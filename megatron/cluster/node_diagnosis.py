@@ -1,8 +1,8 @@
 """Diagnosis of a run with temporary rank reports: one process per node prints it when the ranks have ended.
 
 The first rank of a node that does not finish is responsible. Under torch's launcher it starts this module as
-a detached process, which waits until the launcher has exited, so that the cause is the last line of the log,
-after the launcher's traceback. Without a launcher, or in a step of Slurm, which kills detached processes, the
+a detached process, which waits until the launcher has exited. So the cause is the last line of the log, after
+the launcher's traceback. Without a launcher, and in a Slurm step (where Slurm kills detached processes), the
 diagnosis is printed as soon as the ranks of the node have ended. Needs no torch.
 """
 
@@ -34,30 +34,30 @@ from megatron.files import open_own
 _MAX_WAIT_FOR_LAUNCHER_S = 90.0
 # A rank without a launcher waits this long for the other ranks of its node.
 _MAX_WAIT_FOR_RANKS_S = 20.0
-# If it does not know how many ranks its node has, it waits this long for reports of all ranks of the run.
+# If a rank does not know how many ranks its node has, it waits this long for the reports of all ranks.
 _MAX_WAIT_FOR_REPORTS_S = 5.0
 _POLL_INTERVAL_S = 0.01
 _ELSEWHERE = "the cause may be on another node, or a rank that was started from another shell: see its error"
 _CLAIM_FILE = "diagnosis"
-# The detached process outlives them.
+# Signals that must not end the detached process.
 _IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def end_rank(report: RankReport, end: ExitStatus, text: str, **facts: Any) -> None:
-    """Writes how this rank ends to its report, from which the diagnosis selects what is printed. Without a
-    report prints the text."""
+    """Writes how this rank ends to its report; the diagnosis of the reports selects what is printed. Prints
+    the text if there is no report."""
     if report.end(end, text, **facts):
-        conclude(report)
+        finish_rank_reports(report)
     else:
         print(printable(text), file=sys.stderr, flush=True)
 
 
-def conclude(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
-    """Every rank calls this after `report.end`. Starts or prints the diagnosis, or deletes the reports of a
-    run that ended well. Does nothing with RANK_REPORTS."""
+def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
+    """Starts or prints the diagnosis, or deletes the reports of a run that ended well. Does nothing with
+    RANK_REPORTS. Every rank calls it after `report.end`."""
     if not (report.is_temporary and report.is_enabled):
         return
-    with suppress(OSError), report.conclusion:
+    with suppress(OSError), report.diagnosis_lock:
         if not _is_responsible(report):
             return
         assert report.folder is not None
@@ -69,8 +69,8 @@ def conclude(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
 
 
 def _is_responsible(report: RankReport) -> bool:
-    """Whether this rank, which has ended, is the first of the node that did not finish. The last of a run
-    that ended well deletes the folder."""
+    """Whether this rank, which has ended, is the first rank of the node that did not finish. The last rank
+    of a run that ended well deletes the folder."""
     assert report.folder is not None
     with report.folder_lock():
         claim = report.folder / _CLAIM_FILE
@@ -96,10 +96,10 @@ def _wait_for_ranks(report: RankReport, env: Mapping[str, str]) -> None:
     folder, expected = report.folder, local_world_size_of(env)
 
     def all_reported() -> bool:
-        return report.hurry.is_set() or len(read_reports(folder)) >= (expected or world_size_of(env))
+        return report.stop_waiting.is_set() or len(read_reports(folder)) >= (expected or world_size_of(env))
 
     def all_ended() -> bool:
-        return report.hurry.is_set() or not _running(folder)
+        return report.stop_waiting.is_set() or not _running(folder)
 
     _wait(all_reported, _MAX_WAIT_FOR_RANKS_S if expected else _MAX_WAIT_FOR_REPORTS_S)
     _wait(all_ended, _MAX_WAIT_FOR_RANKS_S)
@@ -112,14 +112,14 @@ def _wait(condition: Callable[[], bool], max_s: float) -> None:
 
 
 def _num_processes(env: Mapping[str, str]) -> int:
-    """The number of processes whose reports must be in the folder: 0 if the run has other nodes."""
+    """The number of processes of the run if all of them write to the folder; 0 if the run has other nodes."""
     world_size = world_size_of(env)
     return world_size if local_world_size_of(env) == world_size else 0
 
 
 def _prints_errors_of_all(env: Mapping[str, str]) -> bool:
-    """Whether this node prints an error of all ranks: the first node, or each if the nodes have no
-    numbers. The reports do not decide: rank 0 may have been ended before it opened its report."""
+    """Whether this node prints an error that all ranks report: the first node, or every node if nodes have
+    no numbers. Rank 0's report is no criterion: rank 0 may have ended before it opened the report."""
     return _num_processes(env) > 0 or node_rank_of(env) in (0, None)
 
 
@@ -129,7 +129,7 @@ def print_diagnosis(folder: Path, processes: int, prints_errors_of_all: bool = T
     reports = read_reports(folder)
     for report in reports:
         if "end" not in report and is_running(report["pid"]):
-            report["end"] = ExitStatus.ABORTED  # it was not waited for any longer
+            report["end"] = ExitStatus.ABORTED  # the wait for this rank has timed out
     diagnosis = diagnose(reports, processes or len(reports))
     if not processes:
         diagnosis = _without_lost_connections(diagnosis)
@@ -142,7 +142,7 @@ def print_diagnosis(folder: Path, processes: int, prints_errors_of_all: bool = T
 
 
 def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:
-    """On one of several nodes: an error that another node has caused, without its traceback."""
+    """Returns a diagnosis without the traceback of a lost connection, which another node has caused."""
     *_, error = diagnosis.text.splitlines() or [""]
     is_failure = diagnosis.cause is not None and diagnosis.cause["end"] == ExitStatus.FAILED
     if not (is_failure and is_lost_connection(error)):
@@ -151,8 +151,8 @@ def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _is_printed_elsewhere(diagnosis: Diagnosis, local_ranks: set[int], prints_errors_of_all: bool) -> bool:
-    """Whether another of several nodes prints the cause: an error of all ranks is printed by the first node,
-    and the error of the rank that failed first by its node. That rank has a report."""
+    """Whether another node prints the cause. The first node prints an error of all ranks; otherwise the node
+    of the rank that failed first prints its error."""
     cause = diagnosis.cause or {}
     if cause.get("on_all_ranks"):
         return not prints_errors_of_all
@@ -161,8 +161,8 @@ def _is_printed_elsewhere(diagnosis: Diagnosis, local_ranks: set[int], prints_er
 
 def _start_detached(folder: Path, env: Mapping[str, str]) -> None:
     launcher = os.getppid()
-    # The launcher starts the processes again; as the init process of a container it ends all others; a step
-    # of Slurm ends with it. Then the diagnosis must not wait for the launcher.
+    # The diagnosis must not wait for a launcher that starts the processes again, that is the init process of
+    # a container (all processes end with it), or that runs in a Slurm step, which ends with it.
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(
         env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     )
@@ -193,7 +193,7 @@ def _popen_diagnosis(folder: Path, env: Mapping[str, str], launcher: int) -> Non
 
 
 def main() -> None:
-    """The detached process."""
+    """Runs the detached process."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, required=True)
     parser.add_argument(
-        "--launcher", type=int, required=True, help="process to wait for; 0: only for the ranks"
+        "--launcher", type=int, required=True, help="process to wait for; 0: wait only for the ranks"
     )
     parser.add_argument(
         "--errors-of-all-elsewhere",

@@ -1,5 +1,5 @@
 """Processes of this node: their limits, whether they run, what they use, and a temporary folder that the
-processes of one start share."""
+processes of one launch share."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pathlib import Path
 from megatron.cluster.launch import has_torch_launcher
 from megatron.errors import UserError
 
-# A process of a run has about 60 files and sockets, with many ranks on its node some hundreds.
+# A process of a run opens about 60 files and sockets; with many ranks on its node, some hundreds.
 LEAST_OPEN_FILES = 256
-# torch and DeepSpeed alone take 0.8 GiB; a small model trains on a CPU with 2.5 GB.
+# Importing torch and DeepSpeed takes 0.8 GiB; a small model trains on a CPU with 2.5 GB.
 LEAST_ADDRESS_SPACE_BYTES = 2 << 30
 
 
 def check_limits() -> None:
-    """Raises UserError if this process may open too few files, or use too little memory, for a run (ulimit).
-    Raises the soft limit of open files to the hard one if it is too low. Call it before anything else:
-    libraries report the exhaustion of a limit as another error, or wait."""
+    """Raises UserError if ulimit allows this process too few open files, or too little memory, for a run. A
+    soft limit of open files that is too low is set to the hard limit. Must be called first: libraries report
+    an exhausted limit as an unrelated error, or wait forever."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < LEAST_OPEN_FILES:
         raise UserError(
-            f"ulimit -Hn {hard}: a process may open {hard} files, expected {LEAST_OPEN_FILES} at least: "
-            "start in a shell with a higher limit"
+            f"ulimit -Hn {hard}: a process may open {hard} files. Expected at least {LEAST_OPEN_FILES}: "
+            "start the run in a shell with a higher limit"
         )
     if 0 <= limit < LEAST_OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= space < LEAST_ADDRESS_SPACE_BYTES:
         raise UserError(
-            f"ulimit -v {space // 1024}: a process may use {space / 2**30:.1f} GiB of virtual memory, "
-            f"expected {LEAST_ADDRESS_SPACE_BYTES / 2**30:.0f} GiB at least: raise the limit with ulimit -v "
+            f"ulimit -v {space // 1024}: a process may use {space / 2**30:.1f} GiB of virtual memory. "
+            f"Expected at least {LEAST_ADDRESS_SPACE_BYTES / 2**30:.0f} GiB: raise the limit with ulimit -v "
             "unlimited"
         )
 
@@ -59,7 +59,7 @@ def process_state(pid: int) -> str:
 
 
 def io_bytes() -> int:
-    """Bytes that this process has read and written, files and sockets; 0 if the system does not count
+    """Bytes that this process has read and written, in files and sockets; 0 if the system does not count
     them."""
     try:
         with open("/proc/self/io") as file:
@@ -69,8 +69,8 @@ def io_bytes() -> int:
 
 
 def status_bytes(field: str) -> int:
-    """A size in /proc/self/status, for example VmRSS or VmHWM. Without that file the peak resident memory,
-    which macOS gives in bytes and other systems in KiB."""
+    """Returns a size in /proc/self/status, for example VmRSS or VmHWM, in bytes. Systems without that file
+    give only the peak resident memory: macOS in bytes, others in KiB."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -80,7 +80,7 @@ def status_bytes(field: str) -> int:
 
 
 def _process_fields(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the third, the state, on."""
+    """The fields of /proc/<pid>/stat without the first two (process id and name); [] if it is unreadable."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -89,20 +89,20 @@ def _process_fields(pid: int) -> list[str]:
 
 
 def started_by_living_launcher(folder: Path) -> bool:
-    """Whether the launcher, or shell, in the name of a folder of `shared_temporary_folder` still runs."""
+    """Whether the launcher or shell that started the ranks of a `shared_temporary_folder` still runs."""
     pid, _, rest = folder.name.partition("-")
     fields = _process_fields(int(pid)) if pid.isdigit() else []
     return len(fields) > 19 and fields[19] == rest.partition("-")[0]
 
 
 def earlier_folders(folder: Path) -> list[Path]:
-    """The folders of other starts on this node, by processes that this one can see."""
+    """The shared folders of other launches on this node, by processes that this process can see."""
     suffix = folder.name[folder.name.rindex("-") :]
     return [path for path in folder.parent.iterdir() if path.name.endswith(suffix) and path != folder]
 
 
 def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
-    """A folder that the ranks of one start share on this node; None if it cannot be created."""
+    """A folder that the ranks of one launch share on this node; None if it cannot be created."""
     base = private_temporary_folder()
     return None if base is None else str(base / f"{_start_key(env)}-{_pid_namespace()}@{node}")
 
@@ -122,12 +122,12 @@ def private_temporary_folder() -> Path | None:
 
 
 def _start_key(env: Mapping[str, str]) -> str:
-    """A name that is the same in all processes of one start on this node, and different for other starts."""
+    """Returns a name that all processes of one launch on this node share; other launches have other names."""
     if "SLURM_STEP_ID" in env and not has_torch_launcher(env):
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    # The launcher, or the session of the shell that has started all processes: by hand each may have a parent
-    # of its own (timeout, numactl). Process ids are reused, so the start time too.
+    # The launcher, or the session of the shell. Processes that are started by hand may each have a parent
+    # (timeout, numactl). Process ids are reused, so the start time is a part of the name.
     starter = os.getppid() if has_torch_launcher(env) else os.getsid(0)
     fields = _process_fields(starter)
     started = fields[19] if len(fields) > 19 else "0"

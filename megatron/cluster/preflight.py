@@ -1,9 +1,9 @@
 """Preflight: checks that all nodes have the same versions, free memory and files, and times an all-reduce.
 
-Takes seconds, before a run of several processes. Differences are printed as a table that names the nodes. If
-there are none, the log gets one sentence. With --network-figures an all-reduce within each node is timed too,
-and both rates are written to a file that a dry run with --gpu reads. They are what one all-reduce reaches; a
-plan takes nothing off them.
+It takes seconds, before a run of several processes. Differences are printed as a table that names the nodes.
+Without differences the log gets one sentence. With --network-figures an all-reduce within each node is also
+timed, and both rates are written to a file that a dry run with --gpu reads. The rates are measured with one
+all-reduce at a time, and a plan does not reduce them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.mpu.world import of_all_ranks, of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.
@@ -47,9 +47,9 @@ _TIMED_CALLS = 3
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The facts of one rank. versions: by name. free_share: free share of the device's memory, None on a CPU.
-    folder_problems: see `check_shared_folders`. all_reduce_bytes_per_s: see `_measure_all_reduce`.
-    node_bytes_per_s: the same within the node, None if it was not measured."""
+    """The facts of one rank. versions: name -> version. data: fingerprint of the data as text. free_share:
+    free share of the device's memory, None on a CPU. folder_problems: see `check_shared_folders`.
+    all_reduce_bytes_per_s: see `_measure_all_reduce`. node_bytes_per_s: see `_measure_within_node`."""
 
     rank: int
     node: str
@@ -62,11 +62,11 @@ class RankInfo:
 
 
 def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength) -> list[str]:
-    """Returns sentences for the log; none with --no-preflight or for a single process. With --network-figures
-    rank 0 writes that file.
+    """Runs the preflight; returns sentences for the log. Returns none with --no-preflight or for a single
+    process. With --network-figures rank 0 writes that file.
 
     fingerprint: of the data as this rank sees it. Collective, after `init_distributed`. Raises UserError on
-    every rank, with the table of differences between nodes.
+    every rank, with a table of the differences, if nodes are inconsistent.
     """
     if config.training.no_preflight or dist.get_world_size() == 1:
         return []
@@ -81,13 +81,13 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
             _folders(config),
             dist.get_rank(),
             config.parallel.local_rank == 0,
-            of_rank_0(f"{os.getpid()}-{time.time_ns()}"),
+            broadcast_from_rank_0(f"{os.getpid()}-{time.time_ns()}"),
             dist.barrier,
         ),
         _measure_all_reduce(),
         None if config.parallel.network_figures is None else _measure_within_node(),
     )
-    facts = of_all_ranks(own)
+    facts = gather_from_all_ranks(own)
     if differences := find_differences(facts):
         raise UserError(
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
@@ -103,15 +103,15 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
 
 
 def check_kernels(required: bool) -> list[str]:
-    """Returns a sentence for the log if a rank cannot run the Triton kernels on its device: then all ranks
-    compute with PyTorch, so that replicas stay equal. Collective, after `init_distributed`.
+    """Selects PyTorch's operations on all ranks, and returns a sentence for the log, if a rank cannot run the
+    Triton kernels on its device: replicas stay equal. Collective, after `init_distributed`.
 
-    required: --require-kernels. Raises SharedUserError on every rank if one cannot run them.
+    required: --require-kernels: raises SharedUserError on every rank instead.
     """
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator().device_name()
-    reasons = of_all_ranks((node_name(os.environ), reason_against_kernels(device)))
+    reasons = gather_from_all_ranks((node_name(os.environ), reason_against_kernels(device)))
     rank, node, reason = next(
         ((rank, node, reason) for rank, (node, reason) in enumerate(reasons) if reason), (0, "", None)
     )
@@ -129,7 +129,7 @@ def check_kernels(required: bool) -> list[str]:
 
 
 def describe(facts: Sequence[RankInfo]) -> str:
-    """The sentence for consistent nodes."""
+    """The sentence in the log for consistent nodes."""
     nodes = {fact.node for fact in facts}
     versions = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
     slowest = min(facts, key=lambda fact: fact.all_reduce_bytes_per_s)
@@ -142,7 +142,7 @@ def describe(facts: Sequence[RankInfo]) -> str:
 
 
 def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
-    """(node, what, found) for every fact that differs from most nodes."""
+    """Returns (node, what, found) for every fact that differs from most nodes."""
     rows: dict[tuple[str, str, str], None] = {}
     names = dict.fromkeys(name for fact in facts for name in fact.versions)
     for name in names:
@@ -165,7 +165,7 @@ def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
 
 
 def differences_table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """An aligned table with a heading."""
+    """The rows of `find_differences` as an aligned table with a heading."""
     return textwrap.indent(format_table([("node", "what", "found"), *rows], left_align=(0, 1, 2)), "  ")
 
 
@@ -175,8 +175,8 @@ def check_shared_folders(
     """Returns the problems of folders that all nodes must share: name of the folder ('--save') -> problem.
 
     The first rank of each node creates a file in each folder and looks for the file of rank 0. leads_node:
-    whether this is the first rank of its node. token: the same on all ranks, different for each run.
-    Collective, by `barrier`.
+    whether this is the first rank of its node. token: equal on all ranks, different in each run. Collective:
+    all ranks call `barrier`.
     """
     problems = {}
     own = {name: Path(folder) / f".preflight-{token}-{rank}" for name, folder in folders.items()}
@@ -230,7 +230,7 @@ def _free_share() -> float | None:
 
 
 def network_figures(facts: Sequence[RankInfo], device: str, backend: str) -> NetworkFigures:
-    """The figures of the slowest node."""
+    """The network rates of the slowest node."""
     nodes = Counter(fact.node for fact in facts)
     within = [fact.node_bytes_per_s for fact in facts if fact.node_bytes_per_s is not None]
     between = min(fact.all_reduce_bytes_per_s for fact in facts) if len(nodes) > 1 else None
@@ -240,8 +240,8 @@ def network_figures(facts: Sequence[RankInfo], device: str, backend: str) -> Net
 
 
 def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
-    """On rank 0, the file of --network-figures. A sentence if it cannot be written: the run needs no such
-    file."""
+    """Writes the file of --network-figures on rank 0. Returns a sentence if it cannot be written: the run
+    continues without it."""
     path = config.parallel.network_figures
     if path is None or dist.get_rank() != 0:
         return []
@@ -254,14 +254,14 @@ def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
 
 
 def _measure_within_node() -> float | None:
-    """`_measure_all_reduce` within each node, all nodes at once; None on a node with one process.
-    Collective."""
-    names = of_all_ranks(node_name(os.environ))
+    """Returns the rate of `_measure_all_reduce` within this node, while all other nodes measure too; None on
+    a node with one process. Collective."""
+    names = gather_from_all_ranks(node_name(os.environ))
     own = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
     if len(own) == 1:
         dist.barrier()
         return None
-    # The other nodes take no part in making the group, which would take longer with every node.
+    # Other nodes do not take part in creating the group: the time would grow with the number of nodes.
     group = dist.new_group(own, use_local_synchronization=True)
     dist.barrier()
     found = _measure_all_reduce(group)
@@ -270,8 +270,8 @@ def _measure_within_node() -> float | None:
 
 
 def _measure_all_reduce(group: dist.ProcessGroup | None = None) -> float:
-    """Bytes per second that each node sends and receives during an all-reduce of one tensor over all ranks,
-    the median of some calls; with `group`, that each of its ranks sends and receives.
+    """Returns the bytes per second that each node sends and receives during an all-reduce of one tensor over
+    all ranks, the median of some calls. With `group`: the bytes per second of each of its ranks.
 
     In a ring of n ranks every rank sends 2 (n - 1) / n of the tensor, and one rank per node sends to the next
     node. Collective.
@@ -282,7 +282,7 @@ def _measure_all_reduce(group: dist.ProcessGroup | None = None) -> float:
     kind = "cpu" if accelerator.device_name() == "cpu" else "gpu"
     message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=accelerator.current_device_name())
     seconds = []
-    for _ in range(1 + _TIMED_CALLS):  # the first one opens the connections
+    for _ in range(1 + _TIMED_CALLS):  # the first call opens the connections
         dist.barrier(group)
         accelerator.synchronize()
         started = time.perf_counter()
@@ -299,11 +299,11 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class NetworkFigures:
-    """Rates in bytes per second and direction, of the slowest node.
+    """Rates of the slowest node, in bytes per second and direction.
 
-    node_size: processes of the smallest node. device: name of the devices. intra_bytes_per_s: per device,
-    all-reduces within each node at once; None with one process per node. inter_bytes_per_s: per node, an
-    all-reduce over all processes; None with one node.
+    node_size: processes of the smallest node. device: name of the devices. intra_bytes_per_s: per device, in
+    an all-reduce within each node, all nodes at once; None with one process per node. inter_bytes_per_s: per
+    node, in an all-reduce over all processes; None with one node.
     """
 
     nodes: int
@@ -326,7 +326,7 @@ class NetworkFigures:
                 raise ValueError(f"{name} is {rate!r}, expected bytes per second or null")
 
     def describe(self) -> str:
-        """One line for the plan."""
+        """Returns one line for the plan."""
         rates = {"per device within a node": self.intra_bytes_per_s, "per node": self.inter_bytes_per_s}
         shown = [f"{rate / _GB:.2f} GB/s {where}" for where, rate in rates.items() if rate is not None]
         return (
@@ -336,13 +336,13 @@ class NetworkFigures:
 
 
 def write_network_figures(path: str, figures: NetworkFigures) -> None:
-    """OSError if the file cannot be written."""
+    """Writes the file of --network-figures. Raises OSError if it cannot be written."""
     write_json(Path(path), {"kind": _KIND, **asdict(figures)})
 
 
 def read_network_figures(config: Config) -> NetworkFigures | None:
-    """The figures of --network-figures; None without the flag. UserError for a file that does not exist,
-    is damaged, or was not written by a run."""
+    """Reads the file of --network-figures; returns None without the flag. Raises UserError for a file that
+    does not exist, is damaged, or was not written by a run."""
     path = config.parallel.network_figures
     if path is None:
         return None

@@ -1,9 +1,9 @@
-"""Shows the other processes of a run that this one prepares and has not stopped.
+"""Reports the progress of a process that prepares the run to the other processes, which wait for it.
 
-Before a process connects (see `rendezvous`), it imports libraries, verifies data, and as rank 0 computes the
-data report and selects the checkpoint. --start-timeout limits the time without progress, not this work. So
-rank 0 starts the store first, and each rank counts its progress there. Work uses the CPU, or reads and
-writes; a process that does neither has stopped. Only Python's start and the import of torch come before.
+Before a process connects (see `rendezvous`), it imports libraries and verifies data; rank 0 also computes the
+data report and selects the checkpoint. --start-timeout limits the time without progress, not the duration of
+this work. So rank 0 starts the store first, and each rank counts its progress in the store. A process makes
+progress if it uses the CPU, or reads or writes. Only the start of Python and the import of torch precede it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.config import Config
 from megatron.errors import UserError
 
 _INTERVAL_S = 5.0
-# Progress per interval: a share of CPU time, or bytes. The threads of an idle process use less.
+# Least progress per interval: a share of CPU time, or bytes. The threads of an idle process use less.
 _MIN_CPU_SHARE = 0.02
 _MIN_BYTES = 2**20
 
@@ -33,7 +33,7 @@ class Preparation:
     """Counts the progress of this process in the store, in a thread, until `end` or the end of the block.
     Does nothing for a single process and for a dry run.
 
-    The block must last until the process has connected: the store of rank 0 lives as long as this object.
+    The block must last until the process has connected, since this object keeps the store of rank 0 alive.
     """
 
     def __init__(self, config: Config, env: Mapping[str, str] = os.environ) -> None:
@@ -58,7 +58,7 @@ class Preparation:
         self.end()
 
     def end(self) -> None:
-        """Call it before the process connects: waiting uses the CPU but is not progress."""
+        """Stops counting. Must be called before the process connects: waiting uses the CPU too."""
         self._ended.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The default process group of a run, on the device that DeepSpeed's accelerator finds."""
+"""Connects the processes of a run and creates their default process group, on DeepSpeed's accelerator."""
 
 import logging
 import os
@@ -16,19 +16,19 @@ from megatron.errors import UserError
 # DeepSpeed logs this in every process without a GPU; the run report already names the device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
 
-# Ranks may wait long for the one that builds index files, or that writes a checkpoint. The watchdog finds
-# hangs.
+# Timeout of collectives. Ranks may wait long for the rank that builds index files or writes a checkpoint; the
+# watchdog detects hangs.
 _MAX_WAIT = timedelta(hours=2)
 
 
 def is_main_process() -> bool:
-    """Whether this is global rank 0, by the launcher's variables. Needs no process group."""
+    """Whether this is global rank 0 according to the launcher's variables. Needs no process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def configure_logging(logging_config: LoggingConfig) -> None:
-    """Applies --log-level (global rank 0) and --log-level-replica (others). Call it before the import of
-    DeepSpeed, which logs."""
+    """Applies --log-level (on global rank 0) and --log-level-replica (on other ranks). Must be called before
+    the import of DeepSpeed, which logs."""
     name = logging_config.log_level if is_main_process() else logging_config.log_level_replica
     level = getattr(logging, name.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -48,8 +48,8 @@ def connect(config: Config) -> dist.Store:
     """Waits until all processes of the run have connected; returns their store. Selects the device.
 
     Reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A process that
-    was started without a launcher has world size 1. Raises UserError for a backend that the device does not
-    support, and the errors of `rendezvous.connect_processes`.
+    was started without a launcher has world size 1. Raises the errors of `rendezvous.connect_processes`, and
+    UserError for a backend that the device does not support.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -63,7 +63,7 @@ def connect(config: Config) -> dist.Store:
     address = Address.from_environment()
     device = choose_device(max(accelerator.device_count(), 1))
     store = connect_processes(address, config, device_id(accelerator, device))
-    # NCCL exchanges its ids through the store: a rank may arrive there late, as at a collective.
+    # NCCL exchanges its ids through the store: a rank may be as late for this as for a collective.
     store.set_timeout(_MAX_WAIT)
     return store
 
@@ -91,7 +91,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     store = connect(config) if store is None else store
     disable_shm_comm_jit()
     set_default_group_timeout(_MAX_WAIT)
-    set_max_connections(config.parallel)  # pretrain_gpt.py has done it earlier, benchmarks have not
+    set_max_connections(config.parallel)  # pretrain_gpt.py has already called it, benchmarks have not
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     backend = config.parallel.distributed_backend or accelerator.communication_backend_name()
@@ -105,7 +105,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
 
 
 def device_notes(config: Config) -> list[str]:
-    """One sentence for each flag or variable that has no effect on this device, or a bad one."""
+    """Returns a sentence for each flag without effect on this device, and for a variable that slows it."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":

@@ -1,11 +1,11 @@
 """Rank reports: one small file per rank that records how the rank ended.
 
-Every rank of a run with several processes writes `rank-<N>.json`: node, process, stage, iteration and how it
-ended. `megatron.cluster.diagnosis` reads the files and names the first cause of a failure. The report of a
-rank that was killed has no end.
+Every rank of a run with several processes writes `rank-<N>.json`: node, process, stage, iteration and exit
+status. `megatron.cluster.diagnosis` reads the files and names the first cause of a failure. The report of a
+rank that was killed has no exit status.
 
-The environment variable RANK_REPORTS names the folder (examples/slurm/common.sh sets it); then the caller
-runs the diagnosis. Without it, the ranks of a node share a temporary folder, and one of them starts the
+The environment variable RANK_REPORTS names the folder, and whoever sets it (examples/slurm/common.sh) runs
+the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them starts the
 diagnosis, see `megatron.cluster.node_diagnosis`. Needs no torch.
 """
 
@@ -37,17 +37,17 @@ from megatron.errors import UserError, printable
 from megatron.files import Check, is_count, is_text, list_of, open_own, open_regular, read_json
 
 FOLDER_VARIABLE = "RANK_REPORTS"
-# Reserved on the disk at the start, so that a rank can report a full disk.
+# Size of a report. It is reserved on the disk at the start, so that a rank can report a full disk.
 _REPORT_BYTES = 16_384
-# Longer than a diagnosis waits.
+# Age of a folder that no diagnosis reads any longer.
 _DEAD_AFTER_S = 600.0
-# Of a hundred threads with a hundred frames each.
+# Enough for a hundred threads with a hundred frames each.
 _MAX_STACKS_BYTES = 1 << 20
-STOP_REQUEST_FILE = "leave"
+STOP_REQUEST_FILE = "stop_requested"
 FAILED_FILE = "failed"
 
 
-# Ends that are not the failure of the rank itself.
+# Exit statuses of ranks that have not failed themselves.
 _WITHOUT_FAILURE = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED, ExitStatus.SIGNALLED}
 
 
@@ -55,15 +55,15 @@ class RankReport:
     """The report of this rank. Thread-safe. Only the first `end` is kept."""
 
     def __init__(self, folder: str | None, rank: str, host: str = "", *, is_temporary: bool = False) -> None:
-        """folder: None for no report. is_temporary: whether the ranks of this node share the folder, and
-        delete it at the end. Never raises: a run must not fail because of its reports."""
+        """Opens the report; never raises. folder: None for no report. is_temporary: whether the ranks of this
+        node share the folder, and delete it at the end."""
         self.rank = rank
         self.started_at = time.monotonic()
         self.folder = None if folder is None else Path(folder)
         self.is_temporary = is_temporary
-        self.hurry = threading.Event()
-        """Set on SIGTERM after `end`: the rank must not wait for others any longer."""
-        self.conclusion = threading.Lock()
+        self.stop_waiting = threading.Event()
+        """Set on SIGTERM after `end`: the rank must not wait for other ranks any longer."""
+        self.diagnosis_lock = threading.Lock()
         """Held while the diagnosis is started or printed: the process must not exit before."""
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -81,16 +81,16 @@ class RankReport:
         other = read_report(path)
         if other is not None and self.is_temporary:
             if other["pid"] != os.getpid() and is_running(other["pid"]):
-                return  # two processes with one RANK: this one has no report
-        # Python writes the signal and the stack of a crash in native code there.
+                return  # another process has this RANK: this process has no report
+        # If native code crashes, Python writes the signal and the stack to this file.
         self._stacks = open_own(path.with_suffix(".stacks"))
         faulthandler.enable(self._stacks)
         self._file = open_own(path)
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
-        """The report in the folder of RANK_REPORTS. Without it a temporary report; none for a single
-        process."""
+        """Opens the report in the folder that RANK_REPORTS names. Without the variable it is a temporary
+        report; a single process has none."""
         folder, rank, node = env.get(FOLDER_VARIABLE), rank_of(env), node_name(env)
         if folder or world_size_of(env) == 1:
             return cls(folder or None, rank, node)
@@ -101,7 +101,7 @@ class RankReport:
         return cls(shared, rank, node, is_temporary=True)
 
     @property
-    def whose(self) -> str:
+    def rank_and_node(self) -> str:
         """The rank and its node, for an error that is printed without the diagnosis."""
         return f"rank {self.rank} on {node_name(os.environ)}"
 
@@ -128,13 +128,12 @@ class RankReport:
             self._write()
 
     def set_iteration(self, iteration: int) -> None:
-        """Records that `iteration` steps are done. The file is written with the next fact, not at each
-        step."""
+        """Records that `iteration` steps are done. The next `note` or `end` writes it to the file."""
         self._facts["iteration"] = iteration
 
     def end(self, end: ExitStatus, text: str = "", **facts: Any) -> bool:
-        """Records how this rank ends. text: the error; its last line is the sentence. Returns False if the
-        file cannot be written."""
+        """Records how this rank ends. text: the error; its last line is the sentence that is printed.
+        Returns False if the file cannot be written."""
         with self._lock:
             if "end" not in self._facts:
                 self._mark_failed(end)
@@ -142,15 +141,15 @@ class RankReport:
             return self._write()
 
     def write_stacks(self) -> None:
-        """Writes the stacks of all threads to `rank-<N>.stacks`; without reports to stderr."""
+        """Writes the stacks of all threads to `rank-<N>.stacks`; without a report, to stderr."""
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(
                 sys.stderr if self._stacks is None else self._stacks, all_threads=True
             )
 
     def write_flight_record(self, record: bytes) -> None:
-        """Writes `flight-<N>` to the folder of RANK_REPORTS, which the job keeps. OSError if it cannot be
-        written."""
+        """Writes `flight-<N>` to the folder of RANK_REPORTS, which the job keeps. Raises OSError if the file
+        cannot be written."""
         if self.folder is not None and not self.is_temporary:
             with open(open_own(self.folder / f"flight-{self.rank}"), "wb") as file:
                 file.write(record)
@@ -163,7 +162,7 @@ class RankReport:
         ]
 
     def stop_requested(self) -> bool:
-        """Whether the job's script has requested to save and exit, by a file in the folder."""
+        """Whether the job's script has created the file in the folder that requests to save and exit."""
         return self.folder is not None and (self.folder / STOP_REQUEST_FILE).exists()
 
     def another_rank_failed(self) -> bool:
@@ -192,15 +191,15 @@ class RankReport:
         if self._file is None:
             return False
         try:
-            os.pwrite(self._file, _fitting(self._facts).ljust(_REPORT_BYTES), 0)
+            os.pwrite(self._file, _encoded(self._facts).ljust(_REPORT_BYTES), 0)
         except OSError:
             return False
         return True
 
 
 def remove_dead_folders(own: Path) -> None:
-    """Deletes the reports of earlier starts on this node whose launcher and ranks were all killed, so that
-    none was left to delete them. Folders that changed lately stay: a diagnosis may still read them."""
+    """Deletes the reports of earlier launches on this node whose launcher and ranks were all killed, so that
+    no rank could delete them. Folders that changed recently stay: a diagnosis may still read them."""
     for folder in earlier_folders(own):
         with suppress(OSError):  # another start deletes it, too
             changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -211,8 +210,8 @@ def remove_dead_folders(own: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _fitting(facts: dict[str, Any]) -> bytes:
-    """As JSON. A text that is too long is cut at its start."""
+def _encoded(facts: dict[str, Any]) -> bytes:
+    """Returns the facts as JSON of at most _REPORT_BYTES, with the start of a long text removed."""
     facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
     while len(encoded := json.dumps(facts).encode()) > _REPORT_BYTES:
         text = facts["text"]
@@ -221,13 +220,13 @@ def _fitting(facts: dict[str, Any]) -> bytes:
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports in a folder, sorted by rank, without those that cannot be read."""
+    """Returns the readable reports in a folder, sorted by rank."""
     reports = [report for path in folder.glob("rank-*.json") if (report := read_report(path)) is not None]
     return sorted(reports, key=lambda report: report["rank"])
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """A report with its stacks; None if it cannot be read, or is not what a rank writes."""
+    """Returns a report with its stacks; None if it cannot be read, or no rank wrote it."""
     try:
         report = read_json(path)
     except (OSError, ValueError, UserError):
@@ -244,7 +243,7 @@ def _is_number(value: Any) -> bool:
     return is_count(value, most=(1 << 31) - 1)
 
 
-# What the diagnosis reads. Facts that it does not read may have any value.
+# The types of the facts that the diagnosis reads. Other facts may have any value.
 _EXPECTED: dict[str, Check] = {
     **dict.fromkeys(("rank", "pid", "stage", "iteration", "saved_iteration", "first_rank"), _is_number),
     **dict.fromkeys(("host", "text", "signal", "place", "device", "waits_in", "load_to_resume"), is_text),
@@ -256,7 +255,7 @@ _EXPECTED: dict[str, Check] = {
 
 
 def _is_complete(report: dict[str, Any]) -> bool:
-    """Whether the facts are of the expected types, and those that always stand together are there."""
+    """Whether the facts have the expected types, and all facts that the diagnosis needs exist."""
     needed = {"rank", "pid", "host"}
     if "end" in report:
         needed |= {"text", "ended"}

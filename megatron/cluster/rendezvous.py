@@ -1,13 +1,13 @@
 """Rendezvous: the processes of a run connect to one store, and rank 0 compares their flags.
 
-torch's rendezvous waits silently and does not compare flags. Here rank 0 prints which ranks are missing, and
-the configurations are compared before any process group exists. Ranks with different flags would hang or
-train different models. The ranks wait until for --start-timeout seconds none has connected and none has made
-progress with its preparation, see `preparation`.
+torch's rendezvous waits silently and does not compare flags; ranks with different flags would hang or train
+different models. In this rendezvous rank 0 prints which ranks are missing, and compares the configurations
+before any process group exists. The ranks give up if, for --start-timeout seconds, no rank has connected or
+made progress with its preparation, see `preparation`.
 
-The store knows no passwords: whoever reaches the port can write to it, so a cluster's network must be
-trusted. Texts that come from it are shown as one printable line. Hundreds of idle connections make its
-answers slow, so no wait asks it a question per rank.
+The store has no passwords: whoever reaches the port can write to it, so the network of the cluster must be
+trusted. Texts from the store are printed as one printable line. The store answers slowly with hundreds of
+idle connections, so no wait sends one request per rank.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from megatron.errors import UserError, one_line
 # Time between two lines about missing ranks.
 _REPORT_INTERVAL_S = 30.0
 _POLL_INTERVAL_S = 0.05
-# Between two questions of a rank to rank 0's store, at most: 1,000 ranks then ask 2,000 times per second.
+# The longest interval between two requests of a rank to rank 0's store: 1,000 ranks send 2,000 per second.
 _MAX_KEY_INTERVAL_S = 0.5
 _CONNECT_TIMEOUT_S = 30.0
-# A name server may start late, but not later than this: then the name is wrong.
+# A name that a name server does not resolve within this time is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
 _INFORM_TIMEOUT_S = 5.0
-# A store answers at once, even if the process that hosts it computes.
+# A store answers at once, even while its process computes. A port without an answer until then is no store.
 _STORE_TIMEOUT_S = 30.0
-# Of a get or wait, as torch sets it by default.
+# Timeout of a get or wait of the store: torch's default.
 _OPERATION_TIMEOUT = timedelta(minutes=5)
 # Counts connected ranks, and progress of ranks that are not connected yet.
 PROGRESS_KEY = "progress"
 _CONNECTED_KEY, _PREPARING_KEY = "connected ranks", "preparing ranks"
-# Of a message that comes from the store.
+# Length limit of a text from the store.
 _MOST_CHARACTERS = 2000
 _MISSING_RANKS_SHOWN = 8
 _DIFFERENCES_SHOWN = 3
-# Differs between ranks by design.
+# Settings that differ between ranks by design.
 _PER_PROCESS_SETTINGS = {("parallel", "local_rank")}
 
 
 @dataclass(frozen=True)
 class Address:
-    """Rank of this process, and address of the store."""
+    """The rank of this process, and the address of the store."""
 
     rank: int
     world_size: int
@@ -74,7 +74,7 @@ class Address:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Address:
-        """From the variables that a launcher or `launch.init_from_slurm_env` has set."""
+        """Reads the variables that a launcher or `launch.init_from_slurm_env` has set."""
         rank, has_agent_store = int(env["RANK"]), _has_agent_store(env)
         return cls(
             rank,
@@ -94,13 +94,13 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 
     device: a name of this process's device, see `devices.device_id`.
 
-    Raises SharedUserError on every rank if flags differ between ranks or two processes have the same rank
-    or device, RunStopped on every rank if processes are missing and none has made progress for
-    --start-timeout seconds, and UserError for an address or a port that cannot be used.
+    Raises SharedUserError on every rank if flags differ between ranks, or if two processes have the same rank
+    or device. Raises RunStopped on every rank if processes are missing and no process has made progress for
+    --start-timeout seconds. Raises UserError for an address or a port that cannot be used.
     """
     timeout_s = config.parallel.start_timeout
     store = open_store(address, time.monotonic() + timeout_s)
-    _take_rank(store, address)
+    _claim_rank(store, address)
     store.set(f"node {address.rank}", node_name(os.environ))
     store.set(f"device {address.rank}", device)
     store.set(f"settings {address.rank}", json.dumps(_settings(config)))
@@ -127,8 +127,8 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait until
     --start-timeout. For use before `connect_processes`. Ranks that do not connect within some seconds are not
-    informed. A UserError of another rank is sent to rank 0, which informs all. An error that every rank
-    raises anyway is not sent."""
+    informed. A UserError of another rank is sent to rank 0, which informs all ranks. A SharedUserError is not
+    sent, since every rank raises it."""
     try:
         yield
     except SharedUserError:
@@ -147,10 +147,10 @@ def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
 
 
 def open_store(address: Address, deadline: float) -> dist.Store:
-    """The store of the run, which this process starts or waits for. Errors as `connect_processes`."""
+    """Starts the store of the run, or waits for it. Raises the errors of `connect_processes`."""
     _resolve(address)
-    # After a restart the launcher's store may still hold the keys of the last attempt. The launcher's id
-    # separates this launch from another one that was given the same port.
+    # After a restart the launcher's store may still hold the keys of the previous attempt. The launcher's id
+    # separates this launch from another launch with an equal port.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "") if _has_agent_store(os.environ) else ""
     return dist.PrefixStore(f"launch {launch} attempt {attempt}", _connect(address, deadline))
@@ -161,7 +161,7 @@ def _has_agent_store(env: Mapping[str, str]) -> bool:
 
 
 def mark_preparing(store: dist.Store, rank: int) -> None:
-    """Records that a rank, which has not connected yet, prepares the run."""
+    """Records that a rank prepares the run and has not connected yet."""
     store.append(_PREPARING_KEY, f"{rank} ")  # type: ignore[attr-defined]
 
 
@@ -172,11 +172,11 @@ def _ranks_in(store: dist.Store, key: str) -> set[int]:
 
 
 def _text(store: dist.Store, key: str) -> str:
-    """A value for a message."""
+    """Returns a value of the store as one printable line."""
     return one_line(store.get(key).decode(errors="replace"), _MOST_CHARACTERS)
 
 
-def _take_rank(store: dist.Store, address: Address) -> None:
+def _claim_rank(store: dist.Store, address: Address) -> None:
     """Raises UserError if another process already has this rank, and informs rank 0."""
     me = f"{node_name(os.environ)} {secrets.token_hex(8)}"
     first = store.compare_set(f"process {address.rank}", "", me).decode(errors="replace")
@@ -206,7 +206,7 @@ def _resolve(address: Address) -> None:
 
 
 def _connect(address: Address, deadline: float) -> dist.Store:
-    """The store of rank 0, or of the launcher's agent."""
+    """Returns the store of rank 0 or of the launcher's agent."""
     if address.hosts_store:
         try:
             return dist.TCPStore(
@@ -215,17 +215,17 @@ def _connect(address: Address, deadline: float) -> dist.Store:
         except dist.DistError as error:
             raise UserError(
                 f"MASTER_PORT {address.port} cannot be used on {node_name(os.environ)} "
-                f"({one_line(error)}): another program, or another job, listens there; set another port"
+                f"({one_line(error)}): another program or job listens on it; set a different port"
             ) from error
     last = time.monotonic()
-    # A plain socket first: torch's store prints a stack for every failed attempt.
+    # A plain socket is tried first: torch's store prints a stack for every failed attempt.
     while not _is_open(address):
         now = time.monotonic()
         if now >= deadline:
             raise RunStopped(
                 f"rank {address.rank} could not connect to {address} within --start-timeout: check that rank "
-                "0 has started and has not failed (see its output), and that MASTER_ADDR and MASTER_PORT are "
-                "those of its node",
+                "0 has started and has not failed (see its output), and that MASTER_ADDR and MASTER_PORT "
+                "name its node",
                 on_all_ranks=False,
             )
         if now - last >= _REPORT_INTERVAL_S and address.prints_waiting:
@@ -236,8 +236,8 @@ def _connect(address: Address, deadline: float) -> dist.Store:
 
 
 def _client(address: Address) -> dist.Store:
-    """Connects to the store behind an open port. UserError if there is none: torch would wait without a
-    limit for an answer."""
+    """Connects to the store behind an open port. Raises UserError if there is no store: torch would wait for
+    an answer forever."""
     found: list[dist.Store] = []
 
     def connect() -> None:
@@ -250,8 +250,8 @@ def _client(address: Address) -> dist.Store:
     thread.join(_STORE_TIMEOUT_S)
     if not found:
         raise UserError(
-            f"rank {address.rank}: {address} is open, but it is not the store of this run: another program, "
-            "or another job, listens on MASTER_PORT; set another port"
+            f"rank {address.rank}: {address} is open, but it is not the store of this run: another program "
+            "or job listens on MASTER_PORT; set a different port"
         )
     found[0].set_timeout(_OPERATION_TIMEOUT)
     return found[0]
@@ -273,7 +273,7 @@ class _IdleTimer:
         self._count, self._since = store.add(PROGRESS_KEY, 0), time.monotonic()
 
     def has_expired(self) -> bool:
-        """Whether that time has reached the limit."""
+        """Whether the time without progress has reached the limit."""
         count = self._store.add(PROGRESS_KEY, 0)
         if count != self._count:
             self._count, self._since = count, time.monotonic()
@@ -281,8 +281,8 @@ class _IdleTimer:
 
 
 def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
-    """Waits for all ranks; returns the error that a rank has reported meanwhile, "" if none. Raises
-    RunStopped if for --start-timeout seconds none has connected or made progress."""
+    """Waits for all ranks; returns the error that a rank has reported in the meantime, "" if none. Raises
+    RunStopped if, for --start-timeout seconds, no rank has connected or made progress."""
     idle_timer, last = _IdleTimer(store, timeout_s), time.monotonic()
     while (connected := store.add("connected", 0)) < address.world_size:
         if store.check(["mistake"]):
@@ -313,8 +313,8 @@ def _first(ranks: list[int]) -> str:
 
 
 def _announce(store: dist.Store, outcome: str, others: int | None = None) -> None:
-    """Publishes the outcome. After an error waits until `others` ranks (default: those that have connected)
-    have read it, at most some seconds, because the store may end with this process."""
+    """Publishes the outcome. After an error it waits some seconds at most until `others` ranks (default: all
+    connected ranks) have read it, because the store may end with this process."""
     store.set("outcome", outcome)
     end = time.monotonic() + _INFORM_TIMEOUT_S
     while outcome != "ready":
@@ -326,7 +326,7 @@ def _announce(store: dist.Store, outcome: str, others: int | None = None) -> Non
 
 def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) -> str:
     try:
-        # Rank 0 decides first.
+        # Rank 0's limit is shorter, so that its error is the one that all ranks report.
         idle_timer = _IdleTimer(store, timeout_s + _REPORT_INTERVAL_S)
         while not _is_set(store, "outcome"):
             if idle_timer.has_expired():
@@ -351,9 +351,9 @@ def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) 
 
 
 def _is_set(store: dist.Store, key: str) -> bool:
-    """Waits for a key, until the next line about missing ranks is due.
+    """Waits for a key until the next line about missing ranks is due. Returns whether the key is set.
 
-    It asks again and again: torch prints a warning for each `wait` that ends by its timeout.
+    It polls, because torch prints a warning for each `wait` that times out.
     """
     until, interval = time.monotonic() + _REPORT_INTERVAL_S, _POLL_INTERVAL_S
     while not store.check([key]):
@@ -381,7 +381,7 @@ def _digest(config: Config) -> str:
 
 
 def _difference(store: dist.Store, world_size: int) -> str:
-    """One sentence that names the flags and ranks that differ from rank 0; "" if none differ."""
+    """Returns a sentence that names the flags and ranks that differ from rank 0; "" if none differ."""
     digests = store.multi_get([f"digest {rank}" for rank in range(world_size)])
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not differing:
@@ -396,12 +396,12 @@ def _difference(store: dist.Store, world_size: int) -> str:
     more = "" if len(differing) == 1 else f" ({len(differing)} ranks differ from rank 0)"
     return (
         f"the processes were started with different flags: {'; '.join(shown[:_DIFFERENCES_SHOWN])} on rank "
-        f"{first} ({node}){more}: start all of them with the same command and the same files"
+        f"{first} ({node}){more}: start all of them with one command and equal files"
     )
 
 
 def _shared_device(store: dist.Store, address: Address) -> str:
-    """One sentence that names two ranks with the same device; "" if there are none."""
+    """Returns a sentence that names two ranks with one device; "" if there are none."""
     ranks: dict[bytes, int] = {}
     devices = store.multi_get([f"device {rank}" for rank in range(address.world_size)])
     for rank, device in enumerate(devices):
@@ -409,7 +409,7 @@ def _shared_device(store: dist.Store, address: Address) -> str:
             node = one_line(device.decode(errors="replace").partition(" ")[0])
             return (
                 f"ranks {ranks[device]} and {rank} use the same device of {node}: start as many processes "
-                "per node as it has devices, or let each task see its own (srun --gpus-per-task=1)"
+                "per node as it has devices, or give each task its own device (srun --gpus-per-task=1)"
             )
         ranks[device] = rank
     return ""

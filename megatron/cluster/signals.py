@@ -14,7 +14,7 @@ from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import CheckpointConfig, TrainingConfig
-from megatron.mpu.world import largest_of_all_ranks
+from megatron.mpu.world import max_over_ranks
 
 # Reasons as numbers for an all-reduce; if there are several, the largest one is reported.
 _NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH, _FOLDER_LOST = 0, 1, 2, 3, 100, 1000, 2000
@@ -47,9 +47,9 @@ class ExitConditions:
     """The conditions for an early exit: --exit-interval, --exit-duration-in-mins, --kill-switch-path, and
     --exit-signal after `install_handlers`. All ranks exit after the same step.
 
-    report: holds the start time of the program (the duration includes the start) and whether the job's script
-    has requested a stop. ownership_lost_reason: returns why rank 0 must no longer write to --save, or None.
-    It is called after every step, so it must not access files.
+    report: has the start time of the program (the duration includes the startup), and tells whether the job's
+    script has requested a stop. ownership_lost_reason: returns why rank 0 must no longer write to --save, or
+    None. It is called after every step, so it must not access files.
     """
 
     training: TrainingConfig
@@ -58,8 +58,8 @@ class ExitConditions:
     _received: list[int] = field(default_factory=list, init=False)
 
     def install_handlers(self) -> frozenset[int]:
-        """Installs handlers, so that the signals and SIGINT no longer end the process. Returns their numbers.
-        SIGHUP stays ignored where it is, as under nohup. Call it in the main thread."""
+        """Installs handlers in the main thread, so that SIGINT and the signals of --exit-signal do not end
+        the process. Returns the signal numbers. A SIGHUP that is ignored (nohup) stays ignored."""
         numbers = {signal.SIGINT, *(signal.Signals[name] for name in self.training.exit_signal)}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             numbers.discard(signal.SIGHUP)
@@ -68,8 +68,8 @@ class ExitConditions:
         return frozenset(numbers)
 
     def request(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
-        """The reason to stop between two steps: before the first one, or inside an evaluation. Does not
-        consider --exit-interval. Collective; raises as `reason` does."""
+        """The reason to stop before the first step or inside an evaluation, or None. Does not consider
+        --exit-interval. Collective. Raises the errors of `reason`."""
         return self._exit_reason(all_reduce_max(self.code_of_this_rank(), device), iteration)
 
     def reason(
@@ -77,10 +77,10 @@ class ExitConditions:
     ) -> ExitReason | None:
         """The reason to stop after step `iteration`, or None.
 
-        Every rank calls it after every step and gets the same result: a signal may have reached one rank
-        only, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of all
-        ranks, if the step has exchanged it; None all-reduces it on `device`, and waits for that device.
-        Raises RunStopped on every rank if another job has taken over --save, so that nothing can be saved.
+        Every rank calls it after every step and gets an equal result, although a signal may have reached only
+        one rank, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of
+        all ranks, if the step has exchanged it; None to all-reduce it on `device`, which waits for `device`.
+        Raises RunStopped on every rank if another job has taken over --save: nothing can be saved.
         """
         if largest_code is None:
             largest_code = all_reduce_max(self.code_of_this_rank(), device)
@@ -89,7 +89,7 @@ class ExitConditions:
         return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
     def code_of_this_rank(self) -> int:
-        """What this rank has found, as a number; the largest of all ranks counts."""
+        """The number of the reason that this rank has found; the largest number of all ranks counts."""
         code = _NONE
         kill_switch, duration_mins = self.training.kill_switch_path, self.training.exit_duration_in_mins
         if _rank() == 0:
@@ -137,7 +137,7 @@ def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:
     """The largest `code` of all ranks; `code` itself for a single process. Collective."""
     if not _distributed() or torch.distributed.get_world_size() == 1:
         return code
-    return int(largest_of_all_ranks(code, device, torch.int32).item())
+    return int(max_over_ranks(code, device, torch.int32).item())
 
 
 def _distributed() -> bool:

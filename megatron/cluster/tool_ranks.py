@@ -1,4 +1,4 @@
-"""Starts the other ranks of a tool on this host, where no launcher has started the tool."""
+"""Starts the other ranks of a tool on this host if the tool was started without a launcher."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import torch
 
 import megatron
 from megatron.cluster.exit_codes import RunStopped
-from megatron.cluster.exit_status import USER_ERROR_EXIT_CODE, is_caused_here, sentence_of
+from megatron.cluster.exit_status import USER_ERROR_EXIT_CODE, is_own_error, sentence_of
 from megatron.cluster.launch import temporary_environment
 from megatron.cluster.processes import free_port
 from megatron.errors import UserError
 
-# Seconds that the other ranks have to end once rank 0 has ended.
+# After rank 0 has ended, the other ranks must end within this time.
 _GRACE_S = 30.0
-# Seconds in which rank 0 itself prints why another rank has failed.
+# After a user's mistake on another rank, rank 0 prints it within this time.
 _REASON_S = 5.0
-# Seconds in which the end of a rank is seen after rank 0 has lost the connection to it.
+# After rank 0 has lost the connection to a rank, the exit of that rank is noticed within this time.
 _LOST_RANK_S = 2 * _REASON_S
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -45,10 +45,10 @@ def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
     if "OMP_NUM_THREADS" not in os.environ:
-        count = max(len(os.sched_getaffinity(0)) // world_size, 1)  # a job may have a part of the cores
+        count = max(len(os.sched_getaffinity(0)) // world_size, 1)  # a job may have only some of the cores
         variables["OMP_NUM_THREADS"] = str(count)
         torch.set_num_threads(count)  # this process has read the variable already
-    # What a launcher or srun has set for this process alone.
+    # The environment without the variables that a launcher or srun has set for this process alone.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     folders = [str(Path(megatron.__path__[0]).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -76,7 +76,7 @@ def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, UserError | RunStopped) and not is_caused_here(sentence_of(error)):
+            if not isinstance(error, UserError | RunStopped) and not is_own_error(sentence_of(error)):
                 time.sleep(_LOST_RANK_S)  # `_follow` names the rank that is lost, and ends this process
             ended.set()
             _end(others)
@@ -92,8 +92,8 @@ def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]
 def _follow(
     rank: int, process: subprocess.Popen[bytes], ended: threading.Event, others: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Ends all processes if one fails: rank 0 would wait for it. A mistake that a rank has found before all
-    have connected is sent to rank 0, which prints it and ends by itself."""
+    """Waits for another rank, and ends all processes if it fails, since rank 0 would wait for it. If the rank
+    has reported a user's mistake to rank 0, rank 0 first gets time to print it and to exit."""
     code = process.wait()
     if code == 0 or ended.wait(_REASON_S if code == USER_ERROR_EXIT_CODE else 0.0):
         return
@@ -109,8 +109,8 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _end_with_parent() -> None:
-    """In a child, which ends with the process that has started it: after Ctrl-C that process ends it, and on
-    Linux the kernel does if the process was killed."""
+    """Makes this child process end with its parent: the parent ends it after Ctrl-C, and on Linux the kernel
+    ends it if the parent was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """The watchdog: a thread that ends the process after a hang, or on a signal if the main thread cannot react.
 
 While the main thread waits in a collective (native code), no Python signal handler runs and no exception is
-raised. The watchdog thread still writes the rank's report and ends the process.
+raised. The watchdog thread can still write the rank's report and end the process.
 
-`HangDetector` decides when a process hangs, by time limits per phase that adapt to the durations seen.
+`HangDetector` decides when a process hangs: each phase has a time limit, which grows with its durations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from megatron.cluster.diagnosis import hang_position, waiting
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
-from megatron.cluster.node_diagnosis import conclude, end_rank
+from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
 from megatron.cluster.node_processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
@@ -43,9 +43,9 @@ class Phase(str, Enum):
     SAVE = "saving a checkpoint"
 
 
-# The limit of a phase is --hang-timeout times this factor. At the start a rank may wait for another one that
-# builds index files, and during a load or save for another one that reads or writes: there it has no progress
-# of its own.
+# The limit of a phase is --hang-timeout times this factor. A rank makes no progress itself while it waits for
+# another rank: at the start for the one that builds index files, during a load or save for one that reads or
+# writes.
 _FACTORS = {
     Phase.START: 10.0,
     Phase.PREFLIGHT: 1.0,
@@ -54,27 +54,27 @@ _FACTORS = {
     Phase.EVALUATION: 1.0,
     Phase.SAVE: 4.0,
 }
-# torch.compile compiles in the first one of each, without progress of its own.
+# torch.compile compiles in the first step and the first evaluation, without a heartbeat.
 _COMPILING_PHASES = {Phase.STEP, Phase.EVALUATION}
 # The limit is at least this many times the median duration of the phase's last occurrences.
 _MEDIAN_FACTOR = 3.0
 _WINDOW = 21
-# A longer pause between two ticks means that the whole process was stopped (Ctrl-Z, a suspended job).
+# A longer pause between two ticks means that the process was stopped (Ctrl-Z, a suspended job).
 _MAX_TICK_S = 2.0
-# Bytes read and written that count as progress, where reading and writing is the work. The heartbeats of
-# files are not enough: DeepSpeed writes a rank's state as one file, of tens of GB, in one call of torch.save.
+# In these phases, reading and writing this many bytes counts as progress. A heartbeat per file is not enough:
+# DeepSpeed writes a rank's state, tens of GB, in one call of torch.save.
 _IO_PHASES = {Phase.START, Phase.LOAD, Phase.SAVE}
 _PROGRESS_BYTES = 2**20
 
 
 class HangDetector:
-    """Counts the time without progress. All times are in seconds, of any one clock.
+    """Measures the time without progress. All times are in seconds and of one clock.
 
     The main thread calls `enter`, `leave` and `heartbeat`, the watchdog thread `tick`.
     """
 
     def __init__(self, timeout_s: float, compiles: bool = False) -> None:
-        """timeout_s: --hang-timeout; 0: no limit. compiles: --compile."""
+        """timeout_s: --hang-timeout; 0 for no limit. compiles: --compile."""
         self._timeout_s = timeout_s
         self._compiles = compiles
         self._open: list[tuple[Phase, float]] = []
@@ -83,7 +83,7 @@ class HangDetector:
         self._last_tick: float | None = None
         self._io_bytes = 0
         self.silent_s = 0.0
-        """Time since the last progress, without time in which the process was stopped."""
+        """Time since the last progress, without the time in which the process was stopped."""
 
     @property
     def phase(self) -> Phase:
@@ -91,12 +91,12 @@ class HangDetector:
         return self._open[-1][0] if self._open else Phase.START
 
     def enter(self, phase: Phase, now: float) -> None:
-        """The main thread begins a phase; phases nest."""
+        """Called when the main thread begins a phase; phases nest."""
         self._open.append((phase, now))
         self.heartbeat()
 
     def leave(self, now: float) -> None:
-        """The main thread ends the innermost phase."""
+        """Called when the main thread ends the innermost phase."""
         phase, begun = self._open.pop()
         self._durations[phase].append(now - begun)
         self.heartbeat()
@@ -111,13 +111,13 @@ class HangDetector:
         factor = _FACTORS[phase]
         if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:
             factor = _FACTORS[Phase.START]
-        # An evaluation before the first one has ended is compared with steps, which take longer.
+        # Until an evaluation has ended, its limit follows from the durations of steps, which take longer.
         seen = self._durations[phase] or self._durations[Phase.STEP]
         return max(factor * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
 
     def tick(self, now: float, io_bytes: int = 0) -> bool:
-        """Whether the process hangs. Call it about every second. io_bytes: read and written by the process so
-        far."""
+        """Whether the process hangs. Must be called about every second. io_bytes: bytes that the process has
+        read and written so far."""
         if self.phase in _IO_PHASES and io_bytes >= self._io_bytes + _PROGRESS_BYTES:
             self.heartbeat()
         if self._heartbeats != self._seen_heartbeats:
@@ -131,9 +131,9 @@ class HangDetector:
 # After a hang a rank waits this long before it exits, so that the other ranks can report the hang too.
 _GRACE_S = 3.0
 _TICK_S = 1.0
-# The device, its driver and the disk of the reports have this time to answer after a hang.
+# After a hang, the device, its driver and the disk of the reports must answer within this time.
 _DEVICE_ANSWER_S = 10.0
-# A rank whose node has lost another rank ends after this time: usually its next collective fails earlier.
+# A rank ends this long after another rank of its node has ended; usually its next collective fails earlier.
 _ABORT_AFTER_S = 10.0
 # After SIGINT before the training loop, the main thread has this long to end by KeyboardInterrupt.
 _INTERRUPT_S = 5.0
@@ -158,10 +158,10 @@ class Watchdog:
         for end in (self._wake, self._awake):
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        # Python's C handler writes the number of each signal there at once.
+        # Python's C handler writes the number of each signal to the pipe at once.
         signal.set_wakeup_fd(self._awake, warn_on_full_buffer=False)
-        # Without a handler these signals end the process without a report, as SIGKILL does. One that nohup
-        # ignores stays ignored.
+        # Without a handler these signals would end the process without a report. A signal that nohup ignores
+        # stays ignored.
         for number in _ENDING_SIGNALS - {signal.SIGINT}:
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, lambda *_: None)
@@ -170,12 +170,12 @@ class Watchdog:
         self._thread.start()
 
     def start(self, timeout_s: float, compiles: bool = False) -> None:
-        """From now on hangs are detected, see `HangDetector`."""
+        """Starts the detection of hangs, see `HangDetector`."""
         self._hangs = HangDetector(timeout_s, compiles)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """The limit of `phase` holds in the block."""
+        """Applies the limit of `phase` within the block."""
         self._hangs.enter(phase, time.monotonic())
         try:
             yield
@@ -187,14 +187,14 @@ class Watchdog:
         self._hangs.heartbeat()
 
     def set_handled_signals(self, numbers: frozenset[int]) -> None:
-        """From now on the main thread handles these signals: they do not end the process."""
+        """Sets the signals that the main thread handles from now on: they do not end the process."""
         self._handled = numbers
 
     def set_device_facts(
         self, facts: Callable[[], Mapping[str, str]], flight_record: Callable[[], bytes]
     ) -> None:
-        """From now on the report of a hang also has what `facts` returns: `device`, what this rank's device
-        does, and `waits_in`, the calls in which the rank waits for others. flight_record: all recorded calls,
+        """Adds facts to the report of a hang from now on: `device`, what this rank's device does, and
+        `waits_in`, the calls in which the rank waits for others. flight_record: returns all recorded calls,
         for a file beside the report."""
         self._device_facts, self._flight_record = facts, flight_record
 
@@ -223,14 +223,14 @@ class Watchdog:
         self._signals.append(number)
         self.report.note(signal=signal.Signals(number).name)
         if self.report.has_ended:
-            self.report.hurry.set()
+            self.report.stop_waiting.set()
 
     def _check_signals(self, now: float) -> None:
         """Ends the process on a signal that the main thread does not handle in time."""
         if self._signals.count(signal.SIGINT) > 1:
             self._exit(ExitStatus.SIGNALLED, 128 + signal.SIGINT, "interrupted twice (SIGINT)")
-        # A step does not end any more if another rank has failed. Slurm and torch's launcher would wait 30 s
-        # before SIGKILL.
+        # If another rank has failed, the main thread cannot finish its step and handle the signal. Slurm and
+        # torch's launcher would wait 30 s before SIGKILL.
         if not self._signals or (
             set(self._signals) <= self._handled and not self.report.another_rank_failed()
         ):
@@ -240,8 +240,8 @@ class Watchdog:
             self._exit(ExitStatus.SIGNALLED, 128 + number, f"ended by {signal.Signals(number).name}")
 
     def _check_other_ranks(self, now: float) -> None:
-        """Ends the process some seconds after a rank of this node failed or was killed. Only if the ranks
-        share a temporary folder: otherwise the job's script or the launcher ends them."""
+        """Ends the process some seconds after a rank of this node failed or was killed. Does nothing with
+        RANK_REPORTS: the job's script or the launcher then ends the ranks."""
         if not self.report.is_temporary:
             return
         lost = any(
@@ -263,7 +263,7 @@ class Watchdog:
         ]
         reported = self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped)
         if not reported:
-            text = f"error: {self.report.whose}: {problem} (--hang-timeout), at {place}"
+            text = f"error: {self.report.rank_and_node}: {problem} (--hang-timeout), at {place}"
             print(text, file=sys.stderr, flush=True)
         facts = self._ask_device()
         if reported:
@@ -271,12 +271,12 @@ class Watchdog:
         elif facts:
             print("; ".join([hang_position(facts), *waiting(facts)]), file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
-        conclude(self.report)
+        finish_rank_reports(self.report)
         os._exit(HANG_EXIT_CODE)
 
     def _ask_device(self) -> Mapping[str, str]:
-        """The facts of `set_device_facts`. If the device's library does not answer either, the process prints
-        its stacks and ends: the library may hold Python's lock, so a thread of C waits for it."""
+        """Returns the facts of `set_device_facts`. If the device's library does not answer, the process
+        prints its stacks and ends. A thread in C does this, since the library may hold Python's lock."""
         facts: Mapping[str, str] = {}
         faulthandler.dump_traceback_later(_DEVICE_ANSWER_S, exit=True, file=2)  # sys.stderr may be closed
         with suppress(Exception):
@@ -291,7 +291,7 @@ class Watchdog:
 
 
 def main_thread_location() -> str:
-    """The position of the main thread: the innermost frame of this package, and the innermost frame."""
+    """Returns the main thread's location: the innermost frame of this package, and the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = _name(frame) if frame is not None else "nowhere"
     while frame is not None and not _is_own_code(frame):

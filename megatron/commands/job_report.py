@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
-from megatron.planner.pictures import new_figure
+from megatron.planner.plots import new_figure
 from megatron.text_table import format_table
 from megatron.training.log_lines import ParsedLine, parse_log_line, read_log_lines
 

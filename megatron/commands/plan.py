@@ -26,7 +26,7 @@ from megatron.config.tool_parser import ToolParser, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
 from megatron.planner.page import Kind, write_page
-from megatron.planner.pictures import draw_plan
+from megatron.planner.plots import draw_plan
 
 RECIPES = ("nodes", "micro-batch")
 
@@ -106,7 +106,7 @@ def main() -> None:
         _write_json(Path(arguments.json), report.data)
     if arguments.plot:
         draw_plan(report.plan, arguments.plot)
-        print(f"picture    {arguments.plot}")
+        print(f"plot       {arguments.plot}")
     if arguments.html:
         kind: Kind = "search" if arguments.search else "recipe" if arguments.recipe else "plan"
         write_page(Path(arguments.html), kind, shlex.join(["tools/plan.py", *sys.argv[1:]]), report.data)

@@ -28,7 +28,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import read_json, write_atomically, write_json
 from megatron.planner.page import write_page
-from megatron.planner.pictures import draw_summary
+from megatron.planner.plots import draw_summary
 from megatron.planner.sweep.axes import check_base, make_rows, split_command
 from megatron.planner.sweep.file_checks import MAX_REPEAT
 from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text

@@ -1,10 +1,10 @@
 """The configuration of a run: frozen sections, the command line generated from them, and the checks.
 
-Imports neither torch nor deepspeed, so that a misspelt flag is reported at once.
+Importing it loads neither torch nor deepspeed, so that a misspelled flag is reported at once.
 """
 
 from megatron.config.batch import BatchSchedule
-from megatron.config.cli import CommandLine, parse_args, read_command_line
+from megatron.config.cli import CommandLine, complete_command_line, parse_args, read_command_line
 from megatron.config.config import Config
 from megatron.config.data import parse_split
 from megatron.config.model import padded_vocab_size
@@ -38,6 +38,7 @@ __all__ = [
     "ScheduleConfig",
     "TrainingConfig",
     "StabilityConfig",
+    "complete_command_line",
     "padded_vocab_size",
     "parse_args",
     "parse_split",

@@ -1,7 +1,7 @@
-"""Batch sizes over the run, conversions between iterations, samples and tokens, and their checks.
+"""Batch sizes over the run, conversions between iterations, samples and tokens, and checks of batch sizes.
 
-Pure integer functions of the number of consumed samples, so that a resumed run and a run on another layout
-have the same batches.
+All functions are pure integer functions of the number of consumed samples. A resumed run and a run on another
+layout therefore have the same batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
-# The batch sizes of a ramp-up are walked through one by one. Published runs have at most 127 increments.
+# Each batch size of a ramp-up is checked. Published runs have at most 127 increments.
 _MAX_INCREMENTS = 100_000
 
 
@@ -26,8 +26,7 @@ class BatchSchedule:
     """The global batch size over the run.
 
     rampup (start, increment, samples): the batch size starts at `start` and grows by `increment` at regular
-    intervals of consumed samples, so that `global_batch_size` is reached after `samples` samples, as in
-    Megatron.
+    intervals of consumed samples. It reaches `global_batch_size` after `samples` samples, as in Megatron-LM.
     """
 
     global_batch_size: int
@@ -35,7 +34,8 @@ class BatchSchedule:
 
     @classmethod
     def from_config(cls, batch: BatchConfig) -> BatchSchedule:
-        """The schedule of the flags; ConfigError if the ramp-up does not reach the global batch size."""
+        """Returns the schedule of the flags. Raises ConfigError if the ramp-up misses the global batch
+        size."""
         schedule = cls(batch.global_batch_size, batch.rampup_batch_size)
         if schedule.rampup is None:
             return schedule
@@ -64,12 +64,12 @@ class BatchSchedule:
         return (self.global_batch_size - start) // increment
 
     def sizes(self, consumed_samples: int = 0) -> range:
-        """The global batch sizes of the steps from `consumed_samples` on, ascending."""
+        """Returns the global batch sizes after `consumed_samples` samples, ascending."""
         increment = 1 if self.rampup is None else self.rampup[1]
         return range(self.global_batch_size_at(consumed_samples), self.global_batch_size + 1, increment)
 
     def consumed_at_size(self, size: int) -> int:
-        """The number of consumed samples from which on steps have `size` samples, one of `sizes()`."""
+        """Returns the consumed samples at which the batch size becomes `size`, one of `sizes()`."""
         if self.rampup is None or size == self.rampup[0]:
             return 0
         start, increment, samples = self.rampup
@@ -77,7 +77,7 @@ class BatchSchedule:
         return -(-step * samples // self.num_increments)
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Batch size of the step that starts at `consumed_samples`."""
+        """Returns the batch size of the step that starts at `consumed_samples`."""
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -85,7 +85,7 @@ class BatchSchedule:
         return start + steps * increment
 
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Consumed samples after `iterations` steps from `consumed_samples`."""
+        """Returns the consumed samples after `iterations` steps from `consumed_samples`."""
         for begin, size, steps in self._plateaus(consumed_samples):
             if steps is None or iterations <= steps:
                 return begin + iterations * size
@@ -93,7 +93,7 @@ class BatchSchedule:
         raise AssertionError("unreachable: the last plateau is infinite")
 
     def iterations_until(self, target_samples: int, consumed_samples: int = 0) -> int:
-        """The minimum number of steps from `consumed_samples` to at least `target_samples`."""
+        """Returns the minimum number of steps from `consumed_samples` to at least `target_samples`."""
         iterations = 0
         for begin, size, steps in self._plateaus(consumed_samples):
             needed = max(0, -(-(target_samples - begin) // size))
@@ -103,16 +103,16 @@ class BatchSchedule:
         raise AssertionError("unreachable: the last plateau is infinite")
 
     def iterations_within(self, samples: int, consumed_samples: int = 0) -> int:
-        """The maximum number of steps from `consumed_samples` to at most `samples`."""
+        """Returns the maximum number of steps from `consumed_samples` to at most `samples`."""
         iterations = self.iterations_until(samples, consumed_samples)
         return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
 
     def total_iterations(
         self, training: TrainingConfig, seq_length: int, curriculum: LengthCurriculum | None = None
     ) -> int:
-        """Iterations of the whole run: --train-iters, or the number of full batches in --train-samples.
+        """Returns the iterations of the whole run: --train-iters, or the full batches in --train-samples.
 
-        With --train-tokens at most up to the first step that reaches them.
+        --train-tokens can end the run earlier, at the first step that reaches this number of tokens.
         """
         if training.train_iters is not None:
             iterations = training.train_iters
@@ -129,7 +129,7 @@ class BatchSchedule:
     def iterations_until_tokens(
         self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None
     ) -> int:
-        """The minimum number of steps that consume at least `target_tokens`."""
+        """Returns the minimum number of steps that consume at least `target_tokens`."""
         iteration, samples, tokens, length = self._after_growth(
             seq_length, curriculum, lambda samples, tokens: tokens >= target_tokens
         )
@@ -139,7 +139,7 @@ class BatchSchedule:
     def tokens_of_samples(
         self, target_samples: float, seq_length: int, curriculum: LengthCurriculum | None
     ) -> float:
-        """Tokens consumed at `target_samples`, interpolated within a step."""
+        """Returns the tokens consumed after `target_samples` samples, interpolated within a step."""
         _, samples, tokens, length = self._after_growth(
             seq_length, curriculum, lambda samples, tokens: samples >= target_samples
         )
@@ -148,8 +148,8 @@ class BatchSchedule:
     def _after_growth(
         self, seq_length: int, curriculum: LengthCurriculum | None, is_enough: Callable[[int, int], bool]
     ) -> tuple[int, int, int, int]:
-        """(steps, samples, tokens, last sequence length) when the curriculum ends, or after the first step
-        with is_enough(samples, tokens) if that is earlier."""
+        """Returns (steps, samples, tokens, last sequence length) at the end of the curriculum, or after the
+        first step for which is_enough(samples, tokens) holds if this step is earlier."""
         if curriculum is None:
             return 0, 0, 0, seq_length
         iteration, samples, tokens = 0, 0, 0
@@ -161,11 +161,12 @@ class BatchSchedule:
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
     def ramp_up_steps(self) -> list[tuple[int, int]]:
-        """(batch size, number of steps) of each size below the full one, in order."""
+        """Returns (batch size, number of steps) of each batch size below the full one, in order."""
         return [(size, steps) for _, size, steps in self._plateaus(0) if steps is not None]
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
-        """(consumed samples at its start, batch size, steps) of each range of equal sizes; None: no end."""
+        """Yields (consumed samples at its start, batch size, steps) of each range of equal batch sizes. The
+        steps of the last range are None: it has no end."""
         if self.rampup is not None:
             _, increment, samples = self.rampup
             while (size := self.global_batch_size_at(consumed_samples)) < self.global_batch_size:
@@ -185,14 +186,14 @@ class RunLength:
     train_samples: int
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
-        """Samples of the train, valid and test splits for which the order of the data is planned."""
+        """Returns the samples of the train, valid and test splits for which the data order is planned."""
         read, *others = self.samples_read(config)
         planned = config.data.data_order_samples
         return (max(read, planned) if read and planned else read, others[0], others[1])
 
     def samples_read(self, config: Config) -> tuple[int, int, int]:
-        """Samples of the train, valid and test splits that the run reads. Validation runs at intervals and at
-        the end."""
+        """Returns the samples of the train, valid and test splits that the run reads. Validation runs at
+        intervals and at the end."""
         training, batch = config.training, config.batch.global_batch_size
         validations = self.iterations // training.eval_interval + 1
         return (
@@ -202,18 +203,19 @@ class RunLength:
         )
 
     def data_samples(self, config: Config) -> int:
-        """The training samples of the run's own data; ConfigError if it ends before it reads them."""
+        """Returns the training samples that the run reads from its own data. Raises ConfigError if this data
+        would begin after the end of the run."""
         first = config.data.data_first_sample
         if first and first >= self.train_samples:
             raise ConfigError(
                 f"--data-first-sample {first} is not before the end of the run, after {self.train_samples} "
-                "samples: reduce the former, or extend the run"
+                "samples: reduce --data-first-sample, or extend the run"
             )
         return self.train_samples - first
 
 
 def check_batches(config: Config) -> None:
-    """Raise ConfigError for batch sizes that the layout does not support.
+    """Raises ConfigError for batch sizes that the layout does not support.
 
     A run with --load may resume after the smaller batches of a ramp-up: `check_remaining_batches` checks them
     when the checkpoint is known.
@@ -226,7 +228,7 @@ def check_batches(config: Config) -> None:
 
 
 def check_remaining_batches(config: Config, consumed_samples: int) -> None:
-    """Raise ConfigError for an unsupported batch size of a step after `consumed_samples`."""
+    """Raises ConfigError for an unsupported batch size in a step after `consumed_samples`."""
     schedule = BatchSchedule.from_config(config.batch)
     if problem := _batch_problem(config, schedule.global_batch_size):
         raise ConfigError(f"--global-batch-size {problem}")
@@ -240,13 +242,13 @@ def check_remaining_batches(config: Config, consumed_samples: int) -> None:
 
 
 def check_batch_size(config: Config, size: int) -> None:
-    """Raise ConfigError if the layout does not support batches of `size` samples."""
+    """Raises ConfigError if the layout does not support batches of `size` samples."""
     if problem := _batch_problem(config, size):
         raise ConfigError(f"a batch of {problem}")
 
 
 def first_supported_sample(config: Config) -> int:
-    """The number of consumed samples from which on the layout supports all batch sizes of the run."""
+    """Returns the consumed samples after which the layout supports all batch sizes of the run."""
     schedule = BatchSchedule.from_config(config.batch)
     smallest = config.batch.global_batch_size
     for size in reversed(schedule.sizes()):
@@ -257,7 +259,7 @@ def first_supported_sample(config: Config) -> int:
 
 
 def _batch_problem(config: Config, size: int) -> str | None:
-    """Why the layout does not support batches of `size` samples, and the remedy; None if it does."""
+    """Returns why the layout does not support batches of `size` samples, and the remedy; None if it does."""
     parallel, micro = config.parallel, config.batch.micro_batch_size
     data = parallel.data_parallel_size
     if size % (micro * data):
@@ -283,7 +285,7 @@ def _batch_problem(config: Config, size: int) -> str | None:
 
 
 def check_length(config: Config) -> None:
-    """Raise ConfigError unless exactly one flag sets the length of the run, of one batch or more."""
+    """Raises ConfigError unless exactly one flag sets the length of the run, to at least one batch."""
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         found = (
@@ -303,11 +305,11 @@ def check_length(config: Config) -> None:
 def check_curriculum(
     curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
 ) -> None:
-    """Raise ConfigError for sequence lengths that the run does not support."""
+    """Raises ConfigError for sequence lengths that the run does not support."""
     if curriculum.max_length > model.seq_length:
         raise ConfigError(
             f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
-            "its max_difficulty, or increase the latter"
+            "max_difficulty, or increase --seq-length"
         )
     tensor = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):

@@ -1,7 +1,7 @@
-"""Flags that come from a checkpoint: --use-checkpoint-args, and --branch-at.
+"""Flags that are taken from a checkpoint, by --use-checkpoint-args and --branch-at.
 
---use-checkpoint-args takes the flags of the model and the tokenizer, --branch-at those of a decay branch from
-the run that it starts from.
+--use-checkpoint-args takes the flags of the model and the tokenizer. --branch-at takes the schedule, length
+and data order of a cooldown branch from the base run.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
 class SavedConfig:
     """The configuration that a checkpoint records.
 
-    source: the checkpoint's folder. consumed_samples: of the checkpoint. is_of_branch: with --branch-at, it
-    is of the branch itself, since the branch point cannot be read any more.
+    source: folder of the checkpoint. consumed_samples: at the checkpoint. is_branch_checkpoint: whether
+    --branch-at uses a checkpoint of the branch itself, because the branch point cannot be read any more.
     """
 
     source: str
     config: Config
     consumed_samples: int = 0
-    is_of_branch: bool = False
+    is_branch_checkpoint: bool = False
 
 
 ReadSavedConfig = Callable[[CheckpointConfig], SavedConfig]
 
 
 def add_checkpoint_args(settings: dict[str, Any], saved: SavedConfig) -> str:
-    """Adds the flags of a checkpoint to the given ones, and returns a note for the log.
+    """Adds the flags of a checkpoint to the given flags, and returns a note for the log.
 
-    settings: the given flags, by 'section.field'. Raises ConfigError for a given flag that changes the model
-    and has another value in the checkpoint. Other given flags take precedence over the checkpoint's.
+    settings: the given flags, by 'section.field'. They take precedence over the checkpoint's flags. Raises
+    ConfigError for a given flag that changes the model and has another value in the checkpoint.
     """
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
-    unused = saved.config.model.unused_fields()  # their values may follow from others, such as --seq-length
+    unused = saved.config.model.unused_fields()  # some are derived from other fields, such as --seq-length
     for section, field, annotation in _taken_fields(is_finetuning):
         value = getattr(getattr(saved.config, section), field.name)
         if not _has_type(value, annotation):
@@ -74,8 +74,8 @@ def add_checkpoint_args(settings: dict[str, Any], saved: SavedConfig) -> str:
 
 
 def _taken_fields(is_finetuning: bool) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """(section, field, annotation) of the settings that are taken. Fine-tuning may treat documents in another
-    way."""
+    """Yields (section, field, annotation) of the settings to take. Fine-tuning may choose how to treat
+    documents."""
     for section in ("model", "data"):
         kind = SECTIONS[section]
         annotations = typing.get_type_hints(kind)
@@ -86,13 +86,13 @@ def _taken_fields(is_finetuning: bool) -> Iterator[tuple[str, dataclasses.Field[
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Whether a value from a file has the type of a field, such as `int | None`."""
+    """Returns whether a value from a file has the type of a field, such as `int | None`."""
     kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def check_branch_flags(options: CheckpointConfig, settings: dict[str, Any]) -> None:
-    """Raise ConfigError for folders and flags that --branch-at contradicts.
+    """Raises ConfigError for folders and flags that --branch-at contradicts.
 
     settings: the given flags, by 'section.field'.
     """
@@ -100,10 +100,10 @@ def check_branch_flags(options: CheckpointConfig, settings: dict[str, Any]) -> N
     if options.load is None or options.save is None:
         missing = "--load" if options.load is None else "--save"
         raise ConfigError(f"{flag} without {missing}: the branch starts from --load and saves to --save")
-    if options.saves_beside_load:
+    if options.save_is_load_folder:
         raise ConfigError(
-            f"{flag} with --load {options.load} and --save {options.save}: a branch is a run of its own; "
-            "give another --save; to resume a branch, repeat its command, or remove --branch-at"
+            f"{flag} with --load {options.load} and --save {options.save}: a branch is a separate run; "
+            "set another --save. To resume a branch, repeat its command, or remove --branch-at"
         )
     for name, option in _CONTRADICTIONS.items():
         if settings.get(name):
@@ -125,20 +125,20 @@ _CONTRADICTIONS = {
 
 
 def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
-    """Adds the schedule, the length and the data order of a branch to the given flags; returns a note.
+    """Adds the schedule, length and data order of a branch to the given flags, and returns a note.
 
-    settings: the given flags, by 'section.field'. saved: the branch point; or a checkpoint of this branch, if
+    settings: the given flags, by 'section.field'. saved: the branch point, or a checkpoint of this branch if
     the branch point cannot be read any more. Raises ConfigError for a given flag that contradicts the branch.
     """
-    trunk = saved.config
-    if saved.is_of_branch:
+    base = saved.config
+    if saved.is_branch_checkpoint:
         for name in _DERIVED:
             section, _, field = name.partition(".")
-            settings.setdefault(name, getattr(getattr(trunk, section), field))
-        return f"a decay branch (--branch-at), continued with the schedule of {saved.source}"
+            settings.setdefault(name, getattr(getattr(base, section), field))
+        return f"a cooldown branch (--branch-at), continued with the schedule of {saved.source}"
     iteration = settings["checkpoint.branch_at"]
     flag = f"--branch-at {iteration}"
-    by_iters = trunk.training.train_iters is not None
+    by_iters = base.training.train_iters is not None
     unit, other = ("iters", "samples") if by_iters else ("samples", "iters")
     for name in (f"schedule.lr_wsd_decay_{other}", f"training.train_{other}"):
         if settings.get(name) is not None:
@@ -154,15 +154,15 @@ def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
     _set(settings, f"schedule.lr_decay_{unit}", start + decay, f"{flag} with --lr-wsd-decay-{unit} {decay}")
     settings.setdefault(f"training.train_{unit}", start + decay)
     settings["schedule.lr_decay_style"] = "WSD"
-    _set(settings, "schedule.lr", trunk.schedule.lr, f"{flag}: the run of {saved.source}")
-    settings.setdefault("schedule.min_lr", trunk.schedule.min_lr)
-    if trunk.schedule.lr_decay_style == "WSD":
-        settings.setdefault("schedule.lr_wsd_decay_style", trunk.schedule.lr_wsd_decay_style)
+    _set(settings, "schedule.lr", base.schedule.lr, f"{flag}: the run of {saved.source}")
+    settings.setdefault("schedule.min_lr", base.schedule.min_lr)
+    if base.schedule.lr_decay_style == "WSD":
+        settings.setdefault("schedule.lr_wsd_decay_style", base.schedule.lr_wsd_decay_style)
     if not any(name.startswith("schedule.lr_warmup") for name in settings):
-        settings[f"schedule.lr_warmup_{unit}"] = min(start, _warmup(trunk, unit))
+        settings[f"schedule.lr_warmup_{unit}"] = min(start, _warmup(base, unit))
     _add_data_order(settings, saved)
     return (
-        f"a decay branch of {saved.source} (--branch-at): the learning rate decays from {start:,} to "
+        f"a cooldown branch of {saved.source} (--branch-at): the learning rate decays from {start:,} to "
         f"{start + decay:,} {unit}"
     )
 
@@ -177,34 +177,34 @@ _DERIVED = (
 
 
 def _set(settings: dict[str, Any], name: str, value: Any, reason: str) -> None:
-    """Sets a flag; ConfigError if it is given with another value."""
+    """Sets a flag. Raises ConfigError if it is given with another value."""
     typed = settings.setdefault(name, value)
     if typed != value:
         option = setting_option(name)
         raise ConfigError(f"{reason} needs {option} {value}, not {typed}: remove {option}")
 
 
-def _warmup(trunk: Config, unit: str) -> int:
-    """The length of the trunk's warm-up, 0 if it is not counted in the unit. It is over at the branch point,
-    and changes no learning rate of the branch."""
-    schedule = trunk.schedule
+def _warmup(base: Config, unit: str) -> int:
+    """Returns the length of the base run's warm-up in `unit`, 0 if it is counted in another unit. The warm-up
+    ends before the branch point, so that it changes no learning rate of the branch."""
+    schedule = base.schedule
     if schedule.lr_decay_tokens is not None:
         return 0
     if schedule.lr_warmup_fraction is None:
         return int(getattr(schedule, f"lr_warmup_{unit}"))
-    length = getattr(schedule, f"lr_decay_{unit}") or getattr(trunk.training, f"train_{unit}")
+    length = getattr(schedule, f"lr_decay_{unit}") or getattr(base.training, f"train_{unit}")
     return math.ceil(schedule.lr_warmup_fraction * length)
 
 
 def _add_data_order(settings: dict[str, Any], saved: SavedConfig) -> None:
-    """The trunk's order of the data, which depends on its length; or, with --override-data, other data from
-    their first sample on."""
+    """Adds the base run's data order, which depends on its length. With --override-data, the branch reads the
+    other data from its first sample on."""
     if settings.get("checkpoint.override_data"):
         settings.setdefault("data.data_first_sample", saved.consumed_samples)
         return
-    trunk = saved.config
-    batches = BatchSchedule.from_config(trunk.batch)
-    iterations = batches.total_iterations(trunk.training, trunk.model.seq_length, trunk.curriculum)
-    first = settings.setdefault("data.data_first_sample", trunk.data.data_first_sample)
-    planned = trunk.data.data_order_samples or batches.consumed_after(iterations) - first
+    base = saved.config
+    batches = BatchSchedule.from_config(base.batch)
+    iterations = batches.total_iterations(base.training, base.model.seq_length, base.curriculum)
+    first = settings.setdefault("data.data_first_sample", base.data.data_first_sample)
+    planned = base.data.data_order_samples or batches.consumed_after(iterations) - first
     settings.setdefault("data.data_order_samples", planned)

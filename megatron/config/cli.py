@@ -1,4 +1,5 @@
-"""The command line: flags generated from the fields of the config sections, and their errors."""
+"""The command line: flags that are generated from the config sections, and the errors of what a user
+typed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -22,7 +25,7 @@ from megatron.config.checkpoint_args import (
 )
 from megatron.config.config import SECTIONS, Config
 from megatron.config.data import SPLIT_NAMES, read_groups_file
-from megatron.config.fields import Flag, flag_of, option_name, value_text
+from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, value_text
 from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
@@ -30,8 +33,9 @@ from megatron.config.tool_parser import typed_name
 from megatron.config.validate import validate
 from megatron.errors import ConfigError, one_line
 
-# The groups of --help, with Megatron's names and in its order, and 'stability'.
+# The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
 HELP_GROUPS = (
+    COMMON_FLAGS,
     "network size",
     "rotary embeddings",
     "regularization",
@@ -50,7 +54,7 @@ HELP_GROUPS = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed and validated command line. notes: one sentence each, to be logged once."""
+    """A parsed and validated command line. notes: sentences to log once."""
 
     config: Config
     notes: tuple[str, ...]
@@ -61,7 +65,7 @@ def read_command_line(
     env: Mapping[str, str] = os.environ,
     read_saved_config: ReadSavedConfig | None = None,
 ) -> CommandLine:
-    """Parse and validate argv (None: sys.argv[1:]); ConfigError for anything that cannot be run.
+    """Parses and validates argv (None: sys.argv[1:]). Raises ConfigError for flags that cannot be run.
 
     read_saved_config: reads the configuration of a checkpoint, for --use-checkpoint-args and --branch-at.
     """
@@ -82,16 +86,25 @@ def read_command_line(
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
-    """The config of `read_command_line`, without the notes."""
+    """Returns the config of `read_command_line`, without the notes."""
     return read_command_line(argv, env).config
 
 
+def complete_command_line() -> None:
+    """Answers a shell that asks for completions (Tab), and exits. Does nothing without argcomplete."""
+    if "_ARGCOMPLETE" in os.environ:
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(make_parser())
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """The parser. Its result has the flags that were given, as 'section.field' or '--ignored-flag'."""
+    """Returns the parser. It stores each given flag under 'section.field' or '--ignored-flag'."""
     parser = _Parser(
         prog=typed_name("pretrain_gpt.py"),
         usage="%(prog)s FLAGS",
-        description="Train a GPT with tensor, pipeline and data parallelism.",
+        description="Trains a GPT with tensor, pipeline and data parallelism. Documentation: docs/README.md.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
@@ -107,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reads flags of other frameworks, and raises ConfigError where argparse prints its usage and exits."""
+    """Understands flags of other frameworks. Raises ConfigError where argparse prints its usage and exits."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words, notes = rewrite(sys.argv[1:] if args is None else args)
@@ -127,10 +140,20 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)  # flags stay on one line
+        text, *choices = text.splitlines()
+        return [*wrap(text), *(line for choice in choices for line in wrap(choice, subsequent_indent="    "))]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, initial_indent=indent)
+        lines = (wrap(line, subsequent_indent=f"{indent}    ") for line in text.splitlines())
+        return "\n".join("\n".join(line) for line in lines)
+
 
 @dataclass(frozen=True)
 class _Given:
-    """The given flags: settings by 'section.field', and notes on repeated flags and on those of other
+    """The given flags. settings: by 'section.field'. notes: on repeated flags and flags of other
     frameworks."""
 
     settings: dict[str, Any]
@@ -139,7 +162,7 @@ class _Given:
 
 def _parse(argv: list[str]) -> _Given:
     parser = make_parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(_join_checked_values(argv))
     values = vars(namespace)
     notes = values.pop(_NOTES, ())
     ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
@@ -150,8 +173,21 @@ def _parse(argv: list[str]) -> _Given:
     return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
 
 
+def _join_checked_values(argv: Sequence[str]) -> list[str]:
+    """Joins each ignored flag that accepts only certain values with all words up to the next flag: '--flag=a
+    b'. Surplus values are then part of this flag's error."""
+    checked = {flag.name for flag in IGNORED_FLAGS if flag.values is not None}
+    words: list[str] = []
+    for word in argv:
+        if words and not _FLAG.match(word) and words[-1].partition("=")[0] in checked:
+            words[-1] += (" " if "=" in words[-1] else "=") + word
+        else:
+            words.append(word)
+    return words
+
+
 def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> list[str]:
-    """The errors for values that ignored flags do not accept."""
+    """Returns the errors for values that ignored flags do not accept."""
     rejected = []
     for flag in flags:
         if flag.values is not None and values[flag.name] not in flag.values:
@@ -163,7 +199,7 @@ def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) ->
 
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> list[str]:
-    """The errors for unknown flags. A word after the first that is no flag may be the value of one."""
+    """Returns the errors for unknown flags. Words between unknown flags may be their values."""
     if unknown and not _FLAG.match(unknown[0]):
         return [f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"]
     names = dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word))
@@ -173,12 +209,17 @@ def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> l
 def _unknown_flag(parser: argparse.ArgumentParser, name: str) -> str:
     if instead := unsupported(name):
         return f"{name} is not supported: {instead}"
-    nearest = difflib.get_close_matches(
-        "--" + name.lstrip("-").replace("_", "-"), parser._option_string_actions, n=1
-    )
-    return f"unknown flag {name}: " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
+    spelled = "--" + name.lstrip("-").replace("_", "-")
+    known = parser._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS}
+    nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
+    nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))
+    hint = f"did you mean {' or '.join(nearest)}?" if 1 <= len(nearest) <= _MAX_HINTS else "see --help"
+    return f"unknown flag {name}: {hint}"
 
 
+# One wrong letter in a flag of 5 or more letters stays above it; --batch-size and --micro-batch-size do not.
+_MIN_SIMILARITY = 0.85
+_MAX_HINTS = 3
 _FLAG = re.compile("--?[A-Za-z]")
 _NOTES = "(notes)"
 
@@ -186,9 +227,11 @@ _NOTES = "(notes)"
 class _Store(argparse.Action):
     """Stores the converted value. The last value of a repeated flag is used, with a note."""
 
-    def __init__(self, *, convert: _Converter, **keywords: Any) -> None:
+    def __init__(self, *, convert: _Converter, choices: Iterable[str] | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.convert = convert
+        if choices is not None:
+            self.completer = lambda **_: choices  # argcomplete reads it; argparse would check `self.choices`
 
     def __call__(
         self,
@@ -234,9 +277,9 @@ class _Converter:
 
 
 def _switch(option: str, word: str) -> bool:
-    """True for a switch with an optional value, which old scripts give."""
+    """Returns True for a switch that old scripts give with the value 1."""
     if word.lower() not in ("1", "true"):
-        raise ConfigError(f"{option} is '{word}': expected no value, or 1; omit the flag to turn it off")
+        raise ConfigError(f"{option} is '{word}': expected no value, or 1; remove the flag to turn it off")
     return True
 
 
@@ -268,6 +311,7 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
         dest=dest,
         action=_Store,
         convert=_Converter(names[0], kind, description.strip_quotes),
+        choices=() if kind in (int, float) else description.choices,
         nargs=description.nargs,
         metavar=metavar or {int: "N", float: "X", str: "TEXT"}[kind],
         help=text,
@@ -275,24 +319,23 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
 
 
 def value_type(annotation: Any) -> type[Any]:
-    """The type of one value: of `int | None` and of `tuple[int, int, int] | None` it is int."""
+    """Returns the type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
     arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
     return value_type(arguments[0]) if arguments else annotation
 
 
 def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    text = description.help
+    text, *choices = description.help.split("\n")
     if description.registry is not None:
-        text += f". {description.registry.describe()}"
-    text = text.replace("%", "%%")
+        choices = description.registry.describe()
     default = default_text(field)
-    if default and default != "required":
-        default = f"default: {default}"
-    return f"{text} ({default})" if default else text
+    if default:
+        text += f" ({default})" if default == "required" else f" (default: {default})"
+    return "\n  ".join([text, *choices]).replace("%", "%%")
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """The default of a flag as the user reads it; "required", or "" for a flag that is off."""
+    """Returns the default of a flag as shown to users: "required", or "" for a flag that is off."""
     if (derived := flag_of(field).derived) is not None:
         return derived
     if field.default is dataclasses.MISSING:
@@ -302,17 +345,21 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("flags of other frameworks (accepted and ignored)")
+    by_reason: dict[str, list[str]] = {}
     for flag in IGNORED_FLAGS:
-        if flag.nargs == 0:
-            group.add_argument(flag.name, dest=flag.name, action="store_true", help=flag.reason)
-        else:
-            metavar = "{" + ",".join(flag.values) + "}" if flag.values else "VALUE"
-            group.add_argument(flag.name, dest=flag.name, nargs=flag.nargs, metavar=metavar, help=flag.reason)
+        word = flag.name + (
+            " {" + ",".join(flag.values) + "}" if flag.values else " VALUE" * (flag.nargs != 0)
+        )
+        by_reason.setdefault(flag.reason, []).append(word)
+    lines = "\n".join(f"{', '.join(words)}: {reason}" for reason, words in by_reason.items())
+    group = parser.add_argument_group("flags of other frameworks (accepted and ignored)", lines)
+    for flag in IGNORED_FLAGS:
+        how: dict[str, Any] = {"nargs": flag.nargs} if flag.nargs != 0 else {"action": "store_true"}
+        group.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **how)
 
 
 def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> None:
-    """Fill in world size and local rank from the launcher's environment variables."""
+    """Sets world size and local rank from the launcher's environment variables."""
     if "parallel.local_rank" not in settings and "LOCAL_RANK" in env:
         settings["parallel.local_rank"] = _launcher_number(env, "LOCAL_RANK")
     started = _launcher_number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 1
@@ -325,7 +372,7 @@ def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> Non
 
 
 def _read_groups_files(settings: dict[str, Any]) -> None:
-    """Fill in the groups of weighted paths from their files, which may be missing in a dry run."""
+    """Reads the groups of weighted paths from their files, which may be missing in a dry run."""
     for name in SPLIT_NAMES:
         groups = f"data.{name}_weighted_split_paths"
         option = option_name(f"{name}_weighted_split_paths_path")
@@ -341,7 +388,7 @@ def _read_groups_files(settings: dict[str, Any]) -> None:
 
 
 def _use_hugging_face(settings: dict[str, Any]) -> None:
-    """Fill in the flags that --load-huggingface stands for."""
+    """Sets the flags that --load-huggingface implies."""
     folder = settings.get("checkpoint.load_huggingface")
     if folder is None:
         return
@@ -350,7 +397,7 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
             f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
             "of them, remove the other"
         )
-    # A run that has saved resumes from --save, whether the folder still exists or not.
+    # A run that has saved checkpoints resumes from --save, even if the folder no longer exists.
     if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):
         raise ConfigError(
             f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
@@ -362,7 +409,7 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
 
 
 def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
-    """Fill in the flags of the checkpoint with --use-checkpoint-args; returns notes for the log."""
+    """Adds the checkpoint's flags with --use-checkpoint-args. Returns notes for the log."""
     if not settings.get("checkpoint.use_checkpoint_args"):
         return []
     if "checkpoint.load" not in settings:
@@ -374,7 +421,7 @@ def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None)
 
 
 def _use_branch_point(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
-    """Fill in the schedule of a branch with --branch-at; returns notes for the log."""
+    """Adds the schedule of a branch with --branch-at. Returns notes for the log."""
     if "checkpoint.branch_at" not in settings:
         return []
     options = CheckpointConfig(**_section_settings(settings, "checkpoint"))

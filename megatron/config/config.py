@@ -22,7 +22,7 @@ from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
-# Former names, in the run.json of older checkpoints.
+# Former names, which run.json of older checkpoints contains.
 RENAMED_SECTIONS = {"trouble": "stability"}
 RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
 
@@ -46,8 +46,7 @@ class Config:
     """From --deepspeed_config, not from a flag."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> Config:
-        """This configuration with other values, by 'section.field'. Whether they go together is not checked:
-        see `validate`."""
+        """Returns a copy with other values, by 'section.field'. It is not validated: see `validate`."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, _, field_name = name.partition(".")
@@ -58,17 +57,18 @@ class Config:
         )
 
     def seq_length_at(self, iteration: int) -> int:
-        """Tokens per sample in iteration `iteration`, counted from 1; evaluations use --seq-length."""
+        """Returns the tokens per sample in iteration `iteration`, counted from 1. Evaluations use
+        --seq-length."""
         return self.model.seq_length if self.curriculum is None else self.curriculum.length_at(iteration)
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Micro-batches of a step on each data-parallel replica, at the full batch size."""
+        """Micro-batches per step on each data-parallel replica, at the full batch size."""
         batch = self.batch
         return batch.global_batch_size // (batch.micro_batch_size * self.parallel.data_parallel_size)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Section name -> field name -> value, in JSON types (tuples become lists)."""
+        """Returns section name -> field name -> value, in JSON types (tuples become lists)."""
         sections = {
             section: {
                 name: list(value) if isinstance(value, tuple) else value
@@ -81,8 +81,8 @@ class Config:
         return sections
 
     def model_settings(self) -> dict[str, Any]:
-        """Field name -> value of all settings that change the model (`changes_model` in their flags), except
-        those that have no effect on it with the chosen variants."""
+        """Returns field name -> value of all settings that change the model (`changes_model` in their flags),
+        without those that have no effect with the chosen variants."""
         unused = self.model.unused_fields()
         return {
             field.name: getattr(getattr(self, section), field.name)
@@ -93,7 +93,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
-        """The inverse of `to_dict`; missing fields have their defaults, former names are understood.
+        """Returns the inverse of `to_dict`. Missing fields have their defaults; former names are understood.
 
         Raises ConfigError for an unknown section or field, and for a missing field without a default.
         """

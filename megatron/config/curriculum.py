@@ -1,4 +1,4 @@
-"""The sequence-length curriculum: `curriculum_learning` with type seqlen in a DeepSpeed JSON.
+"""The sequence-length curriculum: `curriculum_learning` with type seqlen in a DeepSpeed JSON file.
 
 The sequence length is a pure function of the iteration, as in DeepSpeed's CurriculumScheduler.
 """
@@ -19,10 +19,11 @@ _MAX_STEPS = 1_000_000
 
 @dataclass(frozen=True)
 class LengthCurriculum:
-    """The sequence length over the run; samples are truncated to it.
+    """The sequence length over the run, in tokens. Samples are truncated to it.
 
-    fixed_linear, fixed_root: from min_length to max_length over total_steps, along the root of root_degree,
-    rounded to multiples of `multiple`. fixed_discrete: lengths[i] up to step last_steps[i], then lengths[-1].
+    fixed_linear, fixed_root: the length grows from min_length to max_length over total_steps, with the root
+    of degree root_degree, and is rounded down to multiples of `multiple`. fixed_discrete: the length is
+    lengths[i] up to step last_steps[i], then lengths[-1].
     """
 
     schedule: str
@@ -39,7 +40,7 @@ class LengthCurriculum:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def length_at(self, iteration: int) -> int:
-        """Sequence length in step `iteration`, counted from 1."""
+        """Returns the sequence length in step `iteration`, counted from 1."""
         if self.schedule == "fixed_discrete":
             for length, last in zip(self.lengths, self.last_steps, strict=False):
                 if iteration <= last:
@@ -57,15 +58,15 @@ class LengthCurriculum:
 
     @property
     def steps(self) -> int:
-        """The first step of the final sequence length."""
+        """The first step with the final sequence length."""
         return self.last_steps[-1] + 1 if self.schedule == "fixed_discrete" else self.total_steps
 
     def all_lengths(self) -> list[int]:
-        """All sequence lengths of the run, ascending."""
+        """Returns all sequence lengths of the run, ascending."""
         return sorted({self.length_at(step) for step in range(1, self.steps + 1)})
 
     def describe(self) -> str:
-        """One sentence for the startup log."""
+        """Returns one sentence for the startup log."""
         return (
             f"curriculum: sequence length {self.length_at(1)} at first, {self.length_at(self.steps)} from "
             f"step {self.steps:,} on ({self.schedule}); evaluations use the full sequence length"
@@ -73,7 +74,8 @@ class LengthCurriculum:
 
 
 def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
-    """The curriculum of a JSON section, None if it is not enabled; ConfigError for invalid settings."""
+    """Returns the curriculum of a JSON section, or None if it is off. Raises ConfigError for invalid
+    settings."""
     if section.get("enabled") is not True:
         return None
     for key in ("curriculum_type", "schedule_type", "schedule_config", "min_difficulty", "max_difficulty"):

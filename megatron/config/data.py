@@ -1,6 +1,6 @@
 """The value of --split, blends of token files, and checks of the data flags.
 
-Blends: --data-path, and the groups of the --*-weighted-split-paths flags.
+Blends are given by --data-path, and by the groups of the --*-weighted-split-paths flags.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.fields import option_name
 from megatron.config.registries import TOKENIZERS
-from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
+from megatron.config.sections.data import DataConfig, groups_option, matching_tokenizer_types
 from megatron.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Fractions of train, valid and test that add up to 1, from '969, 30, 1', '949/50/1' or '1'.
+    """Returns the fractions of train, valid and test, which add up to 1, for '969, 30, 1', '949/50/1' or '1'.
 
-    Missing weights are 0. Raises ConfigError for anything else.
+    Missing weights are 0. Raises ConfigError for other values.
     """
     try:
         weights = [float(part) for part in split.split("," if "," in split else "/")]
@@ -66,7 +66,7 @@ class PathGroup:
 
 
 def parse_data_path(words: Sequence[str]) -> tuple[WeightedPath, ...]:
-    """Parse one prefix, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError."""
+    """Parses a prefix, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError."""
     if len(words) == 1:
         return (WeightedPath(Fraction(1), words[0]),)
     form = "expected one prefix, or alternating weights and prefixes, such as 0.3 A 0.7 B"
@@ -79,7 +79,7 @@ def parse_data_path(words: Sequence[str]) -> tuple[WeightedPath, ...]:
 
 
 def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
-    """Parse the groups of one flag, each in the form GROUP_FORM. ConfigError quotes an invalid group."""
+    """Parses the groups of one flag, each in the form GROUP_FORM. Raises ConfigError for an invalid group."""
     groups = tuple(_parse_group(option, text) for text in texts)
     names = [group.name for group in groups]
     for name in names:
@@ -91,7 +91,8 @@ def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
 
 
 def read_groups_file(option: str, file: str) -> tuple[str, ...]:
-    """The groups in a file, each in double quotes, unparsed. ConfigError if the file cannot be read."""
+    """Returns the groups in a file, each in double quotes, unparsed. Raises ConfigError for an unreadable
+    file."""
     path = Path(file)
     try:
         if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES):
@@ -151,21 +152,21 @@ def _weight(word: str, where: str, form: str) -> Fraction:
     except (ValueError, ZeroDivisionError):
         raise ConfigError(f"{where}: the weight '{word}' is not a number, {form}") from None
     if weight <= 0:
-        raise ConfigError(f"{where}: the weight {word} is not above 0: omit data that is not used")
+        raise ConfigError(f"{where}: the weight {word} is not above 0: remove data that is not used")
     return weight
 
 
 def _shortened(text: str) -> str:
-    """The text in quotes, truncated if it is long (a blend of 50 languages)."""
+    """Returns the text in quotes, truncated if it is long (a blend of 50 languages)."""
     return f"'{text}'" if len(text) <= 120 else f"'{text[:117]}...'"
 
 
-# Bytes per sample of the arrays that `data.indices.build_sample_index` holds at once.
+# Peak bytes per sample of the arrays in `data.indices.build_sample_index`.
 _INDEX_BYTES_PER_SAMPLE = 32
 
 
-def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:
-    """(has validation data, has test data, why validation settings have no effect without data)."""
+def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
+    """Returns (has validation data, has test data, why validation settings have no effect without data)."""
     if _groups_given(data):
         circumstance = "without --valid-weighted-split-paths"
         return "valid" in _groups_given(data), "test" in _groups_given(data), circumstance
@@ -174,14 +175,14 @@ def what_is_evaluated(data: DataConfig) -> tuple[bool, bool, str]:
 
 
 def check_data(config: Config) -> None:
-    """Raise ConfigError for data flags that contradict each other or cannot be parsed."""
+    """Raises ConfigError for data flags that contradict each other or cannot be parsed."""
     data = config.data
     parse_split(data.split)
     if _groups_given(data):
         _check_groups(data)
     elif data.data_path:
         parse_data_path(data.data_path)
-    fitting = fitting_tokenizer_types(data)
+    fitting = matching_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
         raise ConfigError(
             f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or remove "
@@ -214,7 +215,7 @@ def check_data(config: Config) -> None:
 
 
 def _groups_given(data: DataConfig) -> list[str]:
-    """The splits that have groups, or a file of groups (which may be missing in a dry run)."""
+    """Returns the splits that have groups, or a file of groups (which may be missing in a dry run)."""
     return [
         name
         for name in SPLIT_NAMES
@@ -224,7 +225,7 @@ def _groups_given(data: DataConfig) -> list[str]:
 
 
 def _groups_of(data: DataConfig) -> dict[str, tuple[PathGroup, ...]]:
-    """Split -> its groups, of the splits that have some."""
+    """Returns split -> groups, for the splits that have groups."""
     return {
         name: parse_groups(groups_option(data, name), getattr(data, f"{name}_weighted_split_paths"))
         for name in _groups_given(data)
@@ -246,7 +247,7 @@ def _check_groups(data: DataConfig) -> None:
         )
     if given[0] != "train":
         raise ConfigError(
-            f"{option} without --train-weighted-split-paths: set the training data in the same way"
+            f"{option} without --train-weighted-split-paths: set --train-weighted-split-paths too"
         )
     groups = _groups_of(data)
     if len(groups["train"]) > 1:
@@ -265,7 +266,7 @@ def _check_groups(data: DataConfig) -> None:
 
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
-    """(flag, prefix) of all pairs of token files."""
+    """Returns (flag, prefix) of all pairs of token files."""
     if _groups_given(data):
         return [
             (groups_option(data, name), path.prefix)
@@ -279,18 +280,18 @@ def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
 
 
 def token_files(data: DataConfig) -> list[tuple[str, str, str]]:
-    """(flag, prefix, file) of all token files."""
+    """Returns (flag, prefix, file) of all token files."""
     prefixes = token_file_prefixes(data)
     return [(option, prefix, prefix + ending) for option, prefix in prefixes for ending in (".bin", ".idx")]
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine."""
+    """Returns the memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_index_memory(config: Config, memory_bytes: int) -> None:
-    """Raise ConfigError if the sample index of the training or validation data cannot be built in memory."""
+    """Raises ConfigError if the sample index of the training or validation data cannot be built in memory."""
     training, batch = config.training, BatchSchedule.from_config(config.batch)
     iterations = batch.total_iterations(training, config.model.seq_length, config.curriculum)
     evaluations = (iterations // training.eval_interval + 1) * training.eval_iters
@@ -300,7 +301,7 @@ def check_index_memory(config: Config, memory_bytes: int) -> None:
             0 if training.no_train else batch.consumed_after(iterations)
         ),
         f"--eval-iters {training.eval_iters} every --eval-interval {training.eval_interval}": (
-            evaluations * batch.global_batch_size if any(what_is_evaluated(config.data)[:2]) else 0
+            evaluations * batch.global_batch_size if any(available_eval_splits(config.data)[:2]) else 0
         ),
     }
     for flags, samples in requests.items():
@@ -314,7 +315,7 @@ def check_index_memory(config: Config, memory_bytes: int) -> None:
 
 
 def _largest_share(data: DataConfig) -> Fraction:
-    """The largest share of a prefix in the training data; each prefix has its own index."""
+    """Returns the largest share of a prefix in the training data. Each prefix has its own index."""
     paths = (
         _groups_of(data)["train"][0].paths
         if data.train_weighted_split_paths
@@ -324,7 +325,7 @@ def _largest_share(data: DataConfig) -> Fraction:
 
 
 def check_files(data: DataConfig) -> None:
-    """Raise ConfigError for the first missing file."""
+    """Raises ConfigError for the first missing file."""
     files = [(option, file) for option, _, file in token_files(data)]
     used = () if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type].settings
     files += [(option_name(name), getattr(data, name)) for name in used if name != "tokenizer_name_or_path"]

@@ -17,35 +17,38 @@ from typing import Any, ClassVar
 from megatron.config.registries import Registry
 from megatron.errors import ConfigError
 
+# Title of the first help group.
+COMMON_FLAGS = "flags that most runs set"
 _METADATA_KEY = "flag"
-# The metavars of flags that are paths, and the limits of Linux in bytes. A suffix may be added to a name.
+# Metavars of flags that are paths. Lengths in bytes: Linux's limits, minus room for a suffix.
 _PATHS = ("FOLDER", "FILE", "PREFIX")
 _LONGEST_NAME, _LONGEST_PATH = 240, 4000
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The metadata of a field for the command line and the checks, beside its name, type and default.
+    """The metadata of a field for the command line and the checks, besides its name, type and default.
 
-    group: title of the help group (None: the section's `group`). derived: description of a default that the
-    section's `derive` computes from other fields, so that a constructed section has no None there. at_least,
-    above, at_most, below: bounds of the number, or of each number of a tuple.
+    help: what the flag does; further lines describe its choices. group: title of the help group (None: the
+    section's `group`). derived: description of a default that the section's `derive` computes from other
+    fields, so that a constructed section has no None in this field. at_least, above, at_most, below: bounds
+    of the number, or of each number of a tuple.
 
-    choices: the possible values. registry: described in --help (default: `choices`, if that is a Registry).
+    choices: the possible values. registry: described in --help (default: `choices`, if they are a Registry).
 
-    The rules of the field beside other settings, each 'section.field' or 'section.field=value', or several
-    with '|' between them. One is given if it has that value, or any but its default (see `config.rules`).
-    needs: settings without which the flag is refused -> the end of the error. excludes: settings with which
-    it is refused -> the end of the error. used_with: it has an effect only if one of these is given.
-    unused_with: it has none if one of these is.
+    Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
+    several with '|' between them. 'section.field' holds if the setting is not at its default (see
+    `config.rules`). needs: conditions without which the flag is rejected -> end of the error. excludes:
+    conditions with which the flag is rejected -> end of the error. used_with: the flag has an effect only if
+    one of these conditions holds. unused_with: the flag has no effect if one of these conditions holds.
 
-    changes_model: whether the same weights compute another function with another value, or have other shapes
-    (None: the section's `changes_model`). A checkpoint with another value is then refused, and a value that
-    Hugging Face's architecture cannot express is not exported. summary: text for one-line summaries of the
-    model if the value is not the default, with {} for the value.
+    changes_model: whether another value changes the function that the weights compute, or their shapes (None:
+    the section's `changes_model`). Checkpoints with another value are then rejected. A value that Hugging
+    Face's architecture cannot express is not exported. summary: text for one-line summaries of the model if
+    the value is not the default, with {} for the value.
 
-    For fields of ModelConfig: changes_layer_time, whether the time of one layer depends on the value (times
-    in --partition-profile are then refused for another value); megatron_arg, whether Megatron's checkpoints
+    For fields of ModelConfig: changes_layer_time, whether the time of a layer depends on the value (times in
+    --partition-profile are then rejected for another value); megatron_arg, whether Megatron's checkpoints
     have the value in their `args` under the same name.
     """
 
@@ -78,36 +81,37 @@ class Flag:
 
 
 def flag(default: Any = dataclasses.MISSING, **description: Any) -> Any:
-    """A dataclass field that is also a flag; required if it has no default. description: of `Flag`."""
+    """Returns a dataclass field that is a flag, required if it has no default. description: fields of
+    `Flag`."""
     metadata = Flag(**description)
     default = None if metadata.derived is not None else default
     return dataclasses.field(default=default, metadata={_METADATA_KEY: metadata})
 
 
 def flag_of(field: dataclasses.Field[Any]) -> Flag:
-    """The metadata that `flag` stored in a field."""
+    """Returns the metadata that `flag` stored in a field."""
     description: Flag = field.metadata[_METADATA_KEY]
     return description
 
 
 def changes_model(section: type[Section], field: dataclasses.Field[Any]) -> bool:
-    """Whether a field of a section changes the model (see `flag`)."""
+    """Returns whether a field of a section changes the model (see `Flag`)."""
     own = flag_of(field).changes_model
     return section.changes_model if own is None else own
 
 
 def option_name(field_name: str) -> str:
-    """The flag of a field: `num_layers` -> `--num-layers`."""
+    """Returns the flag of a field: `num_layers` -> `--num-layers`."""
     return "--" + field_name.replace("_", "-")
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Returns a value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def setting_option(setting: str) -> str:
-    """The flag of a 'section.field'."""
+    """Returns the flag of a 'section.field'."""
     return option_name(setting.partition(".")[2])
 
 
@@ -129,22 +133,22 @@ class Section:
             object.__setattr__(self, name, value)
 
     def chosen_settings(self) -> set[str]:
-        """Fields that the chosen values use and other choices may not: `Choice.settings`."""
+        """Returns the fields that the chosen values use and other choices may not: `Choice.settings`."""
         return {name for registry, value in self.choices_made() for name in registry[value].settings}
 
     def unused_fields(self) -> set[str]:
-        """Fields that have no effect with the chosen values: `Choice.settings` of other choices."""
+        """Returns the fields without effect with the chosen values: `Choice.settings` of other choices."""
         return {name for registry, value in self.choices_made() for name in registry.unused_settings(value)}
 
     def choices_made(self) -> Iterator[tuple[Registry[Any], str]]:
-        """The registries of the section's settings, each with the chosen name."""
+        """Yields the registries of the section's settings, each with the chosen name."""
         for field in dataclasses.fields(self):
             choices, value = flag_of(field).choices, getattr(self, field.name)
             if isinstance(choices, Registry) and value is not None:
                 yield choices, value
 
     def derive(self) -> dict[str, Any]:
-        """Values of the fields with a derived default; called once, when the object is constructed."""
+        """Returns the values of fields with a derived default. Called once, by the constructor."""
         return {}
 
 
@@ -155,7 +159,7 @@ def _check_choice(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def _check_path(field: dataclasses.Field[Any], value: Any) -> None:
-    """Checks the length of a path, which the system calls would only report later, each in its own way."""
+    """Checks the length of a path. System calls would report it only later, each with its own error."""
     if flag_of(field).metavar not in _PATHS:
         return
     for path in value if isinstance(value, tuple) else (value,):
@@ -168,7 +172,7 @@ def _check_path(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def bounds_of(description: Flag) -> Iterator[tuple[str, str, float, Callable[[Any, Any], bool]]]:
-    """(words, sign, bound, comparison of a number with the bound) of the bounds that a flag has."""
+    """Yields (words, sign, bound, comparison of a number with the bound) of each bound of a flag."""
     for words, sign, bound, holds in (
         ("at least", "≥", description.at_least, operator.ge),
         ("more than", ">", description.above, operator.gt),

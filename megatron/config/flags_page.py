@@ -31,7 +31,7 @@ All flags of `pretrain_gpt.py`, grouped as in `--help`. The page is generated fr
 
 
 def flags_page() -> str:
-    """The Markdown page."""
+    """Returns the Markdown page."""
     groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
     for kind in SECTIONS.values():
         types = typing.get_type_hints(kind)
@@ -46,7 +46,7 @@ def flags_page() -> str:
 
 
 def other_frameworks_tables() -> str:
-    """The tables of docs/migration.md: what happens to the flags that this program does not have."""
+    """Returns the tables of docs/migration.md: flags of other frameworks, and how they are treated."""
     ignored = [f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |" for flag in IGNORED_FLAGS]
     rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
     rejected = [f"| {_code(name)} | {_escaped(answer)} |" for name, answer in UNSUPPORTED_FLAGS.items()]
@@ -72,7 +72,7 @@ def _accepted(flag: IgnoredFlag) -> str:
 def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
     description = flag_of(field)
     names = ", ".join(_code(name) for name in (option_name(field.name), *description.aliases))
-    help = _escaped(description.help)
+    help = _escaped(description.help).replace("\n", "<br>")
     if description.registry is not None:
         choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in description.registry.items())
         help = f"{help}<br>{'<br>'.join(choices)}"

@@ -16,7 +16,7 @@ MEGATRON_MODEL_ARGS = tuple(
 
 
 def model_summary(model: ModelConfig) -> str:
-    """Sizes and variants of the model in one line, for logs and reports."""
+    """Returns sizes and variants of the model in one line, for logs and reports."""
     variants = [
         summary.format(value)
         for field in dataclasses.fields(ModelConfig)
@@ -29,10 +29,10 @@ def model_summary(model: ModelConfig) -> str:
 
 
 def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) -> int:
-    """Number of rows of the word embeddings over all tensor-parallel ranks, padding included.
+    """Returns the number of rows of the word embeddings over all tensor-parallel ranks, with padding.
 
-    A multiple of make_vocab_size_divisible_by x tensor_parallel, or pad_vocab_size_to if that is set.
-    ConfigError if pad_vocab_size_to is smaller than true_size or not divisible by tensor_parallel.
+    It is a multiple of make_vocab_size_divisible_by x tensor_parallel, or pad_vocab_size_to if that is set.
+    Raises ConfigError if pad_vocab_size_to is smaller than true_size or not divisible by tensor_parallel.
     """
     padded = model.pad_vocab_size_to
     if padded is None:
@@ -48,7 +48,7 @@ def padded_vocab_size(true_size: int, model: ModelConfig, tensor_parallel: int) 
 
 
 def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
-    """Raise ConfigError for a padded vocabulary that is not divisible by the tensor-parallel size."""
+    """Raises ConfigError for a padded vocabulary that is not divisible by the tensor-parallel size."""
     if padded % tensor_parallel:
         raise ConfigError(
             f"--pad-vocab-size-to {padded} is not divisible by --tensor-model-parallel-size "
@@ -58,7 +58,7 @@ def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError for sizes that do not fit each other or the tensor-parallel size."""
+    """Raises ConfigError for sizes that do not fit each other or the tensor-parallel size."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     if problem := model.heads_problem(tensor):
         raise ConfigError(problem)
@@ -79,7 +79,7 @@ def check_model(config: Config) -> None:
     if model.seq_length > model.max_position_embeddings:
         raise ConfigError(
             f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
-            f"{model.max_position_embeddings}: increase the latter, or reduce the sequence length"
+            f"{model.max_position_embeddings}: increase --max-position-embeddings, or reduce --seq-length"
         )
     if model.position_embedding_type == "rotary":
         _check_rotary(model)

@@ -25,7 +25,7 @@ EXAMPLES = {
 }
 # Methods without an argument.
 WORDS = tuple(name for name in PARTITION_METHODS if name not in EXAMPLES)
-# More than any pipeline has. So a mistake such as (t*999)*9999 is an error, and cannot exhaust the memory.
+# More layers than any pipeline has. A mistake such as (t*999)*9999 is an error and cannot exhaust the memory.
 _MAX_LAYERS = 100_000
 _MAX_DEPTH = 100
 
@@ -55,7 +55,7 @@ class StageContent:
 
 @dataclass(frozen=True)
 class PartitionMethod:
-    """The parsed flag. alternatives: for kind 'type'. stages: for kinds 'layout' and 'stages'."""
+    """The parsed flag. alternatives: only of kind 'type'. stages: only of kinds 'layout' and 'stages'."""
 
     text: str
     kind: str
@@ -65,7 +65,7 @@ class PartitionMethod:
 
 
 def parse_partition_method(text: str) -> PartitionMethod:
-    """Parse the flag's value; ConfigError names the invalid part, with an example."""
+    """Parses the flag's value. Raises ConfigError that names the invalid part, with an example."""
     kind, colon, rest = text.partition(":")
     kind = kind.strip().lower()
     if not colon and kind in WORDS:
@@ -115,7 +115,7 @@ def _alternative(text: str, part: str) -> Alternative:
 
 
 def _split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split at separators that are neither escaped nor inside brackets of a regular expression."""
+    """Splits at separators that are neither escaped nor inside brackets of a regular expression."""
     parts, current, depth, in_set, escaped = [], "", 0, False, False
     for character in text:
         if character == separator and depth == 0 and not in_set and not escaped:
@@ -152,7 +152,7 @@ def _layout(text: str, rest: str) -> list[StageContent]:
 
 
 def _expand(text: str, rest: str, start: int) -> tuple[str, int]:
-    """(letters with repeats expanded, position of the end: a ')' or the end of the text)."""
+    """Returns (letters with repeats expanded, position of the end: a ')' or the end of the text)."""
     letters, position = "", start
     while position < len(rest) and rest[position] != ")":
         character = rest[position]
@@ -209,7 +209,7 @@ def _stages(text: str, rest: str) -> list[StageContent]:
 
 
 def _with_ends(text: str, stages: list[StageContent], example: str) -> tuple[StageContent, ...]:
-    """The stages with the embedding on the first and the head on the last, also if E and L are omitted."""
+    """Returns the stages with the embedding on the first and the head on the last, even without E and L."""
     if any(stage.embedding for stage in stages[1:]):
         raise _error(text, "the embedding E can only be on the first stage", example)
     if any(stage.head for stage in stages[:-1]):

@@ -1,9 +1,9 @@
-"""Flags of BigScience's and Microsoft's Megatron-DeepSpeed, Megatron-LM and DeepSpeed that are not flags of
-this program.
+"""Flags that BigScience's and Microsoft's Megatron-DeepSpeed, Megatron-LM and DeepSpeed have and this program
+does not have.
 
-A flag stands in one of three tables: it is accepted and ignored (`IGNORED_FLAGS`), it is written as other
-flags (`REWRITTEN_FLAGS`), or it is rejected with what to do instead (`UNSUPPORTED_FLAGS`, and families of
-flags by the beginning of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all of them.
+Each flag is in one of three tables: it is accepted and ignored (`IGNORED_FLAGS`), replaced by other flags
+(`REWRITTEN_FLAGS`), or rejected with the alternative (`UNSUPPORTED_FLAGS`, and families of flags by the
+beginning of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class IgnoredFlag:
     values: tuple[str, ...] | None = None
     """The values that are accepted; None: all."""
     otherwise: str = ""
-    """What a user of another value does instead."""
+    """The alternative for any other value."""
 
     @property
     def note(self) -> str:
-        """The message of a run that was given this flag."""
+        """The note in the log of a run with this flag."""
         return f"{self.name} is ignored: {self.reason}"
 
 
@@ -48,6 +48,7 @@ _NO_CONTEXT_PARALLELISM = (
 _NO_TRANSFORMER_ENGINE = "Transformer Engine is not used; remove the flag"
 _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
 _DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format"
+_REQUEUE = "the scripts of examples/slurm requeue a stopped job, see docs/cluster.md; remove the flag"
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     # What this program always does.
@@ -72,11 +73,11 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "--no-create-attention-mask-in-dataloader", reason="the data loader makes no attention masks"
     ),
     IgnoredFlag("--no-mmap-bin-files", reason="token files are always mapped into memory"),
-    IgnoredFlag("--mmap-warmup", reason="token files are read when they are used"),
+    IgnoredFlag("--mmap-warmup", reason="token files are read on use"),
     IgnoredFlag("--use-mcore-models", reason="there is one implementation of the model"),
     IgnoredFlag("--no-pipeline-parallel", reason="with --pipeline-model-parallel-size 1 there is one stage"),
-    IgnoredFlag("--enable-zbh1-exact-semantics", reason="the schedule zero-bubble changes no number"),
-    IgnoredFlag("--log-throughput", reason="every log line has the throughput"),
+    IgnoredFlag("--enable-zbh1-exact-semantics", reason="zero-bubble gives the losses of 1f1b"),
+    IgnoredFlag("--log-throughput", reason="the log line of each iteration has the throughput"),
     IgnoredFlag("--auto-detect-ckpt-format", reason="the format of a checkpoint is always detected"),
     _value("--data-impl", "the format of token files is always mmap", ("mmap", "infer")),
     _value("--DDP-impl", "gradients are reduced in buckets, see --zero-stage", ("local", "torch")),
@@ -89,7 +90,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     _value(
         "--attention-backend",
-        "the fastest attention that can run is chosen",
+        "the fastest available attention is selected",
         ("auto", "flash", "fused"),
         "remove the flag",
     ),
@@ -99,10 +100,10 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         ("constant",),
         "a weight decay that changes is not implemented; set --weight-decay",
     ),
-    _value("--context-parallel-size", "1 is no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
-    _value("--ds-sequence-parallel-size", "1 is no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
+    _value("--context-parallel-size", "1 means no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
+    _value("--ds-sequence-parallel-size", "1 means no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
     *(
-        _value(name, "1 is a dense model", ("1",), _NO_MOE)
+        _value(name, "1 means a dense model", ("1",), _NO_MOE)
         for name in (
             *("--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
             "--moe-expert-parallel-size",
@@ -116,18 +117,18 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "--check-for-large-grads",
         ),
     ),
-    # Kernels and communication of other programs: no effect on the numbers.
+    # Kernels and communication of other frameworks: no effect on the losses.
     *_switches(
-        "attention uses Triton kernels or scaled_dot_product_attention of PyTorch",
+        "attention uses Triton kernels or PyTorch's scaled_dot_product_attention",
         *("--use-flash-attn", "--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton"),
         *("--use-flash-attn-builder", "--no-masked-softmax-fusion"),
     ),
     *_switches(
-        "--activation sets the activation; without this fusion Megatron's GELU is exact: gelu_exact",
+        "--activation sets the activation; for Megatron's exact GELU set --activation gelu_exact",
         *("--no-bias-gelu-fusion", "--onnx-safe"),
     ),
     *_switches(
-        "it chooses among kernels that do not exist in this program",
+        "it selects a kernel that this program does not have",
         *("--abort-on-unmet-fused-kernel-constraints", "--no-bias-dropout-fusion"),
         *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
         *("--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion", "--disable-mem-efficient-ln"),
@@ -140,9 +141,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "--use-flashinfer-fused-rope",
         ),
     ),
-    _value("--cross-entropy-fusion-impl", "it chooses among kernels that do not exist in this program"),
+    _value("--cross-entropy-fusion-impl", "it selects a kernel that this program does not have"),
     *_switches(
-        "how messages are sent is chosen by the layout and --ddp-bucket-size",
+        "the layout and --ddp-bucket-size determine the communication",
         *("--no-async-tensor-model-parallel-allreduce", "--no-scatter-gather-tensors-in-pipeline"),
         *("--use-contiguous-buffers-in-ddp", "--no-contiguous-buffers-in-local-ddp"),
         *("--no-gradient-reduce-div-fusion", "--align-param-gather", "--no-align-param-gather"),
@@ -154,19 +155,16 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--zero-reduce-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--zero-allgather-bucket-size", "--ddp-bucket-size sets the size of a bucket"),
     _value("--ddp-num-buckets", "--ddp-bucket-size sets the size of a bucket"),
-    IgnoredFlag("--high-priority-stream-groups", "streams have PyTorch's priorities", nargs="*"),
+    IgnoredFlag("--high-priority-stream-groups", "CUDA streams have PyTorch's default priorities", nargs="*"),
     *_switches(
-        "see --checkpoint-activations, --partition-activations and --checkpoint-in-cpu",
+        "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu set the recomputation",
         *("--contigious-checkpointing", "--synchronize-each-layer", "--profile-backward"),
     ),
     *_switches(
-        "weights are initialized by their names, the same on every device",
+        "initial weights depend on the seed and the parameter's name, not on the device",
         *("--use-cpu-initialization", "--lazy-mpu-init", "--init-model-with-meta-device"),
     ),
-    *_switches(
-        "Python's garbage collector and the caching allocator run as usual",
-        "--manual-gc",
-    ),
+    IgnoredFlag("--manual-gc", reason="Python's garbage collector and the caching allocator run as usual"),
     _value("--manual-gc-interval", "Python's garbage collector runs as usual"),
     _value("--empty-unused-memory-level", "the caching allocator runs as usual"),
     IgnoredFlag(
@@ -180,7 +178,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         *("--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure"),
         "--dist-ckpt-optim-fully-reshardable",
     ),
-    _value("--dist-ckpt-strictness", "checkpoints are always read strictly"),
+    _value("--dist-ckpt-strictness", "checkpoints are always loaded strictly"),
     # Data.
     *_switches(
         "the index files of the sample order are always mapped into memory",
@@ -189,7 +187,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--num-dataset-builder-threads", "each rank opens its data in one thread"),
     # Logs.
     *_switches(
-        "the log does not have this quantity",
+        "this quantity is not logged",
         *("--log-num-zeros-in-grad", "--log-params-norm", "--log-memory-to-tensorboard", "--log-energy"),
         *("--log-optimizer-states-to-tensorboard", "--log-world-size-to-tensorboard", "--log-progress"),
     ),
@@ -203,13 +201,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     _value("--timing-log-level", "timers are logged with --log-timers-to-tensorboard"),
     _value("--timing-log-option", "timers are logged with --log-timers-to-tensorboard"),
-    _value("--tensorboard-log-interval", "TensorBoard gets every step"),
+    _value("--tensorboard-log-interval", "every step is written to TensorBoard"),
     _value("--logging-level", "--log-level sets the level of the log"),
     IgnoredFlag("--no-one-logger", reason="one_logger is not used"),
     _value("--codecarbon-dir", "emissions are not tracked"),
 )
 
-# A flag -> the words that it stands for. A value that follows the flag follows the last word.
+# A flag -> the words that replace it. A value after the flag goes after the last word.
 REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--use-distributed-optimizer": ("--zero-stage", "1"),
     "--openai-gelu": ("--activation", "gelu"),
@@ -229,16 +227,16 @@ REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--wandb-exp-name": ("--wandb-name",),
 }
 
-# A flag -> what to do instead.
+# A flag -> the alternative.
 UNSUPPORTED_FLAGS: Mapping[str, str] = {
     # Batch, length and schedule.
     "--gradient-accumulation-steps": "set --global-batch-size, which is --micro-batch-size x accumulation "
     "steps x data-parallel size",
     "--batch-size": "set --micro-batch-size",
     "--model-parallel-size": "set --tensor-model-parallel-size",
-    "--warmup": "set --lr-warmup-fraction, which is a fraction and no percentage",
-    "--lr-warmup-tokens": "set --lr-warmup-samples to the tokens divided by --seq-length, or with "
-    "--train-iters --lr-warmup-iters",
+    "--warmup": "set --lr-warmup-fraction, which is a fraction, not a percentage",
+    "--lr-warmup-tokens": "set --lr-warmup-samples to the tokens divided by --seq-length; with "
+    "--train-iters set --lr-warmup-iters",
     "--encoder-seq-length": "set --seq-length",
     "--decoder-seq-length": "set --seq-length",
     "--encoder-num-layers": "set --num-layers",
@@ -265,7 +263,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--decoder-last-pipeline-num-layers": _LAYERS_ON_STAGES,
     "--account-for-embedding-in-pipeline-split": _LAYERS_ON_STAGES,
     "--account-for-loss-in-pipeline-split": _LAYERS_ON_STAGES,
-    "--use-tp-pp-dp-mapping": "tensor-parallel ranks are neighbours, then data-parallel, then pipeline "
+    "--use-tp-pp-dp-mapping": "tensor-parallel ranks are neighbors, then data-parallel, then pipeline "
     "ranks; remove the flag",
     "--use-torch-fsdp2": "set --zero-stage 3",
     "--use-megatron-fsdp": "set --zero-stage 3",
@@ -279,8 +277,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     # The model.
     "--swiglu": "set --glu-activation swiglu and --ffn-hidden-size; Megatron-LM's default of the latter is "
     "8/3 of --hidden-size, rounded down to a multiple of 64",
-    "--squared-relu": "the activation does not exist; CONTRIBUTING.md shows how to add it",
-    "--quick-geglu": "set --glu-activation geglu, which computes other numbers",
+    "--squared-relu": "this activation is not implemented; CONTRIBUTING.md shows how to add one",
+    "--quick-geglu": "set --glu-activation geglu, which gives different results",
     "--rotary-seq-len-interpolation-factor": "set --rope-scaling-type linear and --rope-scaling-factor",
     "--rotary-scaling-factor": "set --rope-scaling-type and --rope-scaling-factor",
     "--no-position-embedding": "set --position-embedding-type rotary or alibi, and remove the flag",
@@ -294,7 +292,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--attention-output-gate": "attention has no output gate; remove the flag",
     "--experimental-attention-variant": "the attention is softmax attention; remove the flag",
     "--rope-type": "set --rope-scaling-type",
-    "--spec": "the model is chosen by flags, see docs/models.md",
+    "--spec": "the architecture flags define the model, see docs/models.md",
     "--vocab-extra-ids": "tokens for span corruption are not implemented; remove the flag",
     # Recomputation and memory.
     "--recompute-method": "layers are recomputed in groups of --checkpoint-num-layers, as with uniform; "
@@ -310,8 +308,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "set --checkpoint-activations and --checkpoint-in-cpu",
     "--freeze-all-layers": "all layers are trained; remove the flag",
     "--offload-modules": "set --checkpoint-activations and --checkpoint-in-cpu",
-    "--exp-avg-dtype": "set --use-bnb-optimizer for moments in 8 bits",
-    "--exp-avg-sq-dtype": "set --use-bnb-optimizer for moments in 8 bits",
+    "--exp-avg-dtype": "set --use-bnb-optimizer for 8-bit moments",
+    "--exp-avg-sq-dtype": "set --use-bnb-optimizer for 8-bit moments",
     "--main-grads-dtype": "gradients are accumulated in fp32; remove the flag",
     "--main-params-dtype": "the optimizer's weights are fp32; remove the flag",
     "--output-logit-dtype": "logits have the precision of the run, the loss fp32; remove the flag",
@@ -320,8 +318,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--apply-wd-to-qk-layernorm": "biases and norm parameters have no weight decay; remove the flag",
     "--no-weight-decay-cond-type": "biases and norm parameters have no weight decay; remove the flag",
     "--grad-reduce-in-bf16": "gradients are accumulated and reduced in fp32; remove the flag",
-    "--use-precision-aware-optimizer": "set --use-bnb-optimizer for moments in 8 bits",
-    "--deterministic-mode": "the choice of PyTorch's kernels cannot be restricted; remove the flag",
+    "--use-precision-aware-optimizer": "set --use-bnb-optimizer for 8-bit moments",
+    "--deterministic-mode": "PyTorch's kernels cannot be restricted to deterministic ones; remove the flag",
     # Checkpoints.
     "--async-save": "a save stops the training until it is complete; remove the flag",
     "--no-save-optim": "checkpoints always hold the optimizer state; remove the flag, see --no-load-optim",
@@ -339,9 +337,10 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--train-data-path": "set --train-weighted-split-paths",
     "--valid-data-path": "set --valid-weighted-split-paths",
     "--test-data-path": "set --test-weighted-split-paths",
-    "--per-split-data-args-path": "set --train-weighted-split-paths-path and its twins for valid and test",
+    "--per-split-data-args-path": "set --train-weighted-split-paths-path, --valid-weighted-split-paths-path "
+    "and --test-weighted-split-paths-path",
     "--tiktoken-pattern": "set --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path",
-    "--per-dataset-sequences-path": "token files name their numbers of sequences; remove the flag",
+    "--per-dataset-sequences-path": "token files contain their numbers of sequences; remove the flag",
     "--use-dataset-only": "data are read in the order of this program; remove the flag",
     "--return-data-index": "data are read in the order of this program; remove the flag",
     "--aml-data-download-path": "set --data-path",
@@ -353,12 +352,12 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--loss-on-targets-only": "the loss is over all tokens; see --eod-mask-loss",
     "--random-ltd": "random layer token dropping is not implemented; remove the flag",
     "--data-efficiency-curriculum-learning": "set curriculum_learning in the file of --deepspeed-config",
-    "--repeated-dataloader": "set --train-samples; data are read again in a new order when they end",
+    "--repeated-dataloader": "set --train-samples; the data are shuffled again for each epoch",
     # The rest of a run.
     "--fake-process-group": "set --dry-run, with --simulate for the whole step",
     "--check-weight-hash-across-dp-replicas-interval": "set --check-invariants-interval",
-    "--adlr-autoresume": "examples/slurm resubmits a job that was stopped, see docs/cluster.md",
-    "--adlr-autoresume-interval": "examples/slurm resubmits a job that was stopped, see docs/cluster.md",
+    "--adlr-autoresume": _REQUEUE,
+    "--adlr-autoresume-interval": _REQUEUE,
     "--yaml-cfg": "write the settings as flags",
     "--tp-comm-overlap-cfg": "set --tp-comm-overlap and --tp-comm-overlap-chunks",
     "--wandb-save-dir": "set the environment variable WANDB_DIR",
@@ -366,7 +365,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--use-mup": "set --mup and --mup-base-hidden-size",
 }
 
-# What to do instead -> the beginnings of the names of such flags. The longest beginning that fits counts.
+# The alternative -> the beginnings of the flags' names. The longest matching beginning counts.
 UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     _NO_MOE: (
         *("--moe-", "--expert-", "--create-moe", "--disable-moe", "--enable-expert", "--num-experts-"),
@@ -405,7 +404,7 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "all layers have softmax attention and one configuration; remove the flag": (
         *("--linear-", "--heterogeneous-layers", "--relative-attention", "--kitchen-"),
     ),
-    "how messages are sent is chosen by the layout and --ddp-bucket-size; remove the flag": (
+    "the layout and --ddp-bucket-size determine the communication; remove the flag": (
         *("--ddp-reduce-scatter", "--ddp-param-name", "--gtp-", "--no-use-layer-wise", "--create-all-gather"),
         *("--suggested-communication", "--disable-symmetric", "--enable-full-sharding", "--reuse-grad-buf"),
         *("--overlap-cpu-optimizer", "--use-torch-optimizer-for", "--keep-fp8"),
@@ -428,7 +427,7 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
         *("--ds-sequence-parallel-", "--force-ds-sequence-parallel", "--cp-comm-type"),
         *("--hierarchical-context-parallel", "--dynamic-context-parallel"),
     ),
-    "index files are found by their content, see --data-cache-path; remove the flag": (
+    "index files are found automatically, see --data-cache-path; remove the flag": (
         *("--train-doc-idx", "--train-idx", "--train-sample-idx", "--train-shuffle-idx", "--train-desc"),
     ),
     "the setting exists only in Megatron-LM; remove the flag": (
@@ -446,9 +445,9 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each.
+    """Returns the words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each replacement.
 
-    Raises ConfigError for a value that such a flag does not take.
+    Raises ConfigError for a value after a flag that takes none.
     """
     typed = {word.partition("=")[0] for word in words}
     result: list[str] = []
@@ -472,7 +471,7 @@ def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def unsupported(name: str) -> str | None:
-    """What a user of a flag of another program does instead; None for flags that are in no table."""
+    """Returns the alternative to a flag of another framework; None for a flag that is in no table."""
     spelled = "--" + name.lstrip("-").replace("_", "-")
     if (answer := UNSUPPORTED_FLAGS.get(spelled)) is not None:
         return answer

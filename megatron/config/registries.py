@@ -1,8 +1,8 @@
-"""The registries: for each extensible setting, the table of its choices.
+"""Registries: the table of choices of each extensible setting.
 
-A choice has a description and an implementation that is imported on use. A new choice is one line here and
-its implementation. The flag's choices, --help, docs/flags.md and the error for an unknown name come from this
-table.
+A choice has a description and an implementation that is imported on use. A new choice is one line in this
+file and its implementation. The flag's choices, --help, docs/flags.md and the error for an unknown name come
+from these tables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Choice:
 
 
 def load_object(path: str) -> Any:
-    """Import and return the object at "module:attribute"."""
+    """Imports and returns the object at "module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -59,37 +59,34 @@ class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
         return name in self._choices
 
     def load(self, name: str) -> Any:
-        """Import and return the implementation of a choice. ConfigError for an unknown name."""
+        """Imports and returns the implementation of a choice. Raises ConfigError for an unknown name."""
         return load_object(self[name].implementation)
 
-    def describe(self) -> str:
-        """All choices with their descriptions, for --help."""
-        return "; ".join(f"{name}: {choice.description}" for name, choice in self._choices.items())
+    def describe(self) -> list[str]:
+        """Returns 'name: description' of each choice, for --help."""
+        return [f"{name}: {choice.description}" for name, choice in self._choices.items()]
 
     def settings(self) -> tuple[str, ...]:
-        """The settings that any choice uses."""
+        """Returns the settings that at least one choice uses."""
         return tuple(dict.fromkeys(field for choice in self._choices.values() for field in choice.settings))
 
     def unused_settings(self, name: str) -> tuple[str, ...]:
-        """The settings that other choices use and the choice `name` does not."""
+        """Returns the settings that other choices use and the choice `name` does not use."""
         return tuple(field for field in self.settings() if field not in self[name].settings)
 
 
-# Functions Tensor -> Tensor, element by element.
+# Elementwise functions Tensor -> Tensor.
 ACTIVATIONS = Registry(
     "--activation",
     {
         "gelu": Choice(
-            "GELU in the tanh approximation, as GPT-2 and BLOOM", "megatron.model.activations:gelu"
+            "GELU with the tanh approximation, as in GPT-2 and BLOOM", "megatron.model.activations:gelu"
         ),
-        "gelu_exact": Choice(
-            "GELU by the error function, as GPT-NeoX and Falcon", "torch.nn.functional:gelu"
-        ),
+        "gelu_exact": Choice("exact GELU (erf), as in GPT-NeoX and Falcon", "torch.nn.functional:gelu"),
     },
 )
 
-# Functions Tensor -> Tensor of the gate in value * activation(gate): "GLU Variants Improve Transformer",
-# arXiv:2002.05202.
+# Elementwise functions of the gate in value * activation(gate) (GLU variants, arXiv:2002.05202).
 GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
@@ -112,11 +109,12 @@ NORMALIZATIONS = Registry(
 
 @dataclass(frozen=True)
 class LayerArrangement(Choice):
-    """How a transformer layer combines norms, attention and MLP. Its implementation is a function (layer,
+    """The order of norms, attention and MLP in a transformer layer. Its implementation is a function (layer,
     hidden, document_ids) -> hidden.
 
-    norms: those of the layer. saved_states: hidden states that the backward pass needs, besides the layer's
-    input. ends_with_norm: the MLP's output is normalized, so the backward pass needs it.
+    norms: names of the layer's norms. saved_states: number of hidden states that the backward pass needs,
+    besides the layer's input. ends_with_norm: the MLP's output is normalized, so that the backward pass needs
+    it.
     """
 
     norms: tuple[str, ...] = ()
@@ -154,13 +152,13 @@ LAYER_ARRANGEMENTS = Registry(
     },
 )
 
-# Functions LayerContext -> (norm of the queries, norm of the keys), modules [seq, batch, heads, head_dim] ->
-# the same shape.
+# Functions LayerContext -> (norm of the queries, norm of the keys), modules that keep the
+# shape [seq, batch, heads, head_dim].
 QK_NORMS = Registry(
     "--qk-layernorm-scope",
     {
         "head": Choice(
-            "each head by itself, the same parameters for all heads, as in Qwen 3 (arXiv:2505.09388)",
+            "each head separately, with parameters shared by all heads, as in Qwen 3 (arXiv:2505.09388)",
             "megatron.model.qk_norm:head_norms",
         ),
         "projection": Choice(
@@ -181,7 +179,7 @@ ROPE_SCALINGS = Registry(
             settings=_SCALING,
         ),
         "llama3": Choice(
-            "by wavelength, as in Llama 3.1 (arXiv:2407.21783)",
+            "scaling by wavelength, as in Llama 3.1 (arXiv:2407.21783)",
             "megatron.model.rope_scaling:llama3",
             settings=(*_ORIGINAL, "rope_low_freq_factor", "rope_high_freq_factor"),
         ),
@@ -223,11 +221,13 @@ OPTIMIZERS = Registry(
     "--optimizer",
     {
         "adam": Choice(
-            "Adam with decoupled weight decay, as in Megatron",
+            "Adam with decoupled weight decay (AdamW), as in Megatron-LM",
             "megatron.optimizer.parameter_groups:make_adam",
             settings=_ADAM,
         ),
-        "adamw": Choice("the same as adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM),
+        "adamw": Choice(
+            "another name for adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM
+        ),
         "sgd": Choice(
             "SGD with momentum", "megatron.optimizer.parameter_groups:make_sgd", settings=("sgd_momentum",)
         ),
@@ -236,15 +236,16 @@ OPTIMIZERS = Registry(
 
 
 class ConstantPhaseStyle(Choice):
-    """An LR decay style that keeps the maximum learning rate: a decay branch can start (--branch-at)."""
+    """An LR decay style with a phase at the maximum learning rate, where --branch-at can start a cooldown
+    branch."""
 
 
 class WarmupRelativeStyle(Choice):
-    """An LR decay style whose function has another third argument: the progress of the run divided by the
-    length of the warm-up, from 1 on. After the end of the decay the learning rate is min_lr."""
+    """An LR decay style whose function takes, instead of the decay's progress, the run's progress divided by
+    the warm-up length, from 1 on. After the end of the decay, the learning rate is min_lr."""
 
 
-# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate; WSD: the registry of them.
+# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. WSD has a registry of them.
 _DECAY = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 LR_DECAY_STYLES = Registry(
@@ -255,15 +256,15 @@ LR_DECAY_STYLES = Registry(
             "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
         ),
         "cosine": Choice(
-            "half a cosine to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
+            "cosine decay to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
         ),
         "inverse-square-root": WarmupRelativeStyle(
-            "--lr x sqrt(warm-up / progress), at least --min-lr",
+            "--lr x sqrt(warm-up length / progress of the run), at least --min-lr",
             "megatron.optimizer.schedule:inverse_square_root_decay",
             settings=_DECAY,
         ),
         "WSD": ConstantPhaseStyle(
-            "warm-up, stable phase at --lr, then --lr-wsd-decay-style to --min-lr (arXiv:2404.06395)",
+            "constant at --lr, then a final decay to --min-lr (--lr-wsd-decay-style, arXiv:2404.06395)",
             "megatron.config.registries:WSD_DECAY_STYLES",
             settings=(*_DECAY, *_WSD),
         ),
@@ -275,8 +276,8 @@ LR_DECAY_STYLES = Registry(
 WSD_DECAY_STYLES = Registry(
     "--lr-wsd-decay-style",
     {
-        "linear": Choice("linear", "megatron.optimizer.schedule:linear_decay"),
-        "cosine": Choice("half a cosine", "megatron.optimizer.schedule:cosine_decay"),
+        "linear": Choice("1 - progress", "megatron.optimizer.schedule:linear_decay"),
+        "cosine": Choice("(1 + cos(pi x progress)) / 2", "megatron.optimizer.schedule:cosine_decay"),
         "exponential": Choice("2 x 0.5^progress - 1", "megatron.optimizer.schedule:exponential_decay"),
         "minus_sqrt": Choice(
             "1 - sqrt(progress) (arXiv:2405.18392)", "megatron.optimizer.schedule:minus_sqrt_decay"
@@ -291,7 +292,7 @@ class Partitioner(Choice):
     Partition.
 
     memory_costs: "module:attribute" of the function (Config, vocabulary size) -> MemoryCosts that computes
-    the memory of the layers; empty if the method does not depend on it. Rank 0 of a run calls it.
+    the memory of the layers; empty if the method does not use it. Rank 0 of a run calls it.
     """
 
     memory_costs: str = ""
@@ -327,16 +328,16 @@ PARTITION_METHODS = Registry(
 
 @dataclass(frozen=True)
 class PipelineSchedule(Choice):
-    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> ScheduleActions: what
-    the engine, the simulation and the plan run.
+    """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> ScheduleActions, which
+    the engine, the simulation and the plan execute.
 
-    stages_per_rank: 0 if --virtual-pipeline-stages gives it; the function then has it as third parameter.
+    stages_per_rank: 0 if --virtual-pipeline-stages sets it; the function then takes it as third argument.
     is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
 
     micro_batches_per_rank: a step needs at least this number x pipeline ranks of micro-batches; 0 if there is
     no minimum. micro_batches_multiple_of_ranks: the number of micro-batches must be a multiple of the ranks.
 
-    splits_backward: the gradients of weights are computed in passes of their own.
+    splits_backward: separate passes compute the weight gradients (zero bubble).
     """
 
     stages_per_rank: int = 1
@@ -354,31 +355,31 @@ PIPELINE_SCHEDULES = Registry(
             "megatron.pipeline.schedule_actions:one_f_one_b",
         ),
         "interleaved": PipelineSchedule(
-            "interleaved 1F1B: each rank holds --virtual-pipeline-stages stages, which reduces the pipeline "
-            "bubble; stage s is on rank s modulo the pipeline-parallel size (arXiv:2104.04473)",
+            "--virtual-pipeline-stages stages per rank, stage s on rank s modulo PP, which reduces the "
+            "pipeline bubble (interleaved 1F1B, arXiv:2104.04473)",
             "megatron.pipeline.schedule_actions:interleaved",
             stages_per_rank=0,
             micro_batches_per_rank=1,
             micro_batches_multiple_of_ranks=True,
         ),
         "dualpipev": PipelineSchedule(
-            "each rank holds two stages, the first and the last stage are on rank 0, which reduces the "
-            "pipeline bubble (DualPipeV, github.com/deepseek-ai/DualPipe)",
+            "two stages per rank, the first and the last stage on rank 0, which reduces the pipeline bubble "
+            "(DualPipeV, github.com/deepseek-ai/DualPipe)",
             "megatron.pipeline.schedule_actions:dual_pipe_v",
             stages_per_rank=2,
             is_v_schedule=True,
             micro_batches_per_rank=2,
         ),
         "zero-bubble": PipelineSchedule(
-            "1F1B with the gradients of inputs and those of weights in separate passes; the latter run when "
-            "the rank would be idle, which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
+            "1F1B with a split backward pass; weight gradients are computed when the rank would be idle, "
+            "which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
             "megatron.pipeline.schedule_actions:zero_bubble",
             splits_backward=True,
         ),
     },
 )
 
-# Classes with __init__(value of each of `settings`, in this order). All of the settings are required.
+# Classes whose arguments are the values of `settings`, in this order. All of these settings are required.
 TOKENIZERS = Registry(
     "--tokenizer-type",
     {

@@ -1,4 +1,5 @@
-"""The rules beside a flag (`config.fields.Flag`): what it needs, excludes, and has no effect with."""
+"""The rules of each flag (`config.fields.Flag`): what it needs, what it excludes, and when it has no
+effect."""
 
 from __future__ import annotations
 
@@ -7,28 +8,28 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron.config.config import SECTIONS, Config
-from megatron.config.data import what_is_evaluated
+from megatron.config.data import available_eval_splits
 from megatron.config.fields import Flag, flag_of, setting_option, value_text
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.errors import ConfigError
 
 
 def check_rules(config: Config) -> None:
-    """Raise ConfigError for a flag without another one that it needs, or with one that it excludes."""
+    """Raises ConfigError for a flag without another flag that it needs, or with one that it excludes."""
     for setting, flag in _flags():
         if not _is_given(config, setting):
             continue
         for other, end in flag.needs.items():
             if not _is_given(config, other):
-                raise ConfigError(f"{_shown(config, setting)} without {_required(other)}: {end}")
+                raise ConfigError(f"{_flag_text(config, setting)} without {_required(other)}: {end}")
         for other, end in flag.excludes.items():
             if _is_given(config, other):
-                raise ConfigError(f"{_shown(config, setting)} with {_shown(config, other)}: {end}")
+                raise ConfigError(f"{_flag_text(config, setting)} with {_flag_text(config, other)}: {end}")
 
 
 def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[str, ...]:
-    """One sentence for each setting that was typed, or is not at its default, and has no effect with the
-    other settings. typed: 'section.field' of the flags on the command line."""
+    """Returns a sentence for each setting that has no effect with the other settings, and that was typed or
+    is not at its default. typed: 'section.field' of the flags on the command line."""
     reasons: dict[str, str] = {}
     for setting, reason in (*_by_rules(config), *_by_choices(config), *_by_several(config)):
         if setting in typed or _value(config, setting) != _default(setting):
@@ -37,7 +38,7 @@ def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[s
 
 
 def risk_notes(config: Config) -> tuple[str, ...]:
-    """One sentence for a combination of settings with which published runs have failed."""
+    """Returns a sentence for each combination of settings with which published runs have failed."""
     if config.optimizer.use_bnb_optimizer and not config.model.embed_layernorm:
         return (
             "--use-bnb-optimizer without --embed-layernorm: BigScience's 104B run stagnated with 8-bit Adam "
@@ -63,8 +64,8 @@ def _default(setting: str) -> Any:
 
 
 def _is_given(config: Config, condition: str) -> bool:
-    """Whether a 'section.field' has a value other than its default and False, or 'section.field=value' this
-    value; of 'condition|condition', whether one holds."""
+    """Returns whether a condition of `Flag` holds. 'section.field': the value is neither the default nor off.
+    'section.field=value': the setting has this value. 'condition|condition': one of them holds."""
     first, _, others = condition.partition("|")
     if others:
         return _is_given(config, first) or _is_given(config, others)
@@ -75,8 +76,8 @@ def _is_given(config: Config, condition: str) -> bool:
     return value not in (None, False, (), _default(setting))
 
 
-def _shown(config: Config, condition: str) -> str:
-    """The flag and its value, as in an error."""
+def _flag_text(config: Config, condition: str) -> str:
+    """Returns the flag and its value, for an error."""
     setting = condition.partition("=")[0]
     value = _value(config, setting)
     if isinstance(value, bool):
@@ -91,17 +92,17 @@ def _required(condition: str) -> str:
 
 
 def _by_rules(config: Config) -> Iterator[tuple[str, str]]:
-    """(setting, reason) of the settings that are unused by the rules beside their flags."""
+    """Yields (setting, reason) of settings that are unused by the rules of their flags."""
     for setting, flag in _flags():
         for condition in flag.unused_with:
             if _is_given(config, condition):
-                yield setting, f"with {_shown(config, condition)}"
+                yield setting, f"with {_flag_text(config, condition)}"
         if flag.used_with and not any(_is_given(config, condition) for condition in flag.used_with):
             yield setting, f"without {' and '.join(map(_required, flag.used_with))}"
 
 
 def _by_choices(config: Config) -> Iterator[tuple[str, str]]:
-    """Those that other choices of a setting use, and the chosen one does not."""
+    """Yields (setting, reason) of settings that only other choices of a setting use."""
     for section in SECTIONS:
         for registry, choice in getattr(config, section).choices_made():
             for name in registry.unused_settings(choice):
@@ -113,7 +114,7 @@ def _by_choices(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _by_several(config: Config) -> Iterator[tuple[str, str]]:
-    """Those whose use depends on several others."""
+    """Yields (setting, reason) of settings whose use depends on several other settings."""
     training, parallel, precision = config.training, config.parallel, config.precision
     if training.gpu is None or not training.dry_run:
         for name in ("node_size", "intra_node_gbps", "inter_node_gbps"):
@@ -132,7 +133,7 @@ def _by_several(config: Config) -> Iterator[tuple[str, str]]:
     if precision.fp16 and precision.loss_scale is not None and training.deepspeed_config is None:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             yield f"precision.{name}", f"with the static --loss-scale {precision.loss_scale:g}"
-    valid, test, reason = what_is_evaluated(config.data)
+    valid, test, reason = available_eval_splits(config.data)
     if not valid:
         yield "training.eval_interval", reason
         if not test:

@@ -1,4 +1,4 @@
-"""The command line of the tools: its parser, checks of arguments, and the end of an interrupted tool."""
+"""The command line of the tools: parser, checks of arguments, and the exit of an interrupted tool."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: expected at least 1")
 
 
 def check_folder(flag: str, path: str) -> None:
@@ -78,7 +78,8 @@ def add_verify_digests_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_input_files(paths: Iterable[str]) -> None:
-    """Raises ConfigError for a file of --input that does not exist, or cannot be read or decompressed."""
+    """Raises ConfigError for a file of --input that is missing, unreadable or compressed other than by
+    gzip."""
     for path in paths:
         if not os.path.isfile(path):
             raise ConfigError(f"--input {path}: the file does not exist")
@@ -94,11 +95,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def exit_on_interrupt() -> Iterator[None]:
-    """Ends the program with exit code 128 + signal on SIGTERM and Ctrl-C, after the cleanup of the block. For
-    tools that write under temporary names. Only for the main thread."""
+    """Ends the program with exit code 128 + signal on SIGTERM and Ctrl-C, after the block's cleanup. It is
+    for tools that write under temporary names, and works only in the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        for ignored in _SIGNALS:  # a second signal, of either kind, does not interrupt the cleanup
+        for ignored in _SIGNALS:  # no second signal interrupts the cleanup
             signal.signal(ignored, signal.SIG_IGN)
         raise KeyboardInterrupt(number)
 

@@ -1,6 +1,6 @@
-"""All checks of settings against each other, before any process group is created.
+"""Checks of settings against each other, before any process group is created.
 
-A contradiction is a ConfigError. Rules between two flags stand beside them, see `rules`.
+A contradiction is a ConfigError. Rules between two flags are part of their fields, see `rules`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_STAGES = 200_000
 
 
 def validate(config: Config) -> None:
-    """Raise ConfigError for the first combination of settings that cannot be run."""
+    """Raises ConfigError for the first combination of settings that cannot be run."""
     check_rules(config)
     check_layout(config)
     check_model(config)
@@ -49,7 +49,7 @@ def validate(config: Config) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """Raise ConfigError for sizes that the degrees do not divide, and for ZeRO stages that do not combine."""
+    """Raises ConfigError for sizes that the parallel sizes do not divide, and for ZeRO with pipelines."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if parallel.world_size % (tensor * pipeline):
@@ -65,8 +65,8 @@ def check_layout(config: Config) -> None:
         )
     if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
         raise ConfigError(
-            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: the gradients "
-            "of weights have passes of their own, which do not divide the sequence; remove one of the two"
+            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: weight "
+            "gradients have separate passes, which do not divide the sequence; remove one of the two flags"
         )
     elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
     if config.training.partition_activations and elements % tensor:
@@ -83,7 +83,7 @@ def check_layout(config: Config) -> None:
 
 
 def check_pipeline(config: Config) -> None:
-    """Raise ConfigError for partition methods and pipeline schedules that cannot be run."""
+    """Raises ConfigError for partition methods and pipeline schedules that cannot be run."""
     parallel = config.parallel
     method = parse_partition_method(parallel.partition_method)
     if parallel.partition_profile is not None and method.kind != "profile":
@@ -121,7 +121,7 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
 
 
 def check_precision(precision: PrecisionConfig) -> None:
-    """Raise ConfigError for a residual stream in fp32 without a reason, and for contradicting loss scales."""
+    """Raises ConfigError for fp32 residual connections in fp32, and for contradictory loss scales."""
     if precision.fp32_residual_connection and precision.name == "fp32":
         raise ConfigError(
             "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32, remove it"
@@ -129,26 +129,24 @@ def check_precision(precision: PrecisionConfig) -> None:
     if precision.min_loss_scale > precision.initial_loss_scale:
         raise ConfigError(
             f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale "
-            f"{precision.initial_loss_scale:g}: reduce the former"
+            f"{precision.initial_loss_scale:g}: reduce --min-loss-scale"
         )
 
 
 def check_finetuning(config: Config) -> None:
-    """Raise ConfigError for a --save folder in which the command of a fine-tuning, given again, would not
-    find its own checkpoints."""
+    """Raises ConfigError for a --save folder from which a repeated fine-tuning command could not resume."""
     checkpoint = config.checkpoint
     option = "--finetune" if checkpoint.finetune else "--no-load-optim"
     applies = (checkpoint.finetune or checkpoint.no_load_optim) and not config.training.no_train
-    if applies and checkpoint.saves_beside_load and not checkpoint.universal_checkpoint:
+    if applies and checkpoint.save_is_load_folder and not checkpoint.universal_checkpoint:
         raise ConfigError(
-            f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: give another --save, or "
-            f"remove {option} to resume; in the same folder each restart of the job would apply {option} "
-            "again"
+            f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: set another --save, or "
+            f"remove {option} to resume. With one folder, each restart of the job would apply {option} again"
         )
 
 
 def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) -> None:
-    """Raise ConfigError for invalid ranges of iterations, and for rollbacks without checkpoints."""
+    """Raises ConfigError for invalid ranges of iterations, and for rollbacks without checkpoints."""
     _ = stability.skipped_ranges
     if stability.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
         raise ConfigError(
@@ -158,16 +156,18 @@ def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) ->
 
 
 def check_schedule(config: Config) -> None:
-    """Raise ConfigError for a warm-up and decay that contradict each other or the length of the run."""
+    """Raises ConfigError for a warm-up and decay that contradict each other or the length of the run."""
     schedule, training = config.schedule, config.training
     by_iters = training.train_iters is not None
     decay_unit = "iters" if by_iters else "samples"
-    # With a decay in tokens the warm-up is in samples, also in a run with --train-iters.
+    # With a decay in tokens, the warm-up is in samples even if the run has --train-iters.
     warmup_unit = "iters" if by_iters and schedule.lr_decay_tokens is None else "samples"
     misplaced = {
-        f"--lr-decay-{_other(decay_unit)}": getattr(schedule, f"lr_decay_{_other(decay_unit)}"),
-        f"--lr-wsd-decay-{_other(decay_unit)}": getattr(schedule, f"lr_wsd_decay_{_other(decay_unit)}"),
-        f"--lr-warmup-{_other(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other(warmup_unit)}"),
+        f"--lr-decay-{_other_unit(decay_unit)}": getattr(schedule, f"lr_decay_{_other_unit(decay_unit)}"),
+        f"--lr-wsd-decay-{_other_unit(decay_unit)}": getattr(
+            schedule, f"lr_wsd_decay_{_other_unit(decay_unit)}"
+        ),
+        f"--lr-warmup-{_other_unit(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other_unit(warmup_unit)}"),
         "--rampup-batch-size": by_iters and " ".join(map(str, config.batch.rampup_batch_size or ())),
     }
     for option, value in misplaced.items():
@@ -191,7 +191,7 @@ def check_schedule(config: Config) -> None:
             "set the length of the warm-up: remove one of them"
         )
     if schedule.min_lr > schedule.lr:
-        raise ConfigError(f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: reduce the former")
+        raise ConfigError(f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: reduce --min-lr")
     if schedule.lr_decay_style != "constant":
         _check_warmup(config, warmup_unit, warmup)
     if schedule.lr_decay_style == "inverse-square-root" and not (warmup or schedule.lr_warmup_fraction):
@@ -206,8 +206,8 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
         if training.deepspeed_config is not None:
-            return  # it may have a curriculum, whose tokens LearningRateSchedule counts
-        # In whole samples: the warm-up has to end before the decay.
+            return  # LearningRateSchedule counts the tokens of a curriculum in this file
+        # Rounded down to whole samples, because the warm-up has to end before the decay.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:
         option, decay = f"--train-{unit}", getattr(training, f"train_{unit}")
@@ -218,12 +218,12 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
         )
 
 
-def _other(unit: str) -> str:
+def _other_unit(unit: str) -> str:
     return "samples" if unit == "iters" else "iters"
 
 
 def check_dependencies(config: Config) -> None:
-    """Raise ConfigError if a package or program that the flags need is not installed."""
+    """Raises ConfigError if a package or program that the flags need is not installed."""
     if config.optimizer.use_apex:
         _check_apex()
     if config.optimizer.use_bnb_optimizer:
@@ -245,7 +245,7 @@ def _check_apex() -> None:
 
 
 def _check_bitsandbytes() -> None:
-    # Not imported: that takes seconds.
+    # Not imported, because the import takes seconds.
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
@@ -263,7 +263,7 @@ def _check_compiler() -> None:
 
 
 def check_harness(config: Config) -> None:
-    """Raise ConfigError for tasks in a run that does not train, or that has no tokenizer."""
+    """Raises ConfigError for tasks in a run that does not train, or without a tokenizer."""
     training, data = config.training, config.data
     if not training.eval_harness_tasks:
         return
@@ -276,25 +276,25 @@ def check_harness(config: Config) -> None:
     files = (data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path)
     if not any(files):
         raise ConfigError(
-            f"--eval-harness-tasks {tasks} without a tokenizer, and tasks are texts: set the flags of the "
-            "tokenizer"
+            f"--eval-harness-tasks {tasks} without a tokenizer: set --tokenizer-name-or-path, "
+            "--tokenizer-model, or --vocab-file and --merge-file"
         )
 
 
-def no_harness(option: str, reason: str) -> ConfigError:
-    """The error of a flag that needs the package lm_eval, which cannot be imported."""
+def missing_harness_error(option: str, reason: str) -> ConfigError:
+    """Returns the error of a flag that needs the package lm_eval, which cannot be imported."""
     return ConfigError(
         f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
     )
 
 
 def check_harness_installed(config: Config) -> None:
-    """Raise ConfigError without the package lm_eval, and for a folder of tasks that does not exist."""
+    """Raises ConfigError if the package lm_eval or the folder of tasks does not exist."""
     training = config.training
     if not training.eval_harness_tasks:
         return
     if find_spec("lm_eval") is None:
-        raise no_harness("--eval-harness-tasks", "there is no module lm_eval")
+        raise missing_harness_error("--eval-harness-tasks", "there is no module lm_eval")
     folder = training.eval_harness_tasks_path
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")

@@ -6,7 +6,7 @@ splits           assigns documents to the train, valid and test splits
 indices          computes the document, sample and shuffle index of a split, and stores them as .npy files
 gpt_dataset      map-style datasets of samples, one per split
 blended_dataset  a weighted blend of several datasets
-loader           assigns samples to data-parallel ranks, and reads their micro-batches
+loader           assigns samples to data-parallel ranks, and reads the micro-batches of a rank
 
 This file imports nothing: preprocessing does not need torch, whose import takes seconds.
 """

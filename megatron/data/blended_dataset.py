@@ -1,12 +1,12 @@
-"""A weighted blend of datasets: the component of sample i of the blend, and its sample there.
+"""A weighted blend of datasets: which sample of which component is sample i of the blend.
 
-Component j has the integer weight a_j, and A is the sum of the weights. Its sample k gets the time
+Component j has the integer weight a_j, and A is the sum of the weights. Sample k of component j has the time
 (2k + 1) A / (2 a_j). The blend reads the samples of all components in the order of these times; at equal
 times, the component with the lower index is first. This is the Sainte-Laguë (Webster) method of apportionment
 (https://en.wikipedia.org/wiki/Sainte-Lagu%C3%AB_method).
 
 The order does not depend on the number of samples of the blend. Component j has (2 a_j T + A) // (2 A)
-samples with a time of at most T, so any interval of time can be sorted without the samples before it.
+samples with a time of at most T, so the order in an interval of time is computed without earlier samples.
 
 Error bound: at time T the number of samples of component j differs from a_j T / A by at most 1/2. Among the
 first n samples of a blend of J components, it differs from a_j n / A by at most (1 + (J - 2) a_j / A) / 2.
@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-# Length of a chunk in units of time, about one sample each. Sorting a chunk takes milliseconds and 1 MB.
+# Length of a chunk in units of time (one sample per unit). Sorting a chunk takes milliseconds and 1 MB.
 CHUNK = 1 << 16
-# Threads that read ahead can be in neighbouring chunks, so more than one chunk is cached.
+# Prefetching threads can be in neighboring chunks, so more than one chunk is cached.
 CACHED_CHUNKS = 4
 # If the sum of the integer weights exceeds this, they are rounded. The error is one sample in 2**31. The
 # numerators in `_sorted_chunk` are at most CHUNK times the sum, which float64 represents exactly.
@@ -44,7 +44,7 @@ class SampleDataset(Protocol):
 
 
 def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Positive weights as coprime integers in the same ratio, rounded if their sum exceeds MAX_WEIGHT_SUM."""
+    """Returns positive weights as coprime integers, rounded if their sum exceeds MAX_WEIGHT_SUM."""
     whole = lcm(*(weight.denominator for weight in weights))
     scaled = [int(weight * whole) for weight in weights]
     total = sum(scaled)
@@ -76,14 +76,14 @@ class BlendOrder:
         return [start + int(count) for start, count in zip(before, counts, strict=True)]
 
     def find(self, sample: int) -> tuple[int, int]:
-        """Return (component, index of the sample in that component) for a sample of the blend."""
+        """Returns (component, index of the sample in that component) for a sample of the blend."""
         chunk, first = self._chunk_of(sample)
         components, numbers = self.chunk(chunk)
         return int(components[sample - first]), int(numbers[sample - first])
 
     def _chunk_of(self, sample: int) -> tuple[int, int]:
-        """Return (chunk that contains the sample, first sample of that chunk)."""
-        # There is about one sample per unit of time, so this estimate is wrong by one chunk at most.
+        """Returns (chunk that contains the sample, first sample of that chunk)."""
+        # A unit of time has about one sample, so this estimate is wrong by one chunk at most.
         chunk = sample // CHUNK
         while _first_sample(self.weights, chunk) > sample:
             chunk -= 1
@@ -92,7 +92,7 @@ class BlendOrder:
         return chunk, _first_sample(self.weights, chunk)
 
     def chunk(self, chunk: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return (components, samples in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
+        """Returns (components, indices in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
         return _sorted_chunk(self.weights, chunk)
 
 

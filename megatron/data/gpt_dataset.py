@@ -23,7 +23,7 @@ from megatron.data.indices import (
 from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
 from megatron.errors import UserError
 
-# Numbers of samples are exact in float64 up to it, and their sums fit 64 bits.
+# Numbers of samples up to this one are exact in float64, and their sums fit 64 bits.
 _MOST_SAMPLES = 2**53
 
 
@@ -54,7 +54,7 @@ class GPTDataset:
         if len(sample) != self.seq_length + 1:
             raise UserError(
                 f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
-                f"tokens, expected {self.seq_length + 1}: its index files belong to other data, delete them"
+                f"tokens, expected {self.seq_length + 1}: delete its index files, built from different data"
             )
         return sample
 
@@ -73,10 +73,10 @@ class Datasets(NamedTuple):
 def prepare_index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> None:
-    """Build the index files that `build_gpt_datasets` reads with the same arguments.
+    """Builds the index files that `build_gpt_datasets` reads if it has equal arguments.
 
-    Valid index files are kept. One process per file system must call this, followed by a barrier. Concurrent
-    and repeated calls are safe.
+    Valid index files are kept. One process per file system must call this, and then all processes a barrier.
+    Concurrent and repeated calls are safe.
     """
     for request in _all_requests(data, seq_length, seed, num_samples):
         prepare_sample_index(request)
@@ -85,7 +85,7 @@ def prepare_index_files(
 def missing_index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> list[str]:
-    """The paths of index files that do not exist yet, for the same arguments as `prepare_index_files`."""
+    """The paths of the index files that `prepare_index_files` would build because they do not exist."""
     requests = _all_requests(data, seq_length, seed, num_samples)
     paths = dict.fromkeys(path for request in requests for path in request.paths())
     return [path for path in paths if not os.path.exists(path)]
@@ -94,7 +94,7 @@ def missing_index_files(
 def build_gpt_datasets(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> Datasets:
-    """Build the train, valid and test datasets from the index files of `prepare_index_files`.
+    """Builds the train, valid and test datasets from the index files of `prepare_index_files`.
 
     num_samples: minimum length of the train, valid and test datasets. A split with 0 samples, without
     documents or with weight 0 has no dataset. Raises UserError for damaged data, missing index files and a
@@ -108,9 +108,9 @@ def build_gpt_datasets(
 
 
 def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: int, seed: int) -> GPTDataset:
-    """All samples of one epoch over `documents`, in the order of a run that reads them at most once.
+    """Returns all samples of one epoch over `documents`, in the order of a run with at most one epoch.
 
-    No index files are written. Raises UserError if the documents have fewer tokens than one sample.
+    Writes no index files. Raises UserError if the documents have fewer tokens than one sample.
     """
     plan = IndexRequest(dataset, name, documents, 1, seq_length, seed).plan()
     index = build_sample_order(dataset.sizes, documents, seq_length, seed, plan)
@@ -118,10 +118,10 @@ def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: 
 
 
 def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: int) -> dict[str, Any]:
-    """What determines the order of the first `num_samples` training samples, as JSON types for a checkpoint.
+    """Returns all that determines the order of the first `num_samples` training samples, as JSON types.
 
-    Two runs with equal fingerprints read the same samples in the same order. The fingerprint contains the
-    number of epochs, not `num_samples`: a longer run with the same number of epochs has the same order.
+    Runs with equal fingerprints read equal samples in equal order. The fingerprint contains the number of
+    epochs instead of `num_samples`: a longer run with an equal number of epochs has an equal order.
     """
     (group,) = document_groups(data, "train", dataset_opener())
     datasets = [component.dataset for component in group.components]
@@ -142,15 +142,15 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     }
 
 
-# Key of `tokenizer.vocabulary_record.vocabulary_digest` in a fingerprint, if the run has a tokenizer. It
-# identifies the meaning of the token ids and has no effect on the order of samples.
+# Key of `tokenizer.vocabulary_record.vocabulary_digest` in a fingerprint, if the run has a tokenizer. The
+# digest identifies the meaning of the token ids; the order of samples does not depend on it.
 VOCABULARY_KEY = "vocabulary_sha256"
 
 
 def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """One phrase for each entry in which two fingerprints differ; an empty list if the order is the same.
+    """Returns a phrase for each entry in which two fingerprints differ; [] if the orders are equal.
 
-    Only the file names of the paths are compared, since data may move to another folder.
+    Only the file names of the paths are compared, since data may have moved to a different folder.
     """
 
     def compared(fingerprint: dict[str, Any], name: str) -> Any:
@@ -168,8 +168,8 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
 
 
 def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether two fingerprints differ at most in how often the run reads the data, which changes the order
-    of its samples."""
+    """Whether two fingerprints differ at most in the number of epochs. (That number also changes the order
+    of the samples.)"""
     per_length = {"epochs": None, "last_epoch_apart": None}
     return not fingerprint_differences({**saved, **per_length}, {**current, **per_length})
 
@@ -177,9 +177,9 @@ def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 def requested_groups(
     data: DataConfig, num_samples: tuple[int, int, int]
 ) -> list[list[tuple[DocumentGroup, int]]]:
-    """Per split (train, valid, test): pairs of a group and its number of samples.
+    """Returns, per split (train, valid, test), pairs of a group and its number of samples.
 
-    Groups without documents and splits with 0 samples are left out.
+    Groups without documents and splits with 0 samples have no pairs.
     """
     open_dataset = dataset_opener()
     return [
@@ -201,9 +201,9 @@ def _all_requests(
 def index_requests(
     group: DocumentGroup, num_samples: int, seq_length: int, seed: int, cache_folder: str | None
 ) -> list[IndexRequest]:
-    """One request per component, for its number of samples among the first `num_samples` of the group.
+    """Returns a request per component, for its number of samples among the first `num_samples` of the group.
 
-    cache_folder: see `IndexRequest`. UserError for a number of samples that no file can hold.
+    cache_folder: see `IndexRequest`. Raises UserError for a number of samples that no file can hold.
     """
     if num_samples > _MOST_SAMPLES:
         raise UserError(

@@ -1,7 +1,7 @@
 """Reader and writer of Megatron's memory-mapped token files ("mmap"), format version 1.
 
-`{prefix}.bin` is the concatenation of the token ids of all documents. `{prefix}.idx` holds their sizes and
-offsets, little-endian:
+`{prefix}.bin` is the concatenation of the token ids of all documents. `{prefix}.idx` holds the sizes and
+offsets of the documents, little-endian:
 
     9 bytes   magic  MMIDIDX 0 0
     uint64    version, 1
@@ -12,8 +12,8 @@ offsets, little-endian:
     int64[S]  byte offset of each sequence in .bin
     int64[D]  first sequence of each document, followed by S
 
-GPT data has one sequence per document. The sample order counts sequences, as in Megatron. Below, a "document"
-is one sequence.
+GPT data has one sequence per document. The sample order counts sequences, as in Megatron. In this module, a
+"document" is one sequence.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-# Codes 6 and 7 are floating-point types (their widths differ between programs), which hold no token ids.
+# Codes 6 and 7 are floating-point types (of different widths in different programs), which hold no token ids.
 FLOAT_CODES = (6, 7)
 
-CHECK_BLOCK = 1 << 22  # sequences verified at a time, to bound the memory
-COPY_BLOCK = 1 << 24  # bytes
+CHECK_BLOCK = 1 << 22  # number of sequences that are verified at a time, to bound the memory
+COPY_BLOCK = 1 << 24  # bytes that are copied at a time
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -79,8 +79,8 @@ class IndexedDataset:
     def __init__(
         self, prefix: str | os.PathLike[str], option: str = "--data-path", verify: bool = True
     ) -> None:
-        """option: the flag that names the prefix, for error messages. verify: read all of the .idx file and
-        check every size and offset. Otherwise only the header and the sizes of both files are checked."""
+        """option: the flag that names the prefix, for error messages. verify: whether to read all of the .idx
+        file and check every size and offset, instead of only the header and the sizes of both files."""
         self.prefix = os.fspath(prefix)
         self.option = option
         index_bytes, data_bytes = self._file_sizes()
@@ -111,11 +111,11 @@ class IndexedDataset:
 
     @property
     def source(self) -> str:
-        """Flag and prefix as on the command line."""
+        """The flag and the prefix, as on the command line."""
         return f"{self.option} {self.prefix}"
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """`length` tokens (None: all) of document `index` from token `offset`, as a read-only view."""
+        """Returns `length` tokens (None: all) of document `index` from token `offset`, a read-only view."""
         if not 0 <= index < len(self.sizes):
             raise IndexError(f"document {index} of {self.prefix}, which has {len(self.sizes)}")
         size = int(self.sizes[index])
@@ -127,13 +127,13 @@ class IndexedDataset:
         return self._tokens[start : start + length]
 
     def tokens_in(self, documents: range) -> int:
-        """The number of tokens of consecutive documents. Uses their offsets: reads only two of them."""
+        """The number of tokens of consecutive documents. Reads the offsets of only the first and the last."""
         if not documents:
             return 0
         return (self._end_of(documents[-1]) - int(self.pointers[documents[0]])) // self.dtype.itemsize
 
     def _end_of(self, document: int) -> int:
-        """Offset in .bin of the byte after a document."""
+        """The offset in .bin of the first byte after a document."""
         return int(self.pointers[document]) + int(self.sizes[document]) * self.dtype.itemsize
 
     def _file_sizes(self) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class IndexedDataset:
         return sizes[0], sizes[1]
 
     def _verify_index(self) -> None:
-        """Check every size, offset and document boundary."""
+        """Raises UserError if a size, an offset or a document boundary is wrong."""
         idx = index_path(self.prefix)
         end = 0
         for start in range(0, len(self.sizes), CHECK_BLOCK):
@@ -178,7 +178,7 @@ class IndexedDataset:
             )
 
     def _count_tokens(self, data_bytes: int) -> int:
-        """Check the length of .bin; return its number of tokens."""
+        """Returns the number of tokens in .bin. Raises UserError if the file's length is wrong."""
         idx, bin_ = index_path(self.prefix), data_path(self.prefix)
         end = self._end_of(len(self.sizes) - 1)
         if end != data_bytes:
@@ -190,7 +190,7 @@ class IndexedDataset:
 
 
 def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
-    """Return (dtype, number of sequences, length of the document index); UserError if the file is bad."""
+    """Returns (dtype, number of sequences, length of the document index). Raises UserError for a bad file."""
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
@@ -226,14 +226,14 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
 
 @contextmanager
 def write_errors(path: str) -> Iterator[None]:
-    """Convert an OSError in the block, for example of a full disk, to a UserError that names the file."""
+    """Converts an OSError in the block, for example a full disk, to a UserError that names the file."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(
             f"cannot write {path}: {error.strerror}"
-            + (": free some space, or write to another disk" if full else "")
+            + (": free some space, or write to a different disk" if full else "")
         ) from error
 
 
@@ -252,7 +252,7 @@ class IndexedDatasetBuilder:
         self._temporary_data = data_path(self.prefix) + suffix
         self._temporary_index = index_path(self.prefix) + suffix
         self._sizes: list[npt.NDArray[np.int32]] = []
-        # The first sequence of each document: one per sequence, or as in the dataset that was appended.
+        # The first sequence of each document. An appended dataset may have several sequences per document.
         self._doc_idx: list[range | npt.NDArray[np.int64]] = []
         self.num_documents = 0
         self.num_tokens = 0
@@ -260,14 +260,14 @@ class IndexedDatasetBuilder:
             self._file = open(self._temporary_data, "xb")
 
     def add_documents(self, tokens: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        """Append documents. tokens: their concatenated token ids; sizes: the number of tokens of each."""
+        """Appends documents. tokens: their concatenated ids; sizes: the number of tokens of each document."""
         ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int64)
         if int(lengths.sum()) != ids.size:
             raise ValueError(f"got {ids.size} tokens for documents of {int(lengths.sum())} tokens in total")
         if lengths.size == 0:
             return
         if lengths.max() > np.iinfo(np.int32).max:
-            raise UserError(f"a document has {int(lengths.max()):,} tokens, the format allows 2,147,483,647")
+            raise UserError(f"a document has {int(lengths.max()):,} tokens, expected at most 2,147,483,647")
         if ids.size and ids.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             if ids.min() < limits.min or ids.max() > limits.max:
@@ -278,7 +278,7 @@ class IndexedDatasetBuilder:
         self._append(lengths.astype("<i4"), ids.size, range(first, first + lengths.size))
 
     def add_dataset(self, dataset: IndexedDataset, on_progress: Callable[[int], object]) -> None:
-        """Append all documents of another dataset, whose .bin file is copied as bytes.
+        """Appends all documents of `dataset`, whose .bin file is copied as bytes.
 
         on_progress: called with the number of bytes of each copied block. Raises UserError if the dtypes
         differ.
@@ -286,7 +286,7 @@ class IndexedDatasetBuilder:
         if dataset.dtype != self.dtype:
             raise UserError(
                 f"{dataset.source} has token ids of type {dataset.dtype}, expected {self.dtype}: preprocess "
-                "the data again, with the same tokenizer for all of it"
+                "the data again, with one tokenizer for all of it"
             )
         with open(data_path(dataset.prefix), "rb") as source:
             while block := source.read(COPY_BLOCK):
@@ -305,14 +305,14 @@ class IndexedDatasetBuilder:
         self.num_tokens += num_tokens
 
     def finalize(self) -> None:
-        """Write the index and rename both files. A reader finds both files or none."""
+        """Writes the index and renames both files. A reader finds either both files or none."""
         with write_errors(index_path(self.prefix)):
             self._write_index()
         with write_errors(data_path(self.prefix)):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        # The old index is removed first: it must never be read together with the new .bin.
+        # The old index is removed first, so that it is never read together with the new .bin.
         if os.path.exists(index_path(self.prefix)):
             os.remove(index_path(self.prefix))
         os.replace(self._temporary_data, data_path(self.prefix))
@@ -333,7 +333,7 @@ class IndexedDatasetBuilder:
             os.fsync(file.fileno())
 
     def discard(self) -> None:
-        """Remove the temporary files."""
+        """Removes the temporary files."""
         with suppress(OSError):  # on a full disk the flush fails again
             self._file.close()
         for path in (self._temporary_data, self._temporary_index):

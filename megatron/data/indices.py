@@ -1,20 +1,20 @@
 """The order of samples: document, sample and shuffle index, computed as in Megatron.
 
-The same data, seed, sequence length and number of samples give Megatron's arrays. They are computed in this
-order from one `numpy.random.RandomState(seed)`:
+The arrays equal Megatron's for equal data, seed, sequence length and number of samples. They are computed in
+this order from one `numpy.random.RandomState(seed)`:
 
 document index  The documents of all epochs, shuffled together. If less than 95 % of the last epoch is used,
-                the last epoch is shuffled separately and appended. Then no document is repeated before all
-                documents have been read.
+                the last epoch is shuffled separately and appended, so that no document is repeated before
+                all documents have been read.
 sample index    The documents are concatenated in this order and split every seq_length tokens. Row i is the
-                first token of sample i (position in the document index, offset in that document). Row i + 1
-                is its last token: a sample has seq_length + 1 tokens and shares one with the next sample.
+                first token of sample i (position in the document index, offset in that document), row i + 1
+                its last: a sample has seq_length + 1 tokens; consecutive samples overlap by one token.
 shuffle index   A permutation of the samples. A separate last epoch is permuted separately.
 
-Index files hold the arrays as .npy files, built by one process and memory-mapped by all. They are in the
-folder of the data, or in that of --data-cache-path. One process per node calls `prepare_sample_index`.
-Afterwards every process calls `load_sample_index`. Files are written under a temporary name and renamed.
-Their contents do not depend on the process: concurrent builders are safe.
+Index files hold the arrays as .npy files, in the folder of the data or of --data-cache-path. One process per
+node calls `prepare_sample_index`, which builds them; then every process calls `load_sample_index`, which
+memory-maps them. Files are written under a temporary name and renamed. All processes would write equal
+contents, so concurrent builders are safe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.errors import UserError, is_access_error, stop_at_access_error
 from megatron.files import open_regular
 from megatron.mapped_file import map_file
 
-# As in Megatron-DeepSpeed of BigScience. NVIDIA's Megatron-LM has 0.80.
+# The value of BigScience's Megatron-DeepSpeed. NVIDIA's Megatron-LM has 0.80.
 SEPARATE_LAST_EPOCH_THRESHOLD = 0.95
 
 
@@ -66,7 +66,7 @@ class SampleIndex:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> EpochPlan:
-    """Plan at least `num_samples` samples of `seq_length` + 1 tokens; adjacent samples share one token.
+    """Plans at least `num_samples` samples of `seq_length` + 1 tokens; adjacent samples share one token.
 
     Raises ValueError unless all arguments are positive.
     """
@@ -88,7 +88,7 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> Epo
 def build_sample_order(
     sizes: npt.NDArray[Any], documents: range, seq_length: int, seed: int, plan: EpochPlan
 ) -> SampleIndex:
-    """Compute the three arrays for `documents` of a dataset. sizes: tokens of each of its documents."""
+    """Computes the three arrays for `documents` of a dataset. sizes: tokens of each of its documents."""
     generator = np.random.RandomState(seed)
     order = build_document_index(documents, plan, generator)
     samples = build_sample_index(sizes, order, seq_length, plan.total_samples)
@@ -163,13 +163,13 @@ class IndexRequest:
     """The folder of the files. None: the folder of the data."""
 
     def plan(self) -> EpochPlan:
-        """The number of epochs and samples. UserError if one epoch has fewer tokens than one sample."""
+        """The number of epochs and samples. Raises UserError if an epoch has fewer tokens than one sample."""
         tokens = self.dataset.tokens_in(self.documents)
         if tokens < self.seq_length + 1:
             raise UserError(
                 f"{self.dataset.source}: the {self.split_name} split has {tokens:,} tokens in "
                 f"{len(self.documents):,} documents, expected at least {self.seq_length + 1:,} for a sample: "
-                "give the split more documents, or lower --seq-length"
+                "give the split more documents, or reduce --seq-length"
             )
         return plan_epochs(tokens, self.seq_length, self.num_samples)
 
@@ -180,7 +180,7 @@ class IndexRequest:
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 
     def _data_name(self) -> str:
-        """The prefix of the data, or in a cache folder a name that is unique to the prefix."""
+        """The prefix of the data; with a cache folder, a path in it that is unique to the prefix."""
         if self.cache_folder is None:
             return self.dataset.prefix
         path = os.path.abspath(self.dataset.prefix)
@@ -194,7 +194,7 @@ class IndexFileError(Exception):
 
 @stop_at_access_error()
 def prepare_sample_index(request: IndexRequest) -> None:
-    """Build the index files unless valid ones exist. UserError if the folder is not writable."""
+    """Builds the index files unless valid ones exist. Raises UserError if the folder is not writable."""
     plan = request.plan()
     try:
         index = _read_index(request, plan)
@@ -214,7 +214,7 @@ def prepare_sample_index(request: IndexRequest) -> None:
 
 @stop_at_access_error()
 def load_sample_index(request: IndexRequest) -> SampleIndex:
-    """Memory-map the index files. Raises UserError, naming the file, if one is missing or damaged."""
+    """Memory-maps the index files. Raises UserError, naming the file, if one is missing or damaged."""
     try:
         return _read_index(request, request.plan())
     except IndexFileError as problem:
@@ -248,9 +248,9 @@ def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
 
 
 def _map_array(path: str) -> npt.NDArray[Any]:
-    """As np.load(path, mmap_mode="r"), without a descriptor that stays open."""
+    """Returns what np.load(path, mmap_mode="r") returns, without keeping a file descriptor open."""
     with open_regular(path) as file:
-        # Headers of later versions may have gigabytes; np.save writes them for other dtypes only.
+        # Headers of later versions may have gigabytes; np.save does not write them for integers.
         if (version := np.lib.format.read_magic(file)) != (1, 0):
             raise ValueError(f"version {version} of the npy format, expected (1, 0)")
         shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -260,20 +260,20 @@ def _map_array(path: str) -> npt.NDArray[Any]:
 
 
 def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) -> None:
-    """Raise IndexFileError for files of the right shape that are damaged or were built from other data."""
+    """Raises IndexFileError if files of the expected shape are damaged or were built from other data."""
     doc_path, sample_path, shuffle_path = request.paths()
     documents, samples, shuffle = index.documents, index.samples, index.shuffle
     if documents.min() < request.documents.start or documents.max() >= request.documents.stop:
         raise IndexFileError(f"{doc_path} names documents outside {request.documents}")
     total, before_last = plan.total_samples, plan.samples_before_last_epoch
-    # Sums are not enough: damaged files have had other numbers with the sum of the right ones.
+    # Comparing sums is not enough: wrong numbers of a damaged file may have the expected sum.
     found = np.zeros(total, dtype=bool)
     if shuffle.min() >= 0 and shuffle.max() < total:
         found[shuffle] = True
     if not found.all():
         raise IndexFileError(f"{shuffle_path} is not a permutation of {total} samples")
     if plan.separate_last_epoch and before_last and shuffle[:before_last].max() >= before_last:
-        # Other Megatron versions have another threshold for a separate last epoch, and the same file names.
+        # Other versions of Megatron have a different threshold for a separate last epoch, but equal names.
         raise IndexFileError(f"{shuffle_path} mixes the last epoch with the others")
     positions, offsets = samples[:, 0], samples[:, 1]
     if samples.min() < 0 or positions.max() >= len(documents) or np.any(positions[1:] < positions[:-1]):
@@ -300,6 +300,6 @@ def _write_array(path: str, array: npt.NDArray[Any]) -> None:
         if os.path.exists(temporary):
             os.remove(temporary)
         raise UserError(
-            f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to another "
-            "folder"
+            f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to a "
+            "different folder"
         ) from error

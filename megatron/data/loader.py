@@ -1,4 +1,4 @@
-"""Micro-batches: which samples, and their tensors, from the token files to the loss."""
+"""Micro-batches: the assignment of samples to data-parallel ranks, and the tensors of a micro-batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MicroBatch:
     """
 
     samples: range
-    """Numbers of the samples in the run: dropout masks depend on them."""
+    """Numbers of the samples in the run. Dropout masks depend on these numbers."""
     tokens: Tensor
     """int64 [batch, seq]"""
     labels: Tensor
@@ -34,8 +34,8 @@ class MicroBatch:
 
     @classmethod
     def from_rows(cls, rows: Tensor, first_sample: int, masked_token: int | None = None) -> MicroBatch:
-        """rows: the tokens of the samples from `first_sample` on, int64 [batch, seq + 1]. masked_token: the
-        loss mask is 0 where the input is this token, otherwise 1."""
+        """Returns the micro-batch with the tokens `rows`, int64 [batch, seq + 1], of the samples from
+        `first_sample` on. masked_token: the loss mask is 0 where the input is this token, otherwise 1."""
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
         if masked_token is not None:
@@ -57,11 +57,11 @@ class GPTBatchLoader:
     Micro-batch k of data-parallel rank r is the `micro_batch_size` samples from sample
     consumed + (k * dp_size + r) * micro_batch_size on, as in Megatron-LM.
 
-    first_sample: number of the data set's first sample in the run. reads_tokens: False for a rank that needs
-    only the numbers of the samples. With `eod_mask_loss` the loss mask is 0 where the input token is `eod`.
-    `vocab_size` is the vocabulary size without padding: a token id at or above it raises
-    UserError, since the data was made with another tokenizer. With `num_workers` > 0, as many threads
-    prefetch micro-batches. Threads suffice because the files are memory-mapped.
+    first_sample: number of the dataset's first sample in the run. reads_tokens: False for a rank that needs
+    only the numbers of the samples. eod_mask_loss: whether the loss mask is 0 where the input token is `eod`.
+    vocab_size: size of the vocabulary without padding; a token id at or above it raises UserError, since the
+    data was made with a different tokenizer. num_workers: number of threads that prefetch micro-batches; 0
+    for none. Threads suffice because the files are memory-mapped.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GPTBatchLoader:
     ) -> None:
         if eod_mask_loss and eod is None:
             raise UserError(
-                "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or drop it"
+                "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or remove it"
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -117,7 +117,7 @@ class GPTBatchLoader:
         return map(self._next, range(own, consumed + global_batch_size, per_micro_batch))
 
     def close(self) -> None:
-        """Stop the prefetch threads."""
+        """Stops the prefetch threads."""
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
@@ -125,7 +125,7 @@ class GPTBatchLoader:
     def _next(self, start: int) -> MicroBatch:
         if self._workers is None:
             return self._read(start)
-        # The distance between consecutive micro-batches of a rank, also across steps.
+        # The distance between consecutive micro-batches of a rank, within a step and across steps.
         stride = self.micro_batch_size * self.dp_size
         wanted = range(start, start + (self._num_prefetched + 1) * stride, stride)
         for other in [key for key in self._pending if key not in wanted]:

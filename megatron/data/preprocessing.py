@@ -35,7 +35,7 @@ from megatron.tokenizer.vocabulary_record import record_path, remove_record, wri
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 1024
 BATCHES_IN_FLIGHT_PER_WORKER = 3
-# Longest line. Tokenizing a document takes about 100 times its size in memory.
+# Length limit of a line. Tokenizing a document takes about 100 times its size in memory.
 MAX_LINE_BYTES = 1 << 26
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -72,17 +72,17 @@ class EncodedBatch:
     """Lines that are not blank."""
     bad_lines: list[BadLine]
     empty_documents: dict[str, int]
-    """Per JSON key, documents without tokens, which are dropped."""
+    """Per JSON key, the number of documents without tokens, which are skipped."""
 
 
 @dataclass
 class Progress:
-    """Counts so far; `documents`, `tokens` and `empty_documents` per JSON key."""
+    """What has been processed so far; `documents`, `tokens` and `empty_documents` count per JSON key."""
 
     documents: dict[str, int]
     tokens: dict[str, int]
     empty_documents: dict[str, int]
-    """Documents without tokens, which are dropped."""
+    """Documents without tokens, which are skipped."""
     lines: int = 0
     input_bytes: int = 0
     skipped: list[BadLine] = field(default_factory=list)
@@ -97,9 +97,9 @@ class BatchEncoder:
     append_eod: bool
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
-        """Tokenize the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
+        """Tokenizes the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
 
-        Blank lines and documents without tokens are dropped, as in Megatron.
+        Blank lines and documents without tokens are skipped, as in Megatron.
         """
         texts: dict[str, list[str]] = {key: [] for key in self.json_keys}
         bad_lines = []
@@ -140,13 +140,13 @@ def preprocess(
     skip_bad_lines: bool = False,
     report: Callable[[Progress], None] | None = None,
 ) -> Progress:
-    """Tokenize the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key.
+    """Tokenizes the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key.
 
     Each pair of files gets a vocabulary record (`megatron.tokenizer.vocabulary_record`). `report` is called
     after each batch. Raises UserError, and writes no output file, if an input is missing or damaged, if a
     line is not a JSON object with the keys (unless `skip_bad_lines`), or if there is no text.
     """
-    # The worker processes are the parallelism. The threads of the tokenizers library would compete with them.
+    # The threads of the tokenizers library would compete with the worker processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = build_tokenizer(flags)
     documents, tokens, empty = (dict.fromkeys(json_keys, 0) for _ in range(3))
@@ -168,7 +168,7 @@ def preprocess(
         for result in encoded:
             if result.bad_lines and not skip_bad_lines:
                 raise UserError(
-                    f"{result.bad_lines[0]} (--json-keys sets the keys, --skip-bad-lines skips such lines)"
+                    f"{result.bad_lines[0]} (--json-keys sets the keys, --skip-bad-lines skips invalid lines)"
                 )
             progress.skipped.extend(result.bad_lines)
             progress.lines += result.num_lines
@@ -203,7 +203,7 @@ def output_name(output_prefix: str, json_key: str) -> str:
 
 
 def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
-    """Return the texts under `json_keys`, or the reason why the line is invalid."""
+    """Returns the texts under `json_keys`, or the reason why the line is invalid."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
     try:
@@ -230,10 +230,10 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
 
 
 def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
-    """Read the lines of the files in order, in batches of about 1 MB of one file each.
+    """Yields the lines of the files in order, in batches of about 1 MB from one file.
 
-    A longer line is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject it: a .gz file of
-    300 kB can decompress to a line of 600 MB.
+    A line longer than MAX_LINE_BYTES is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject
+    it: a .gz file of 300 kB can decompress to a line of 600 MB.
     """
     for path in inputs:
         with _open_text(path) as file:
@@ -258,15 +258,15 @@ def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
 
 @contextmanager
 def _open_text(path: str) -> Iterator[BinaryIO]:
-    """Open a plain or .gz file. Raises UserError if it is not what its name says, or not UTF-8."""
+    """Opens a plain or .gz file. Raises UserError if it is not of the type in its name, or not UTF-8."""
     with open(path, "rb") as plain:
         is_gzip = path.endswith(".gz")
         head = plain.read(len(GZIP_MAGIC))
         plain.seek(0)
         if is_gzip and head and head != GZIP_MAGIC:
             raise UserError(
-                f"--input {path}: not a gzip file, it begins with {head!r}: drop .gz from its name if it is "
-                "plain text"
+                f"--input {path}: not a gzip file, it begins with {head!r}: remove .gz from its name if it "
+                "is plain text"
             )
         if not is_gzip and head == GZIP_MAGIC:
             raise UserError(f"--input {path}: a gzip file, add .gz to its name")
@@ -275,7 +275,7 @@ def _open_text(path: str) -> Iterator[BinaryIO]:
             head = file.read(4)
             file.seek(0)
         except (OSError, EOFError, zlib.error):
-            head = b""  # reading the lines will fail in the same way, with the line number
+            head = b""  # reading the lines will raise this error again, with the line number
         # UTF-16 and UTF-32 text begins with a byte order mark or with ASCII characters that have zero bytes.
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in head:
             raise UserError(
@@ -295,7 +295,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 def _encode_in_processes(
     batches: Iterator[LineBatch], flags: TokenizerFlags, encoder: BatchEncoder, workers: int
 ) -> Iterator[EncodedBatch]:
-    """Apply `encoder.encode` to each batch in `workers` processes; yield the results in order."""
+    """Applies `encoder.encode` to each batch in `workers` processes; yields the results in order."""
     settings = (tuple(tokenizer_settings(flags).items()), encoder.json_keys, encoder.append_eod)
     executor = ProcessPoolExecutor(
         workers,
@@ -315,7 +315,7 @@ def _encode_in_processes(
             yield in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"a worker process died, most likely because memory ran out: lower --workers, now {workers}"
+            f"--workers {workers}: a worker process died, most likely because memory ran out: reduce it"
         ) from error
     except BaseException:
         _kill_workers(executor)
@@ -325,10 +325,10 @@ def _encode_in_processes(
 
 
 def _kill_workers(executor: ProcessPoolExecutor) -> None:
-    """Ends the workers at once, in such a way that `executor.shutdown` returns.
+    """Kills the workers, and closes the result pipe of this process so that `executor.shutdown` returns.
 
-    A worker that was killed while it sent a result leaves the first part of it in the pipe. The executor's
-    thread waits for the rest as long as the pipe has a writer, and this process is one.
+    A worker that is killed while it sends a result leaves the first part of the result in the pipe. The
+    executor's thread would wait for the rest as long as any process can write to the pipe.
     """
     for process in list((executor._processes or {}).values()):
         process.kill()
@@ -339,16 +339,16 @@ def _kill_workers(executor: ProcessPoolExecutor) -> None:
 def _worker_encoder(
     flags: tuple[tuple[str, str], ...], json_keys: tuple[str, ...], append_eod: bool
 ) -> BatchEncoder:
-    """The encoder of a worker process, built at the first batch. Its settings are sent with each batch: a
-    tokenizer is too large. flags: items of `tokenizer_settings`."""
+    """Returns the encoder of a worker process, built at the first batch. Each batch is sent with the
+    settings of the encoder, since a tokenizer is too large to send. flags: items of `tokenizer_settings`."""
     given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **dict(flags)}
     return BatchEncoder(build_tokenizer(Namespace(**given)), json_keys, append_eod)
 
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Ctrl-C sends SIGINT to all processes of the terminal. Only the main process handles it: the processes
-    that start in the block inherit its mask of signals."""
+    """Makes processes that start in the block ignore Ctrl-C, which sends SIGINT to all processes of the
+    terminal: they inherit the signal mask. Only the main process handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -361,7 +361,7 @@ def _start_worker() -> None:
 
 
 def _exit_after_parent() -> None:
-    """Ends this worker when the main process was killed. Otherwise it would wait for work forever."""
+    """Ends this worker if the main process was killed: the worker would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -18,7 +18,7 @@ DatasetOpener = Callable[[str, str], IndexedDataset]
 
 @dataclass(frozen=True)
 class Component:
-    """The documents of one dataset in a blend. index_name: as in `IndexRequest`."""
+    """The documents of one dataset in a blend. index_name: see `IndexRequest`."""
 
     dataset: IndexedDataset
     documents: range
@@ -33,7 +33,7 @@ class DocumentGroup:
     components: tuple[Component, ...]
     weights: tuple[int, ...]
     fractions: list[float] | list[list[float]]
-    """The user's setting as fractions: of train, valid and test, or START and END of each component."""
+    """The user's flag as fractions: of train, valid and test (--split), or START and END per component."""
 
     @property
     def is_empty(self) -> bool:
@@ -42,17 +42,17 @@ class DocumentGroup:
 
 
 def verify_token_files(data: DataConfig) -> None:
-    """Read the .idx files of all prefixes and check every size and offset.
+    """Reads the .idx files of all prefixes and checks every size and offset.
 
-    Raises UserError that names a damaged file. `dataset_opener` relies on this: one process per node must
-    call it first.
+    Raises UserError that names a damaged file. One process per node must call it before any process uses
+    `dataset_opener`, which does not verify.
     """
     for option, prefix in dict.fromkeys(token_file_prefixes(data)):
         IndexedDataset(prefix, option)
 
 
 def dataset_opener() -> DatasetOpener:
-    """A function that opens each prefix once, without verification, and then returns the same dataset."""
+    """Returns a function that opens the dataset of a prefix without verification, each prefix only once."""
     opened: dict[str, IndexedDataset] = {}
 
     def open_dataset(prefix: str, option: str) -> IndexedDataset:
@@ -66,10 +66,10 @@ def dataset_opener() -> DatasetOpener:
 def document_groups(
     data: DataConfig, split_name: str, open_dataset: DatasetOpener
 ) -> tuple[DocumentGroup, ...]:
-    """The document groups of the split 'train', 'valid' or 'test'.
+    """Returns the document groups of the split 'train', 'valid' or 'test'.
 
-    With --data-path and --split this is one group with the name of the split; it may be empty. With
-    --{split_name}-weighted-split-paths these are the groups of that flag. Raises UserError for damaged data
+    With --data-path and --split there is one group with the name of the split; it may be empty. With
+    --{split_name}-weighted-split-paths there are the groups of that flag. Raises UserError for damaged data
     and for a component without documents.
     """
     if data.train_weighted_split_paths:
@@ -88,12 +88,12 @@ def _weighted_group(
     components = []
     for path in paths:
         dataset = open_dataset(path.prefix, option)
-        # Rounded as in Megatron. Adjacent ranges share the bound.
+        # The bounds are rounded as in Megatron. Adjacent ranges share a bound.
         documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
         if not documents:
             raise UserError(
                 f"{option}: the range {path.start:g}:{path.end:g} of {path.prefix} in the group '{name}' "
-                f"contains none of its {len(dataset):,} documents: widen the range, or leave it out"
+                f"contains none of its {len(dataset):,} documents: widen the range, or remove it"
             )
         # Groups that read the same documents share index files.
         index_name = f"documents{documents.start}-{documents.stop}"
@@ -117,16 +117,16 @@ def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener)
             raise UserError(
                 f"--split {data.split} assigns none of the {len(component.dataset):,} documents of "
                 f"{component.dataset.source} to the {split_name} split, but the blend needs some: change "
-                "--split, drop the prefix, or set the documents with --train-weighted-split-paths"
+                "--split, remove the prefix, or set the documents with --train-weighted-split-paths"
             )
     return group
 
 
 def split_documents(split: str, num_documents: int) -> tuple[range | None, range | None, range | None]:
-    """The documents of train, valid and test, each a range within [0, num_documents); None if it is empty.
+    """Returns the documents of train, valid and test: ranges within [0, num_documents), None if empty.
 
-    The bounds are Megatron's: each share is rounded to an integer (half to even); then the difference of
-    their sum from `num_documents` is subtracted from every upper bound. A split of weight 0 is None even if
+    The bounds equal Megatron's: each share is rounded to an integer (half to even); then the excess of the
+    sum over `num_documents` is subtracted from every upper bound. A split of weight 0 is None even if
     rounding would assign a document to it.
     """
     fractions = parse_split(split)

@@ -1,9 +1,10 @@
 """Checks the DeepSpeed JSON file of --deepspeed_config, and makes the configuration that DeepSpeed gets.
 
 The flags define the run. The file may repeat their values, as published scripts do, but must not contradict
-them. The file overrides the flags for the loss scale, and it alone defines a curriculum. Monitoring keys are
-passed to DeepSpeed; all other keys are rejected. DeepSpeed is configured for fp32 without clipping, since
-this repository's optimizer handles precision, clipping and the loss scale (see workarounds.py).
+them. There are two exceptions: the file overrides the flags for the loss scale, and only the file can define
+a curriculum. Monitoring keys are passed to DeepSpeed; all other keys are rejected. DeepSpeed is configured
+for fp32 without clipping, since this repository's optimizer handles precision, clipping and the loss scale
+(see workarounds.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.files import read_json
 
 # Keys that are passed to DeepSpeed unchanged: they monitor the run and do not change its results. Each has an
 # effect with the pipeline engine of DeepSpeed 0.19.8.
-_PASSED_ON: dict[str, type] = {
+_PASSED_THROUGH: dict[str, type] = {
     "tensorboard": dict,
     "wandb": dict,
     "csv_monitor": dict,
@@ -33,15 +34,15 @@ _PASSED_ON: dict[str, type] = {
     "checkpoint": dict,
 }
 
-# Allowed keys of the section `checkpoint`. Others would change where or how checkpoint files are written.
+# Allowed keys of the section `checkpoint`. Other keys would change where or how checkpoints are written.
 _CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
 
 # Sections that would override the flags or this repository's optimizer, or have no effect -> what to do
 # instead.
-_REFUSED_SECTIONS = {
+_REJECTED_SECTIONS = {
     "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
     "scheduler": "the --lr flags make the schedule, remove it from the file",
-    "amp": "--fp16 or --bf16 choose the number format, remove it from the file",
+    "amp": "--fp16 or --bf16 choose the precision, remove it from the file",
     "activation_checkpointing": "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu "
     "decide on recomputation, remove it from the file",
     "communication_data_type": "gradients are always reduced in fp32, remove it from the file",
@@ -52,8 +53,8 @@ _REFUSED_SECTIONS = {
     "data_efficiency": "it is not supported yet, remove it from the file",
     "compression_training": "it is not supported, remove it from the file",
     "pipeline": "--partition-method and --checkpoint-activations decide, remove it from the file",
-    "torch_autocast": "--fp16 or --bf16 choose the number format, remove it from the file",
-    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts one twice), remove it "
+    "torch_autocast": "--fp16 or --bf16 choose the precision, remove it from the file",
+    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts a timer twice), remove it "
     "from the file (--log-timers-to-tensorboard has the time of a step)",
     "comms_logger": "nothing would print what it gathers, remove it from the file",
     "dump_state": "nothing would be printed, remove it from the file (--dry-run prints the layout)",
@@ -61,8 +62,8 @@ _REFUSED_SECTIONS = {
     "--log-interval shows the TFLOPs)",
 }
 
-# Supported keys of the section `fp16` -> field of PrecisionConfig, and its value from that of the key.
-# "enabled" is compared with --fp16.
+# Supported keys of the section `fp16` -> field of PrecisionConfig, and function from the key's value to the
+# field's value. "enabled" is compared with --fp16.
 _LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "loss_scale": ("loss_scale", lambda scale: float(scale) or None),
     "loss_scale_window": ("loss_scale_window", int),
@@ -89,7 +90,7 @@ _OWN_KEYS = (
     "steps_per_print",
     "elastic_checkpoint",
     "zero_allow_untested_optimizer",
-    *_REFUSED_SECTIONS,
+    *_REJECTED_SECTIONS,
 )
 
 
@@ -114,13 +115,13 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     if _file_is_absent(config):
         return DeepSpeedSettings(config, (f"there is no --deepspeed_config {path}: it was not checked",))
     settings = _load(path)
-    _refuse_unsupported(settings)
-    _check_passed_on(settings)
+    _reject_unsupported(settings)
+    _check_passed_through(settings)
     _compare_with_flags(config, settings)
     notes: list[str] = []
     precision = config.precision
     if precision.fp16:
-        precision = _take_loss_scale(precision, _section(settings, "fp16"), notes)
+        precision = _override_loss_scale(precision, _section(settings, "fp16"), notes)
     if settings.get("steps_per_print") is not None:
         notes.append(
             f"the DeepSpeed config's steps_per_print {settings['steps_per_print']} is not used: "
@@ -138,9 +139,9 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
             f"the DeepSpeed config's zero_optimization ({', '.join(replaced)}) is deprecated and ignored: "
             "--zero-stage decides, and this repository's optimizer replaces DeepSpeed's"
         )
-    for name, value in _passed_on(settings).items():
+    for name, value in _passed_through(settings).items():
         if not _is_off(value):
-            notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed as it is")
+            notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed unchanged")
     curriculum = read_curriculum(_section(settings, "curriculum_learning"))
     if curriculum is not None:
         notes.append(curriculum.describe())
@@ -150,9 +151,9 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
 
 
 def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets, for steps of `global_batch_size` samples.
+    """Returns the configuration that DeepSpeed gets, for steps of `global_batch_size` samples.
 
-    It includes the monitoring keys of the user's file. `global_batch_size` is that of the next step: with
+    It includes the monitoring keys of the user's file. `global_batch_size` is the size of the next step: with
     --rampup-batch-size it changes during the run.
     """
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
@@ -162,7 +163,7 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
         "wall_clock_breakdown": False,
         # This timer synchronizes with the device in every forward pass, and nothing reads it.
         "timers": {"throughput": {"enabled": False}},
-        **_passed_on(settings),
+        **_passed_through(settings),
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),
@@ -175,7 +176,7 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
 
 
 def _file_is_absent(config: Config) -> bool:
-    """Whether the file does not exist yet, which only a dry run allows: a job script may write it later."""
+    """Returns whether the file is missing in a dry run, which allows it: a job script may write it later."""
     path = config.training.deepspeed_config
     return config.training.dry_run and path is not None and not Path(path).exists()
 
@@ -185,7 +186,7 @@ def _load(path: str) -> dict[str, Any]:
         settings = read_json(Path(path))
     except OSError as error:
         raise ConfigError(
-            f"--deepspeed_config {path} cannot be read ({error.strerror}): correct the path, or drop the flag"
+            f"--deepspeed_config {path} cannot be read ({error.strerror}): correct or remove the flag"
         ) from error
     except ValueError as error:
         raise ConfigError(
@@ -201,12 +202,12 @@ def _unset(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a key has no effect: absent, false, or a section that is not enabled."""
+    """Returns whether a key has no effect: absent, false, or a section that is not enabled."""
     return _unset(value) or value is False or (isinstance(value, dict) and value.get("enabled") is False)
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of the file, {} if it is absent."""
+    """Returns a section of the file; {} if it is absent."""
     section = settings.get(name)
     if _unset(section):
         return {}
@@ -216,13 +217,13 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, such as 'train_batch_size' or 'fp16.enabled'; None if it is absent."""
+    """Returns the value of a key, such as 'train_batch_size' or 'fp16.enabled'; None if it is absent."""
     section, _, name = key.rpartition(".")
     return (_section(settings, section) if section else settings).get(name)
 
 
-def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
-    for name, instead in _REFUSED_SECTIONS.items():
+def _reject_unsupported(settings: Mapping[str, Any]) -> None:
+    for name, instead in _REJECTED_SECTIONS.items():
         if not _is_off(settings.get(name)):
             raise ConfigError(f"the DeepSpeed config has {name}: {instead}")
     for name, value in _section(settings, "data_types").items():
@@ -244,7 +245,7 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
 
 
 def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
-    """The offload device of zero_optimization.`name`; None if the file does not set it."""
+    """Returns the offload device of zero_optimization.`name`; None if the file does not set it."""
     zero = _section(settings, "zero_optimization")
     if name == "offload_optimizer" and not _unset(zero.get("cpu_offload")):
         return "cpu" if zero["cpu_offload"] else "none"  # the key's old name
@@ -253,17 +254,17 @@ def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
     return None if _unset(device) or device is False else device
 
 
-def _check_passed_on(settings: Mapping[str, Any]) -> None:
-    """ConfigError for an unknown key, and for a value of the wrong type."""
+def _check_passed_through(settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an unknown key, and for a value of the wrong type."""
     for name, value in settings.items():
         if name in _OWN_KEYS or _unset(value):
             continue
-        if name not in _PASSED_ON:
+        if name not in _PASSED_THROUGH:
             raise ConfigError(
-                f"the DeepSpeed config has {name}, which is not supported: remove it from the file (passed "
-                f"to DeepSpeed are {', '.join(_PASSED_ON)})"
+                f"the DeepSpeed config has {name}, which is not supported: remove it from the file "
+                f"(DeepSpeed gets only {', '.join(_PASSED_THROUGH)})"
             )
-        if _PASSED_ON[name] is dict:
+        if _PASSED_THROUGH[name] is dict:
             _section(settings, name)
         elif not isinstance(value, bool):
             raise ConfigError(f"the DeepSpeed config's {name} is {json.dumps(value)}: expected true or false")
@@ -275,7 +276,7 @@ def _check_passed_on(settings: Mapping[str, Any]) -> None:
 
 
 def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
-    """ConfigError if a value of the file differs from its flag."""
+    """Raises ConfigError if a value of the file differs from its flag."""
     parallel, precision = config.parallel, config.precision
     accumulation = "--global-batch-size / (--micro-batch-size x data-parallel size)"
     flags = {
@@ -300,10 +301,10 @@ def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
             )
 
 
-def _take_loss_scale(
+def _override_loss_scale(
     precision: PrecisionConfig, fp16: Mapping[str, Any], notes: list[str]
 ) -> PrecisionConfig:
-    """The precision with the file's loss-scale settings. Adds a note for each setting that changes."""
+    """Returns the precision with the file's loss-scale settings; adds a note for each changed setting."""
     in_file = {key: fp16[key] for key in _LOSS_SCALE_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
         is_number = not isinstance(value, bool) and isinstance(value, (int, float))
@@ -322,17 +323,17 @@ def _take_loss_scale(
         before = getattr(precision, name)
         if before != value:
             notes.append(
-                f"the DeepSpeed config sets the loss scale: {_loss_scale_words(name, value)} from the file "
-                f"overrides {_loss_scale_words(name, before)} from --{name.replace('_', '-')}"
+                f"the DeepSpeed config sets the loss scale: {_describe_loss_scale(name, value)} from the "
+                f"file overrides {_describe_loss_scale(name, before)} from --{name.replace('_', '-')}"
             )
     return dataclasses.replace(precision, **changes)
 
 
-def _loss_scale_words(name: str, value: float | None) -> str:
+def _describe_loss_scale(name: str, value: float | None) -> str:
     if name == "loss_scale":
         return "a dynamic scale" if value is None else f"a static scale of {value:g}"
     return f"{name} {value:g}"
 
 
-def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: settings[key] for key in _PASSED_ON if not _unset(settings.get(key))}
+def _passed_through(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: settings[key] for key in _PASSED_THROUGH if not _unset(settings.get(key))}

@@ -1,9 +1,8 @@
-"""How far the device has come with the instructions of the schedule, for the report of a hang.
+"""Tracks which instructions of the schedule the device has completed, for the report of a hang.
 
-A host that trains on a GPU does not wait for its collectives: at a hang the hosts of all ranks wait at the
-end of the step, at one line of code. An event after every instruction shows what each device has completed,
-and torch's flight recorder, which NCCL's and gloo's process groups write, shows the calls that have not
-ended.
+On a GPU the host does not wait for its collectives. In a hang, the hosts of all ranks wait at the same line
+of code, at the end of the step. An event after every instruction shows what each device has completed.
+Torch's flight recorder, which NCCL's and gloo's process groups write, shows the calls that have not ended.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-# Steps of more instructions than this are seen in part. The host waits once per step for the device.
+# Maximum number of events. Of a longer step, only the last instructions are known.
 _MOST_EVENTS = 2048
 _MOST_CALLS_SHOWN = 2
 _MOST_RANKS_SHOWN = 8
@@ -27,22 +26,22 @@ class DeviceProgress:
     """The instructions that this rank has launched, each with an event of the device."""
 
     def __init__(self, accelerator: Any) -> None:
-        """accelerator: of DeepSpeed."""
+        """accelerator: DeepSpeed's accelerator object."""
         self._launched: deque[tuple[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self._in_step = 0
-        # On a CPU an instruction has ended when its code has.
+        # On a CPU an instruction ends with its code.
         self._records = accelerator.device_name() != "cpu"
         self._accelerator = accelerator
 
     def begin_step(self) -> None:
-        """Instructions are counted from here."""
+        """Restarts the count of instructions."""
         self._in_step = 0
 
     def record(self, instruction: str) -> None:
         """Marks the end of an instruction on the current stream."""
         if not self._records:
             return
-        # An event that is old enough to be forgotten is used again.
+        # A full queue reuses its oldest event.
         full = len(self._launched) == _MOST_EVENTS
         event = self._launched.popleft()[1] if full else self._accelerator.Event()
         event.record()
@@ -50,7 +49,7 @@ class DeviceProgress:
         self._launched.append((f"{instruction} (instruction {self._in_step} of the step)", event))
 
     def facts(self) -> dict[str, str]:
-        """For the rank's report. Any thread may call it.
+        """Returns facts for the rank's report. Any thread may call it.
 
         device: the last instruction that the device has completed, and the one after it; missing on a CPU and
         before the first instruction. waits_in: the calls in which this rank waits for others.
@@ -62,13 +61,13 @@ class DeviceProgress:
 
 
 def waiting_facts() -> dict[str, str]:
-    """The part of `DeviceProgress.facts` that needs no instruction: `waits_in`."""
+    """Returns the part of `DeviceProgress.facts` that needs no instruction: `waits_in`."""
     return {"waits_in": " and ".join(pending_calls(pickle.loads(flight_record())))}
 
 
 def flight_record() -> bytes:
-    """The calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE), in the
-    format of `python -m torch.distributed.flight_recorder.fr_trace`."""
+    """Returns the calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE),
+    in the format of `python -m torch.distributed.flight_recorder.fr_trace`."""
     # NCCL's process groups have a recorder of their own.
     dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
     dump = next(dump for dump in dumps if dump is not None)
@@ -77,7 +76,7 @@ def flight_record() -> bytes:
 
 
 def _describe(launched: list[tuple[str, bool]]) -> str:
-    """launched: names of instructions, and whether the device has completed each."""
+    """Describes the device's progress. launched: names of instructions, and whether each is completed."""
     done = next((i for i in reversed(range(len(launched))) if launched[i][1]), -1)
     if done == len(launched) - 1:
         return "has completed all instructions of the schedule"
@@ -86,12 +85,12 @@ def _describe(launched: list[tuple[str, bool]]) -> str:
 
 
 def pending_calls(recorded: Mapping[str, Any]) -> list[str]:
-    """The oldest call of each process group that runs and has not ended, oldest first, such as
-    'all_reduce (call 17) of ranks 0, 2'. recorded: in torch's format 2.10.
+    """Returns the oldest running call of each process group, oldest first, such as 'all_reduce (call 17) of
+    ranks 0, 2'. recorded: in torch's format 2.10.
 
-    A host that launches ahead of its NCCL device has recorded calls that have not started; they wait for this
-    device, not for other ranks. gloo records no starts, and no point-to-point calls. Of a batch of messages
-    NCCL records each message without a state, and then the batch ("coalesced").
+    A host runs ahead of its NCCL device, so it has recorded calls that have not started. They wait for this
+    device, not for other ranks. gloo records neither starts nor point-to-point calls. For a batch of
+    messages, NCCL records each message without a state, and then the batch ("coalesced").
     """
     oldest: dict[str, Mapping[str, Any]] = {}
     for entry in recorded.get("entries", ()):

@@ -2,11 +2,10 @@
 
 It runs the instructions of `engine.instructions`. Messages are queued, and CommitP2P sends and receives them
 together. So a rank never waits for one message while another rank waits for a message that it could send at
-the same time. A rank that only sends waits at the next exchange: the pass between them does not depend on the
-receiver.
+the same time. A rank that only sends waits at its next exchange, not before the pass in between.
 
-Without sequence parallelism the hidden state between two stages is the same on all tensor-parallel ranks:
-each sends its part of it, and each receiver all-gathers the parts when the pass begins.
+Without sequence parallelism the hidden state between two stages is replicated over the tensor-parallel ranks.
+Each rank sends only its part, and the receivers all-gather the parts when the pass begins.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ Spec = tuple[torch.Size, torch.dtype]
 class ScheduleExecutor(PatchedPipelineEngine):
     """Trains a model by any schedule. `model_chunk_id` is the index of a stage on its rank.
 
-    Buffers beside DeepSpeed's, by the instructions' buffer_id: "messages", outputs to be sent, and gradients
-    of outputs that were received; "losses"; "deferred", gradients of weights that are not computed yet;
-    "samples", the numbers of a micro-batch's samples.
+    It adds buffers to DeepSpeed's, indexed by the instructions' buffer_id: "messages", outputs to be sent,
+    and received gradients of outputs; "losses"; "deferred", weight gradients that are not computed yet;
+    "samples", the sample numbers of a micro-batch.
     """
 
     loss: Tensor
@@ -51,40 +50,40 @@ class ScheduleExecutor(PatchedPipelineEngine):
     """The model chunk whose pass runs."""
 
     def __init__(self, parallel: ParallelConfig, tp_group: TPGroup, **options: Any) -> None:
-        """options: of DeepSpeed's engine."""
+        """options: arguments of DeepSpeed's engine."""
         self._rank_of_stage = parallel.rank_of_stage
         self._parts = tp_group if parallel.sends_parts else TPGroup()
         super().__init__(**options)
-        self.is_pipe_partitioned = self.is_grad_partitioned = False  # by DeepSpeed's own instructions
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # not by DeepSpeed
         self._stages = chunks_of_rank(self._rank_of_stage, self.stage_id)
         self._make_schedule = lru_cache(4)(partial(pipeline_schedule, parallel, self.stage_id))
-        # Messages of the default group would need a communicator of all ranks. All ranks of a group must take
-        # part in its first call, as they need not in an exchange of messages.
+        # Messages in the default group would need a communicator of all ranks. All ranks of a group must take
+        # part in its first call, but not in every message exchange: so the first call is an all-reduce.
         self._pipeline = self.grid.get_pipe_parallel_group()
         if self.is_pipe_parallel:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self._pipeline)
         self._messages: list[dist.P2POp] = []
         self._sending: tuple[list[dist.Work], list[dist.P2POp]] = ([], [])
-        self._announced: set[int] = set()
+        self._sent_specs: set[int] = set()
         self._input_specs: dict[int, list[Spec]] = {}
         self.pipe_buffers |= {"messages": [], "losses": [], "deferred": [], "samples": []}
         self._is_built = True
 
-    # --- places ---
+    # --- stages ---
 
-    def _is_at(self, stage: int) -> bool:
-        """During a pass: whether the pass runs this stage. Otherwise: whether this rank holds it."""
+    def _runs_stage(self, stage: int) -> bool:
+        """Returns whether the current pass runs `stage`; between passes, whether this rank holds it."""
         if self._model_chunk_id is None:
             return self._rank_of_stage[stage] == self.stage_id
         return self._stages[self._model_chunk_id] == stage
 
     def is_first_stage(self) -> bool:
-        """Whether the current pass is through stage 0; between passes, whether this rank holds stage 0."""
-        # While DeepSpeed's `__init__` runs, it asks for the rank's place among its neighbours.
-        return self._is_at(0) if self._is_built else super().is_first_stage()
+        """Returns whether the current pass runs stage 0; between passes, whether this rank holds stage 0."""
+        # DeepSpeed's `__init__` asks for the rank's place among its neighbors.
+        return self._runs_stage(0) if self._is_built else super().is_first_stage()
 
     def is_last_stage(self) -> bool:
-        return self._is_at(len(self._rank_of_stage) - 1) if self._is_built else super().is_last_stage()
+        return self._runs_stage(len(self._rank_of_stage) - 1) if self._is_built else super().is_last_stage()
 
     def _loss_stage_global_rank(self) -> int:
         return int(self.grid.stage_to_global(self._rank_of_stage[-1]))
@@ -99,7 +98,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
             self._model_chunk_id = None
 
     def _next_on_this_rank(self, buffer_id: int, model_chunk_id: int) -> int | None:
-        """The buffer of the micro-batch in the next stage, if that is on this rank too."""
+        """Returns the micro-batch's buffer in the next stage; None if a different rank holds that stage."""
         following = self._stages[model_chunk_id] + 1
         if following not in self._stages:
             return None
@@ -108,7 +107,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
     # --- schedule ---
 
     def set_dataiterator(self, iterator: Iterator[MicroBatch]) -> None:
-        """Every rank needs the numbers of the samples."""
+        """Keeps the iterator on every rank, since every rank needs the sample numbers."""
         self.data_iterator = iterator
 
     def _train_schedule(self) -> InstructionSchedule:
@@ -124,13 +123,13 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def reset_activation_shape(self) -> None:
         super().reset_activation_shape()
-        self._announced.clear()
+        self._sent_specs.clear()
         self._input_specs.clear()
 
     # --- passes ---
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        """Starts copies of what the rank's stages need to the device, from pinned memory."""
+        """Starts copying what the rank's stages need to the device, from pinned memory."""
         micro_batch, buffers = next(self.data_iterator), self.pipe_buffers
 
         def send(x: Tensor) -> Tensor:
@@ -181,7 +180,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
         with self._in_model_chunk(model_chunk_id):
             if self.is_last_stage():
-                # Only the last stage has a loss to scale; the others receive gradients that are scaled.
+                # Only the last stage has a loss to scale; the other stages receive scaled gradients.
                 self.loss = buffers["losses"][buffer_id] * self.optimizer.scaler.scale
                 buffers["losses"][buffer_id] = None
             elif following is not None:
@@ -206,13 +205,13 @@ class ScheduleExecutor(PatchedPipelineEngine):
     # --- messages ---
 
     def _part(self, hidden: Tensor) -> Tensor:
-        """The part of a replicated hidden state that this tensor-parallel rank sends:
-        [..., hidden] -> [..., hidden / parts], elements that follow one another in memory."""
+        """Returns the part of a replicated hidden state that this tensor-parallel rank sends: [..., hidden]
+        -> [..., hidden / parts], elements that follow one another in memory."""
         return hidden.reshape(self._parts.size, *hidden.shape[:-1], -1)[self._parts.rank]
 
     def _split_off(self, outputs: Tensors) -> Tensors:
-        """What this rank sends of a stage's outputs. A hidden state that is sent in parts keeps its graph and
-        its shape, not its memory."""
+        """Returns what this rank sends of a stage's outputs. A hidden state that is sent in parts keeps its
+        graph and its shape, but not its memory."""
         if self._parts.size == 1:
             return outputs
         hidden, *others = outputs
@@ -221,7 +220,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         return part, *others
 
     def _gather(self, received: Tensors) -> Tensors:
-        """The activations or gradients whose parts the tensor-parallel ranks have received."""
+        """Returns the activations or gradients whose parts the tensor-parallel ranks have received."""
         if self._parts.size == 1:
             return received
         part, *others = received
@@ -232,8 +231,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _exec_send_activations(self, buffer_id: int, model_chunk_id: int) -> None:
         target = self._rank_of_stage[self._stages[model_chunk_id] + 1]
         message, self.pipe_buffers["messages"][buffer_id] = self.pipe_buffers["messages"][buffer_id], None
-        if model_chunk_id not in self._announced:
-            self._announced.add(model_chunk_id)
+        if model_chunk_id not in self._sent_specs:
+            self._sent_specs.add(model_chunk_id)
             self._send_tensor_meta(message, target)
         self._queue(dist.isend, message, target)
 
@@ -242,7 +241,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         if model_chunk_id not in self._input_specs:
             described = self._recv_tensor_meta(source)
             self._input_specs[model_chunk_id] = [(x.shape, x.dtype) for x in described]
-            self._grad_layer_buf.clear()  # DeepSpeed's buffers of these shapes, which are not used here
+            self._grad_layer_buf.clear()  # unused buffers of these shapes
         received = tuple(
             torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in self._input_specs[model_chunk_id]
@@ -269,8 +268,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
         self._messages += [dist.P2POp(operation, x, peer, self._pipeline) for x in tensors]
 
     def _exec_commit_p2p(self) -> None:
-        """Sends and receives the queued messages. Waits for all of them; if nothing is received, at the next
-        exchange."""
+        """Sends and receives the queued messages. Waits for them; if it only sends, at the next exchange."""
         self._wait_for_sends()
         messages, self._messages = self._messages, []
         self._sending = dist.batch_isend_irecv(messages), messages
@@ -280,16 +278,16 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _wait_for_sends(self) -> None:
         for request in self._sending[0]:
             request.wait()
-        self._sending = [], []  # which held the tensors
+        self._sending = [], []  # frees the tensors
 
     _INSTRUCTION_MAP = {CommitP2P: _exec_commit_p2p, WeightGradPass: _exec_weight_grad_pass}
 
 
 def _leaves(tensors: Iterable[Tensor]) -> Tensors:
-    """The inputs of a pass: activations get gradients, document ids do not."""
+    """Makes tensors the inputs of a pass: activations get gradients, document ids do not."""
     return tuple(x.requires_grad_(x.is_floating_point()) for x in tensors)
 
 
 def _gradients(inputs: Tensors) -> Tensors:
-    """The gradients of a stage's inputs."""
+    """Returns the gradients of a stage's inputs."""
     return tuple(x.grad for x in inputs if x.grad is not None)

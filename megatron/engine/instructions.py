@@ -1,4 +1,4 @@
-"""The actions of a schedule as the instructions of a step for DeepSpeed's pipeline engine."""
+"""Translates the actions of a schedule into a step's instructions for DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.pipeline.schedule_actions import Kind, PipelineAction, ScheduleAct
 
 
 class WeightGradPass(BufferOpInstruction):
-    """Computes the gradients of weights that the backward pass of the buffer's micro-batch has left."""
+    """Computes the weight gradients that the backward pass of the buffer's micro-batch has deferred."""
 
 
 _SENDS: dict[Kind, type[PipeInstruction]] = {"forward": SendActivation, "backward": SendGrad}
@@ -44,7 +44,7 @@ _PASSES: dict[Kind, type[PipeInstruction]] = {
 def pipeline_schedule(
     parallel: ParallelConfig, rank: int, micro_batches: int, *, trains: bool
 ) -> InstructionSchedule:
-    """The instructions of a training step, or of an evaluation, on a pipeline rank."""
+    """Returns the instructions of a training step, or of an evaluation, on a pipeline rank."""
     if trains:
         ranks = parallel.pipeline_model_parallel_size
         actions = actions_of(parallel.pipeline_schedule, ranks, micro_batches, parallel.stages_per_rank)
@@ -71,7 +71,7 @@ class InstructionSchedule(PipeSchedule):
         return len(self._model_chunk_ids) * self.micro_batches
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each step, and at the end those of the optimizer step."""
+        """Yields the instructions of each step, and at the end those of the optimizer step."""
         for step in self._own_steps:
             yield [
                 *self._exchange(step.sends, step.receives),
@@ -84,17 +84,17 @@ class InstructionSchedule(PipeSchedule):
     def _exchange(
         self, sends: Sequence[PipelineAction], receives: Sequence[PipelineAction]
     ) -> list[PipeInstruction]:
-        """Messages that are sent and received together."""
-        queued = [self._of(action, _SENDS[action.kind]) for action in sends]
-        queued += [self._of(action, _RECEIVES[action.kind]) for action in receives]
+        """Returns the instructions of messages that are sent and received together."""
+        queued = [self._instruction(action, _SENDS[action.kind]) for action in sends]
+        queued += [self._instruction(action, _RECEIVES[action.kind]) for action in receives]
         return [*queued, CommitP2P()] if queued else []
 
     def _pass(self, action: PipelineAction) -> list[PipeInstruction]:
-        run = self._of(action, _PASSES[action.kind])
+        run = self._instruction(action, _PASSES[action.kind])
         loads = action.kind == "forward" and self._model_chunk_ids[action.chunk] == 0
         return [LoadMicroBatch(run.kwargs["buffer_id"]), run] if loads else [run]
 
-    def _of(self, action: PipelineAction, kind: type[PipeInstruction]) -> PipeInstruction:
+    def _instruction(self, action: PipelineAction, kind: type[PipeInstruction]) -> PipeInstruction:
         model_chunk_id = self._model_chunk_ids[action.chunk]
         buffer_id = model_chunk_id * self.micro_batches + action.micro_batch
         return kind(buffer_id=buffer_id, model_chunk_id=model_chunk_id)

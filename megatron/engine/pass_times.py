@@ -14,7 +14,7 @@ from megatron.mpu.layout import ParallelLayout
 
 
 class PassTimes:
-    """Marks the passes of the current step on the device's time line; on a CPU on the clock."""
+    """Records the start and end of each pass of the current step: device events, or on a CPU the clock."""
 
     def __init__(self) -> None:
         self._start: Any = _mark()
@@ -26,14 +26,14 @@ class PassTimes:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """One pass."""
+        """Measures one pass."""
         start = _mark()
         yield
         self._passes.append((start, _mark()))
 
     def busy_and_span(self) -> tuple[float, float]:
-        """Seconds in passes, and from the start of the step to the end of the last pass. Waits for the
-        device."""
+        """Returns the seconds in passes, and from the start of the step to the end of the last pass. Waits
+        for the device."""
         if not self._passes:
             return 0.0, 0.0
         get_accelerator().synchronize()
@@ -42,10 +42,10 @@ class PassTimes:
 
 
 def bubble_line(times: PassTimes, layout: ParallelLayout) -> str:
-    """The share of the last step's passes in which each pipeline rank was idle, in percent. Collective.
+    """Returns the log line with each pipeline rank's idle share of the last step, in percent. Collective.
 
-    The step is taken from its start to the end of the last backward pass of any rank, without the reduction
-    of gradients and the optimizer: what the planner simulates. Of the ranks of a stage the mean is shown.
+    As in the planner's simulation, the step lasts from its start to the end of the last pass of any rank,
+    without gradient reduction and optimizer. A stage's share is the mean over its ranks.
     """
     found: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * dist.get_world_size()
     dist.all_gather_object(found, (layout.pipeline_stage, *times.busy_and_span()))

@@ -77,7 +77,7 @@ class GPTEngine(ScheduleExecutor):
     ) -> Tensor:
         """Trains one step; returns the mean loss on the device.
 
-        micro_batches: those of this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
+        micro_batches: for this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
         sample of `micro_batches`, by default --seq-length. skips_non_finite, exit_code_fn: see
         `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the mean loss and the grad norm, equal on
         all ranks, returns whether to skip the update. heartbeat: called for every micro-batch. Raises
@@ -87,7 +87,7 @@ class GPTEngine(ScheduleExecutor):
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(seq_length or self.run_config.model.seq_length)
         if global_batch_size != self.train_batch_size():
-            # A rollback may lead back to a step of the ramp-up that this run did not start with.
+            # After a rollback, the ramp-up may have a batch size that was not checked at startup.
             check_batch_size(self.run_config, global_batch_size)
             self.set_train_batch_size(global_batch_size)
         self.optimizer.begin_step(
@@ -112,8 +112,8 @@ class GPTEngine(ScheduleExecutor):
         num_micro_batches: int,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat: called for
-        every micro-batch."""
+        """Returns the mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat:
+        called for every micro-batch."""
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(self.run_config.model.seq_length)
         self.device_progress.begin_step()
@@ -128,7 +128,8 @@ class GPTEngine(ScheduleExecutor):
             self.reset_activation_shape()
 
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
-        """The step's mean loss, and rank 0's grad norm, before the update. Collective; equal on all ranks."""
+        """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
+        Collective."""
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
             assert self.total_loss is not None
@@ -210,7 +211,7 @@ def _num_elements(layer: nn.Module) -> int:
 
 
 def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer over the parameter groups of a model."""
+    """Returns the optimizer of --optimizer over the parameter groups of a model."""
     optimizer = config.optimizer
     units = {layer: layer for layer in _zero_units(config, model)}
     buckets = _buckets(model, config.parallel.bucket_size)
@@ -232,7 +233,7 @@ def mixed_precision_optimizer(
     model: GPTModelPipe,
     plain: torch.optim.Optimizer,
 ) -> MixedPrecisionOptimizer:
-    """The optimizer of a rank. plain: `plain_optimizer` of the model."""
+    """Returns the optimizer of a rank. plain: the model's `plain_optimizer`."""
     grid, parallel = model.mpu(), config.parallel
     groups = OptimizerProcessGroups(
         data=grid.get_data_parallel_group(),
@@ -265,13 +266,12 @@ def mixed_precision_optimizer(
 
 
 def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
-    """The layers whose gradients ZeRO-2 and 3 shard."""
+    """Returns the layers whose gradients ZeRO-2 and ZeRO-3 shard."""
     return model.transformer_layers() if config.parallel.shards_gradients else {}
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
-    """The layers of each bucket (see `optimizer.overlap`), by the bucket's name. bucket_size: None for no
-    buckets."""
+    """Returns the layers of each bucket (see `optimizer.overlap`) by name; none if bucket_size is None."""
     if bucket_size is None:
         return {}
     layers = list(model.transformer_layers().items())
@@ -281,10 +281,10 @@ def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str
 
 
 def _tied_weights(model: GPTModelPipe) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-    """The parameters with a replica on another stage, and the process group of these stages."""
+    """Returns the parameters with a replica on a different stage, and the process group of these stages."""
     tied = model.get_tied_weights_and_groups()
     return [(weight, group) for weight, group in tied if dist.get_world_size(group) > 1]
 
 
 def _no_heartbeat() -> None:
-    """For callers without a watchdog."""
+    """Does nothing, for callers without a watchdog."""

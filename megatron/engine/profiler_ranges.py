@@ -15,7 +15,7 @@ TRAIN_STEP = "train_step"
 
 @contextmanager
 def profiler_range(message: str) -> Iterator[None]:
-    """Marks what runs within this context."""
+    """Marks everything that runs within this context."""
     get_accelerator().range_push(message)
     try:
         yield
@@ -24,8 +24,8 @@ def profiler_range(message: str) -> Iterator[None]:
 
 
 def in_profiler_range(name: str, method: Callable) -> Callable:
-    """A method that runs an instruction of a schedule, in a range such as 'ForwardPass buffer_id=0', and
-    records it in the engine's `device_progress`."""
+    """Returns a method that runs an instruction of a schedule in a range such as 'ForwardPass buffer_id=0',
+    and records it in the engine's `device_progress`."""
 
     @wraps(method)
     def run(self: Any, **arguments: int) -> Any:

@@ -6,19 +6,19 @@ tests/distributed/test_optimizer.py unless another file is named.
 1. fp32, ZeRO-0, pipeline, clipping: `clip_grad_norm_` counts the tied embedding on both of its stages, and
    no grad norm is reported (the family of DeepSpeed 1839):
    test_the_norm_counts_tied_and_replicated_parameters_once, test_a_clipped_step_is_as_long_as_the_flag_says.
-2. fp16, ZeRO-0, pipeline: `FP16_UnfusedOptimizer` takes another first step than ZeRO-1, counts the tied
-   weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and those of 1.
+2. fp16, ZeRO-0, pipeline: `FP16_UnfusedOptimizer` takes a different first step from ZeRO-1, counts the tied
+   weight twice, and clipping changes nothing: test_both_zero_stages_take_the_same_steps and the tests of 1.
 3. bf16, ZeRO-1, pipeline: gradients accumulate in bf16 by default; with ZeRO-0, fp32 accumulation
-   is refused ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
-4. A stage that holds an embedding only hangs under ZeRO-1 (DeepSpeed 1522): it has fewer parameter groups, so
+   is rejected ("unsupported mix"): test_many_micro_batches_add_up_in_fp32.
+4. A stage that holds only an embedding hangs under ZeRO-1 (DeepSpeed 1522): it has fewer parameter groups, so
    it makes fewer collective calls for the grad norm than other stages (docs/upstream has a patch):
-   test_stages_with_only_the_embedding_or_only_the_head_do_not_hang.
-5. fp16 is refused on a CPU ("not supported on your device"), though PyTorch computes it:
+   tests/distributed/test_stages.py.
+5. fp16 is rejected on a CPU ("not supported on your device"), though PyTorch computes it:
    tests/distributed/test_layout_parity.py, test_bf16_and_fp16_follow_the_fp32_loss.
    1 to 5: DeepSpeed is configured for fp32 without clipping, and `MixedPrecisionOptimizer` replaces its
    optimizer wrappers.
 6. `PipelineEngine` looks up the method of a schedule instruction in a table of its own class, so overrides
-   have no effect: the table is rebuilt here. tests/distributed/test_workarounds.py
+   have no effect: the table is rebuilt. tests/distributed/test_workarounds.py
 7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
    tests/distributed/test_workarounds.py
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
@@ -31,24 +31,24 @@ tests/distributed/test_optimizer.py unless another file is named.
    turns it off. tests/unit/config/test_deepspeed_config.py
 13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
    two stages sum them in buffers of different lengths, in different orders, and with 3 replicas or more the
-   copies diverge. Here the stages are summed last. tests/distributed/test_tied_copies.py
+   copies diverge. This repository sums over stages last. tests/distributed/test_tied_copies.py
 14. torch 2.13 on CPUs: the first `torch.exp` of a process, if several threads run it, has relative errors of
    1e-4 in half of its rows, in a few of 100 processes: the threads race to initialize MKL's vector math.
-   Seen with `exp`; the other functions of that library that models use are initialized with it.
+   Seen with `exp`; the library's other functions that models use are initialized together with it.
    `mpu/vector_math.py` does it when a model is built. tests/distributed/test_workarounds.py
 15. The groups that DeepSpeed creates (data, tensor, pipeline) do not inherit the timeout of the default
    group: with NCCL a collective that waits for more than 600 s, as in a long step or save, ends the process.
    tests/distributed/test_workarounds.py
 18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
-   waits once per step. Here it is made on the device.
+   waits once per step. The workaround makes it on the device.
    tests/simulated/test_layouts.py
 19. At its start the engine broadcasts every parameter of the model, also those that have no memory yet
-   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). Here these have DeepSpeed's own mark of such
-   parameters meanwhile. tests/distributed/test_zero.py
+   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). Meanwhile these have DeepSpeed's own mark of
+   parameters without memory. tests/distributed/test_zero.py
 20. `train_batch` measures each step with two events of the device and keeps them until it prints, which is
-   turned off. Here they are freed after the step. tests/distributed/test_workarounds.py
+   turned off. The workaround frees them after the step. tests/distributed/test_workarounds.py
 21. The pipeline's grid creates a tensor-parallel group of its own. With NCCL a group that is used has a
-   communicator, whose buffers take hundreds of MB on each device. Here the grid gets the model's group.
+   communicator, whose buffers take hundreds of MB on each device. The grid gets the model's group instead.
    tests/simulated/test_layouts.py
 """
 

@@ -1,9 +1,9 @@
 """Triton kernels for GPUs.
 
-An operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes. The
-files of the operators import without triton, which is optional and takes 0.4 s; the kernels that they launch
-are in `triton_kernels` and `attention_triton`. Each kernel has a PyTorch twin, for CPUs and GPUs without
-triton:
+Each operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes.
+The operators' files import without triton, which is optional and takes 0.4 s. The kernels themselves are in
+`triton_kernels` and `attention_triton`. Each has a reference implementation in PyTorch, which also serves
+CPUs and GPUs without triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
     norms          norms of many tensors                `optimizer.gradient_norm.accurate_norm`
@@ -11,5 +11,5 @@ triton:
     cross_entropy  loss and gradient of logits          `mpu.logit_chunks.LogitChunks`
     embedding      gradient of an embedding             `mpu.embedding._add_rows`
 
-`selection` decides between kernel and twin, of attention `model.attention_choice`.
+`selection` chooses between kernel and reference implementation; for attention, `model.attention_choice` does.
 """

@@ -1,9 +1,10 @@
 """Operators of causal flash attention with hash dropout, ALiBi and document boundaries.
 
-The algorithm is FlashAttention (arXiv 2205.14135, 2307.08691): scores exist as tiles in registers only. The
-backward pass computes them again from query, key and the logarithm of each row's sum, and hashes the dropout
-mask again. So what is kept is O(seq). The gradient of the queries is computed by blocks of queries, those of
-keys and values by blocks of keys: each element is summed by one program in a fixed order, without atomics.
+The algorithm is FlashAttention (arXiv 2205.14135, 2307.08691): scores exist only as tiles in registers. The
+backward pass recomputes the scores from query, key and the logarithm of each row's sum, and the dropout mask
+from its hash. So the saved state is O(seq). One kernel computes the gradient of the queries by blocks of
+queries, another the gradients of keys and values by blocks of keys. One program sums each element in a fixed
+order, without atomics.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MAX_HEAD_DIM = 128
 class AttentionMask:
     """What changes the scores besides the causal mask, for this rank's heads. All tensors are contiguous.
 
-    slopes: fp32 [heads], ALiBi's: slope * (key - query) is added to a score. None: nothing is added.
+    slopes: ALiBi's slopes, fp32 [heads]; slope * (key - query) is added to a score. None: no ALiBi.
     first_keys, end_queries: int32 [batch, seq]. Query i attends to the keys first_keys[i] to i; key j is
-        attended to by the queries j to end_queries[j] - 1. Both ascend. None: from the first to the last.
+        attended to by the queries j to end_queries[j] - 1. Both ascend. None: only the causal mask applies.
     sample_keys: int64 [batch], see `mpu.random.DropoutRNG.sample_keys`. None: no dropout.
-    dropout: probability that a weight is dropped.
-    first_head: number of this rank's first query head in the model, on which the dropout mask depends.
+    dropout: probability that an attention weight is dropped.
+    first_head: the model's index of this rank's first query head. The dropout mask depends on it.
     """
 
     slopes: Tensor | None = None
@@ -43,11 +44,11 @@ class AttentionMask:
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask) -> Tensor:
-    """dropout(softmax(query @ key.T * scale + bias)) @ value for each sample and head.
+    """Returns dropout(softmax(query @ key.T * scale + bias)) @ value for each sample and head.
 
-    query: [seq, batch, heads, head_dim]; key, value: [seq, batch, groups, head_dim], where `groups` divides
-    `heads`, and query head i uses head i // (heads / groups) of them. Any strides, but the last dimension is
-    contiguous. head_dim is at most MAX_HEAD_DIM. Returns [seq, batch, heads, head_dim], contiguous.
+    query: [seq, batch, heads, head_dim]; key, value: [seq, batch, groups, head_dim]. `groups` divides
+    `heads`, and query head i uses group i // (heads / groups). Any strides; a last dimension that is not
+    contiguous is copied. head_dim is at most MAX_HEAD_DIM. Returns [seq, batch, heads, head_dim], contiguous.
     """
     return _FlashAttention.apply(query, key, value, scale, mask)
 
@@ -141,7 +142,7 @@ _FP32_TILES = {
 
 
 def tiles(kernel: str, dtype: torch.dtype, head_dim: int) -> Tiles:
-    """For 'forward', 'query' and 'key'."""
+    """Returns the tiles of the kernel 'forward', 'query' or 'key'."""
     return (_FP32_TILES if dtype == torch.float32 else _TILES)[kernel][head_dim > 64]
 
 
@@ -157,7 +158,7 @@ def attention_forward_op(
     p: float,
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
-    """(output, logarithm of base 2 of each row's sum of exponentials, fp32 [batch, heads, seq])."""
+    """Returns the output, and the base-2 log of each row's sum of exponentials, fp32 [batch, heads, seq]."""
     from megatron.kernels.attention_triton import attention_forward_kernel  # triton is optional
 
     out, log_sums = _like(query), _per_row(query, torch.float32)
@@ -198,7 +199,7 @@ def attention_backward_query_op(
     p: float,
     first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of the queries, sum(out * grad) of each row in fp32, the hash of each row in int64)."""
+    """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
     from megatron.kernels.attention_triton import attention_backward_query_kernel  # triton is optional
 
     grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
@@ -244,7 +245,7 @@ def attention_backward_key_op(
     scale: float,
     p: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values."""
+    """Returns the gradients of keys and values."""
     from megatron.kernels.attention_triton import attention_backward_key_kernel  # triton is optional
 
     grad_key, grad_value = _like(key), _like(value)
@@ -283,7 +284,7 @@ def _common(
     scale: float,
     p: float,
 ) -> tuple[Tiles, dict[str, Any]]:
-    """Tile sizes, and the arguments that all kernels have."""
+    """Returns the tile sizes, and the arguments that all kernels share."""
     seq, batch, heads, head_dim = query.shape
     block_dim = max(1 << (head_dim - 1).bit_length(), 16)
     sizes = tiles(kernel, query.dtype, head_dim)
@@ -317,7 +318,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
-    """[batch, heads, seq]."""
+    """Allocates [batch, heads, seq]."""
     seq, batch, heads, _ = query.shape
     return torch.empty(batch, heads, seq, dtype=dtype, device=query.device)
 
@@ -326,24 +327,24 @@ def _row_keys(query: Tensor, p: float) -> Tensor:
     return _per_row(query if p else query[:0], torch.int64)
 
 
-# Of products of [seq, seq, head_dim]. As for PyTorch's attention, the causal half is not taken off.
+# FLOPs of products [seq, seq, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
 
 
 @register_flop_formula(torch.ops.megatron.attention_forward)
 def _forward_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Scores, and weights times values."""
+    """Counts the scores, and weights times values."""
     return 2 * _product_flops(query_shape)
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_query)
 def _backward_query_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Scores, the gradient of the weights, and that of the queries."""
+    """Counts the scores, and the gradients of weights and queries."""
     return 3 * _product_flops(query_shape)
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_key)
 def _backward_key_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
-    """Scores, the gradient of the weights, and those of keys and values."""
+    """Counts the scores, and the gradients of weights, keys and values."""
     return 4 * _product_flops(query_shape)
 
 

@@ -1,6 +1,6 @@
-"""The kernels of `megatron.kernels.attention`.
+"""The Triton kernels of `megatron.kernels.attention`.
 
-Offsets of elements are within a tile or are int64.
+Element offsets are int64, except within a tile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from megatron.kernels.triton_kernels import _mix32, _mix64
 
-# Products of fp32 numbers as three products of tensor cores, which keep about 21 bits of the factors.
+# Computes an fp32 product as three tensor-core products, which keep about 21 bits of the factors.
 FP32_PRODUCT: tl.constexpr = tl.constexpr("tf32x3")
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -50,7 +50,7 @@ def attention_forward_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """A block of queries of one head of one sample per program; the longest rows start first."""
+    """Each program computes a block of queries of one head of one sample. The longest rows start first."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = first_row + tl.arange(0, BLOCK_QUERIES)
@@ -132,8 +132,8 @@ def attention_backward_query_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """As the forward kernel. Also writes row_sums, sum(out * grad), and row_keys, which the kernel of the
-    keys reads."""
+    """Takes the inputs of the forward kernel. Also writes row_sums, sum(out * grad), and row_keys for the
+    kernel of the keys."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = first_row + tl.arange(0, BLOCK_QUERIES)
@@ -213,7 +213,7 @@ def attention_backward_key_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """A block of keys of one key head of one sample per program, summed over the queries of all its heads."""
+    """Each program sums a block of keys of one key head of one sample over the queries of its query heads."""
     first_column = tl.program_id(0) * BLOCK_KEYS
     groups = heads // group
     sample, key_index = tl.program_id(1) // groups, tl.program_id(1) % groups
@@ -285,7 +285,7 @@ def attention_backward_key_kernel(
 def _load_rows(
     pointer, first, stride, seq, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Rows `first` to first + BLOCK of one head, [BLOCK, BLOCK_DIM]; zero outside of the sequence."""
+    """Loads BLOCK rows of one head from `first` on, [BLOCK, BLOCK_DIM]; zero outside of the sequence."""
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
     place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
     return tl.load(place, mask=(first + row < seq)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
@@ -303,7 +303,7 @@ def _store_rows(
 
 @triton.jit
 def _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """(first key of each row [rows, 1], first key of the first block that a row of the tile attends to)."""
+    """Returns each row's first key [rows, 1], and the first key of the tile's first block of keys."""
     firsts, first_block = rows, 0
     if HAS_RANGES:
         first_keys += sample.to(tl.int64) * seq
@@ -316,7 +316,7 @@ def _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES: tl.constex
 def _masked_scores(
     scores, rows, columns, firsts, scale, slope, HAS_SLOPES: tl.constexpr, HAS_RANGES: tl.constexpr
 ):
-    """Scaled scores with ALiBi's bias, times log2(e); -inf where a query does not attend to a key."""
+    """Returns scaled scores with ALiBi's bias, times log2(e); -inf where a query does not attend to a key."""
     scores *= scale * LOG2_E
     if HAS_SLOPES:
         scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
@@ -328,14 +328,14 @@ def _masked_scores(
 
 @triton.jit
 def _hash_rows(sample_keys, sample, head, rows, seq):
-    """uint64 for each row: the keys of `mpu.random._row_keys` for scores [batch, heads, seq, seq]."""
+    """Returns a uint64 per row: the keys of `mpu.random._row_keys` for scores [batch, heads, seq, seq]."""
     row = head.to(tl.int64) * seq + rows
     return _mix64((tl.load(sample_keys + sample) + row * -0x61C8864680B583EB).to(tl.uint64))
 
 
 @triton.jit
 def _keep(row_keys, columns, dropped_below):
-    """Booleans: the mask of `mpu.random.keep_mask`."""
+    """Returns the mask of `mpu.random.keep_mask` as booleans."""
     low, high = row_keys.to(tl.uint32), (row_keys >> 32).to(tl.uint32)
     bits = (_mix32(columns.to(tl.uint32)) ^ low) * (high | 1)
     bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D

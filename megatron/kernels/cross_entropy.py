@@ -1,8 +1,8 @@
-"""Operators of the cross entropy of a chunk of logits, which become their gradient in the same memory.
+"""Operators for the cross entropy of a chunk of logits. The gradient overwrites the logits.
 
-On one tensor-parallel rank one launch computes losses and gradient: each row is read once for its largest
-logit and sum, and a second time, from the cache as far as it fits there, when its gradient is written. On
-several ranks the three numbers per row are exchanged between two launches.
+With one tensor-parallel rank, one launch computes losses and gradient. It reads each row once for its largest
+logit and sum, and again to write the gradient; rows that fit in the cache are then read from it. With several
+ranks, the ranks exchange three numbers per row between two launches.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ OPTIONS = {"num_warps": 8}
 
 @torch.library.custom_op("megatron::logit_statistics", mutates_args=())
 def logit_statistics_op(logits: Tensor, targets: Tensor, num_valid_columns: int) -> Tensor:
-    """fp32 [3, rows]: the largest logit of each row, sum(exp(logit - largest)), and the logit of the target.
+    """Returns fp32 [3, rows]: each row's largest logit, sum(exp(logit - largest)), and its target's logit.
 
     logits: [rows, columns], contiguous, fp32, bf16 or fp16; only the first `num_valid_columns` count.
-    targets: int64 [rows]; of a row whose target is on another rank -1, and its target's logit is 0.
+    targets: int64 [rows]; -1 if the target is on a different rank, and the target's logit is then 0.
     """
     return _statistics(logits, targets, num_valid_columns, 0.0, 0.0, with_gradient=False)
 
@@ -35,7 +35,7 @@ def _(logits: Tensor, *_others: Any) -> Tensor:
 def logit_statistics_and_gradient_op(
     logits: Tensor, targets: Tensor, num_valid_columns: int, gradient_scale: float, z_loss_weight: float
 ) -> Tensor:
-    """`logit_statistics_op`, then `write_logit_gradient_op` with these statistics, in one launch."""
+    """Runs `logit_statistics_op`, then `write_logit_gradient_op` with these statistics, in one launch."""
     return _statistics(logits, targets, num_valid_columns, gradient_scale, z_loss_weight, with_gradient=True)
 
 
@@ -87,11 +87,11 @@ def write_logit_gradient_op(
     gradient_scale: float,
     z_loss_weight: float,
 ) -> None:
-    """logits = gradient_scale * (softmax * (1 + 2 * z_loss_weight * log(Z)) - [target]); zero in the columns
-    from `num_valid_columns` on.
+    """Sets logits = gradient_scale * (softmax * (1 + 2 * z_loss_weight * log(Z)) - [target]); zero in the
+    columns from `num_valid_columns` on.
 
-    largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Others: see
-    `logit_statistics_op`.
+    largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Other
+    arguments: see `logit_statistics_op`.
     """
     from megatron.kernels.triton_kernels import write_gradient_kernel  # triton is optional
 

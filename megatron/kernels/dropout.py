@@ -1,7 +1,7 @@
 """Operator `megatron::dropout_add`: hash dropout, fused with bias and residual addition.
 
-The mask is that of `megatron.mpu.random`, bit for bit. It is not stored: the backward pass hashes again. So
-an element costs its reads and its write only: 6 bytes in 16-bit precision with a residual, 4 without.
+The mask is bitwise equal to the mask of `megatron.mpu.random`. It is not stored: the backward pass hashes
+again. So an element costs only its reads and its write: in 16 bits 6 bytes with a residual, 4 without.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ShardOffsets:
 def shard_offsets(
     shape: torch.Size, batch_dim: int, shard_dim: int | None, rank: int, size: int
 ) -> ShardOffsets | None:
-    """The offsets of the shard of TP rank `rank` of `size`. None for a shard that the kernel does not
-    support: its dimension comes after another one on the same side of the batch, the last one excepted."""
+    """Returns the offsets of the shard of TP rank `rank` of `size`; None if the kernel does not support the
+    shard: its dimension is not the last, and follows another one on its side of the batch."""
     outer, inner = math.prod(shape[:batch_dim]), math.prod(shape[batch_dim + 1 : -1])
     offsets = ShardOffsets(shape[batch_dim], inner, inner, 0, 0)
     if shard_dim is None or size == 1:
@@ -52,7 +52,7 @@ def shard_offsets(
 
 
 def drop_threshold(p: float) -> int:
-    """Elements whose hash, as int32, is below this are dropped: a share p of them."""
+    """Returns the threshold of probability p: elements whose hash, as int32, is below it are dropped."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
@@ -64,10 +64,10 @@ def fused_dropout_add(
     p: float,
     offsets: ShardOffsets,
 ) -> torch.Tensor:
-    """residual + dropout(x + bias), in one launch; without `bias` or `residual` that addition is left out.
+    """Returns residual + dropout(x + bias), in one launch. A `bias` or `residual` of None is not added.
 
     x, residual: [outer..., batch, inner..., columns] of one shape; bias: [columns]. sample_keys: int64
-    [batch], see `DropoutRNG.sample_keys`. Each addition and product is rounded as its PyTorch twin rounds.
+    [batch], see `DropoutRNG.sample_keys`. Every addition and product is rounded as in PyTorch's operations.
     """
     return _DropoutAdd.apply(x, bias, residual, sample_keys, p, offsets)
 
@@ -82,7 +82,7 @@ def dropout_add_op(
     offsets: list[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The kernel's launch. dtype: of the output; without a residual also of the product, else x's is."""
+    """Launches the kernel. dtype: of the output. The product has x's dtype, or without a residual `dtype`."""
     from megatron.kernels.triton_kernels import dropout_add_kernel  # triton is optional
 
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

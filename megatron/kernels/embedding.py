@@ -13,7 +13,7 @@ OPTIONS = {"num_warps": 4}
 
 
 def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """total[ids[i]] += rows[i] for all i: a sort of the ids and one launch.
+    """Computes total[ids[i]] += rows[i] for all i, with a sort of the ids and one launch.
 
     total: fp32 [embeddings, hidden], contiguous. ids: int64 [tokens]. rows: [tokens, hidden].
     """
@@ -23,7 +23,7 @@ def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -
 
 @torch.library.custom_op("megatron::add_rows", mutates_args=("total",))
 def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
-    """total[ids[i]] += rows[order[i]] for all i; ids ascending."""
+    """Computes total[ids[i]] += rows[order[i]] for all i. The ids must ascend."""
     from megatron.kernels.triton_kernels import add_rows_kernel  # triton is optional
 
     tokens, width = rows.shape

@@ -1,6 +1,6 @@
 """Norms of many tensors in two launches: squares of chunks, then their sums for each tensor.
 
-Squares are computed and summed in fp64, in an order that depends on the number of elements only. So equal
+Squares are computed and summed in fp64, in an order that depends only on the number of elements. So equal
 tensors have equal norms, to the last bit.
 """
 
@@ -20,14 +20,14 @@ CHUNK_NORMS_OPTIONS = {"num_warps": 4}
 
 
 def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of each contiguous fp32 tensor, fp64 [tensors]; not finite if an element is not."""
+    """Returns the 2-norm of each contiguous fp32 tensor, fp64 [tensors]; not finite if an element is not."""
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
     return chunk_norms_op(chunk_squares_op(list(tensors)), counts)
 
 
 @torch.library.custom_op("megatron::chunk_squares", mutates_args=())
 def chunk_squares_op(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
+    """Returns the sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
     from megatron.kernels.triton_kernels import chunk_squares_kernel  # triton is optional
 
     places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
@@ -46,7 +46,7 @@ def _(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @torch.library.custom_op("megatron::chunk_norms", mutates_args=())
 def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """The square root of the sum of the next counts[i] squares, for each i, fp64."""
+    """Returns the square root of the sum of the next counts[i] squares, for each i, fp64."""
     from megatron.kernels.triton_kernels import chunk_norms_kernel  # triton is optional
 
     norms = torch.empty(len(counts), dtype=torch.float64, device=squares.device)
@@ -65,7 +65,7 @@ def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
 def _chunk_table(
     places: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Address (int64) and number of elements (int32) of each chunk. places: (address, elements) of each
+    """Returns address (int64) and length (int32) of each chunk. places: (address, elements) of each
     tensor."""
     offsets = [torch.arange(0, numel, CHUNK, dtype=torch.int64) for _, numel in places]
     starts = [address + 4 * offset for (address, _), offset in zip(places, offsets, strict=True)]
@@ -75,5 +75,5 @@ def _chunk_table(
 
 @lru_cache(maxsize=4096)
 def _first_chunks(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int32 [len(counts) + 1]: the first chunk of each tensor, and the number of chunks."""
+    """Returns int32 [len(counts) + 1]: the first chunk of each tensor, and the number of chunks."""
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

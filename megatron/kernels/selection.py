@@ -1,8 +1,8 @@
-"""Decides whether tensors of a device are computed with Triton kernels or with PyTorch.
+"""Decides whether Triton kernels or PyTorch compute with the tensors of a device.
 
 MEGATRON_KERNELS in the environment changes the decision: `pytorch` selects PyTorch on every device;
-`interpreter` runs the kernels on CPU tensors too, in triton's interpreter (with TRITON_INTERPRET=1). That is
-slow. It lets any machine compare a run with kernels to the run without them.
+`interpreter` also runs the kernels on CPU tensors, in triton's interpreter (with TRITON_INTERPRET=1). The
+interpreter is slow, but with it any machine can compare a run with kernels to a run without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_kernels(tensor: torch.Tensor) -> bool:
-    """Whether a kernel computes with this tensor; otherwise the PyTorch twin does.
+    """Returns whether a kernel computes with this tensor. Otherwise the reference implementation does.
 
     Kernels need triton and a device that it supports: CUDA with compute capability 8.0 or newer. The first
     call for a device other than a CPU logs the decision and its reason.
@@ -39,20 +39,20 @@ def _device_uses_kernels(device_type: str) -> bool:
 
 
 def forget_decisions() -> None:
-    """For a process in which MEGATRON_KERNELS changes."""
+    """Clears the cached decisions, for a process in which MEGATRON_KERNELS changes."""
     _device_uses_kernels.cache_clear()
 
 
 def use_pytorch() -> None:
-    """From now on this process computes with PyTorch only."""
+    """Makes this process compute only with PyTorch from now on."""
     os.environ["MEGATRON_KERNELS"] = "pytorch"
     forget_decisions()
 
 
 def reason_against_kernels(device_type: str) -> str | None:
-    """Why kernels do not run on the current accelerator of this type, or on the CPU; None if they do.
+    """Returns why kernels do not run on the current accelerator of this type, or on the CPU; None if they do.
 
-    The simulated accelerator runs no kernel and does not need the package.
+    The simulated accelerator runs no kernels and does not need triton.
     """
     setting = os.environ.get("MEGATRON_KERNELS")
     if setting == "pytorch":
@@ -81,7 +81,7 @@ def _launch_failure(device_type: str) -> str | None:
         problem = None if norm == 1.0 else f"the norm of 1 is {norm}"
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the device cannot be used at all
-    except Exception as error:  # of triton, of the C compiler, of the file system
+    except Exception as error:  # from triton, the C compiler or the file system
         problem = one_line(f"{type(error).__name__}: {' '.join(str(error).split())}")
     if problem is None:
         return None

@@ -1,6 +1,6 @@
 """The Triton kernels of dropout, norms, cross entropy and the embedding's gradient.
 
-Apart from the operators that launch them: the import of triton takes 0.4 s, and the package is optional.
+Their operators are in other files, because importing triton takes 0.4 s and the package is optional.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def dropout_add_kernel(
     if HAS_BIAS:
         value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         value = value.to(dtype).to(tl.float32)
-    # A product, not a choice: a dropped NaN stays NaN, as in the twin.
+    # A product, not a selection: a dropped NaN stays NaN, as in the reference implementation.
     value = (value * keep.to(tl.float32) * scale).to(dtype)
     if HAS_RESIDUAL:
         value = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)
@@ -53,7 +53,7 @@ def dropout_add_kernel(
 
 @triton.jit
 def _keep(row, column, sample_keys, rows, batch, inner, outer_stride, first_row, first_column, dropped_below):
-    """Booleans [rows, columns]: the mask of `mpu.random.keep_mask`."""
+    """Returns the mask of `mpu.random.keep_mask` as booleans [rows, columns]."""
     sample_key = tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0)
     full_row = row // inner // batch * outer_stride + row % inner + first_row
     row_key = _mix64((sample_key + full_row * -0x61C8864680B583EB).to(tl.uint64))
@@ -81,7 +81,7 @@ def _mix64(x):
 
 @triton.jit
 def chunk_squares_kernel(starts, lengths, squares, CHUNK: tl.constexpr):
-    """squares[i] = the sum of squares of lengths[i] fp32 elements at address starts[i], for program i."""
+    """Program i sets squares[i] to the sum of squares of lengths[i] fp32 elements at address starts[i]."""
     chunk = tl.program_id(0)
     values = tl.load(starts + chunk).to(tl.pointer_type(tl.float32))
     place = tl.arange(0, CHUNK)
@@ -91,7 +91,7 @@ def chunk_squares_kernel(starts, lengths, squares, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk_norms_kernel(squares, first_chunks, norms, BLOCK: tl.constexpr):
-    """norms[i] = the root of the sum of squares[first_chunks[i] : first_chunks[i + 1]], for program i."""
+    """Program i sets norms[i] to the root of the sum of squares[first_chunks[i] : first_chunks[i + 1]]."""
     tensor = tl.program_id(0)
     end = tl.load(first_chunks + tensor + 1)
     total = tl.zeros([BLOCK], dtype=tl.float64)
@@ -117,7 +117,7 @@ def logit_statistics_kernel(
     """found[:, row] = largest logit, sum(exp(logit - largest)), logit of the target; then the gradient."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * columns
-    # Each lane has its own largest value and sum; they are combined at the end. Finite: no lane gives NaN.
+    # Each lane has its own largest value and sum, combined at the end. Finite, so that no lane gives NaN.
     largest = tl.full([BLOCK], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_valid_columns, BLOCK):
@@ -159,7 +159,7 @@ def write_gradient_kernel(
     z_loss_weight,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of a row from the numbers of the full vocabulary."""
+    """Writes the gradient of a row from the statistics over the full vocabulary."""
     row = tl.program_id(0)
     _write_gradient(
         logits + row.to(tl.int64) * columns,
@@ -198,7 +198,7 @@ def _write_gradient(
 
 @triton.jit
 def add_rows_kernel(total, ids, order, rows, tokens, width, BLOCK: tl.constexpr):
-    """Program (i, c): if ids[i] is the first of its value, sums all rows of this id, and adds the sum."""
+    """Program (i, c): if ids[i] is the first id of its value, adds the sum of all rows of this id."""
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,14 +1,14 @@
-"""Activations of the MLP that PyTorch does not have under one name. Others are `torch.nn.functional`'s."""
+"""MLP activations without one name in PyTorch. All others are functions of `torch.nn.functional`."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, as Megatron, GPT-2 and BLOOM compute it."""
+    """Returns GELU in its tanh form, which Megatron-LM, GPT-2 and BLOOM use."""
     return F.gelu(x, approximate="tanh")
 
 
 def identity(x: Tensor) -> Tensor:
-    """The gate of a bilinear MLP (--glu-activation liglu)."""
+    """Returns `x`: the gate of a bilinear MLP has no activation (--glu-activation liglu)."""
     return x

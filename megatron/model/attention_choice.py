@@ -1,4 +1,4 @@
-"""Which implementation computes attention: one function decides, and says why."""
+"""Chooses the implementation that computes attention, and gives the reason."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron.model.position import AttentionMasks
 
 _LOG = logging.getLogger(__name__)
 MAX_UNFUSED_SEQ_LENGTH = 2048
-"""Tokens of the longest sequence for which a tensor [seq, seq] is made on a GPU."""
+"""Longest sequence, in tokens, for which a [seq, seq] tensor is allocated on a GPU."""
 
 
 class Implementation(Enum):
-    """How `CoreAttention` computes."""
+    """The implementations of `CoreAttention`."""
 
     SDPA = "torch.nn.functional.scaled_dot_product_attention, without a bias"
-    TRITON = "megatron.kernels.attention: nothing of size [seq, seq] is stored"
+    TRITON = "megatron.kernels.attention: no [seq, seq] tensor is stored"
     BIASED_SDPA = "scaled_dot_product_attention with a bias [seq, seq]"
     UNFUSED = "PyTorch operations on all scores"
     BLOCKS = (
@@ -38,8 +38,9 @@ class Implementation(Enum):
 class AttentionRequirements:
     """The properties that select the implementation.
 
-    dropout: its rate, 0 outside of training. window: tokens that a token attends to, if that is not all.
-    kernels_unsupported_reason: why Triton kernels do not support such tensors; None if they do.
+    dropout: the dropout rate, 0 outside of training. window: number of tokens that a token attends to, itself
+    included; None: no limit. kernels_unsupported_reason: why the Triton kernels cannot be used; None if they
+    can.
     """
 
     dropout: float
@@ -61,12 +62,12 @@ class AttentionRequirements:
 
 
 def choose_attention(required: AttentionRequirements) -> tuple[Implementation, str]:
-    """The implementation, and the reason in words.
+    """Returns the implementation and the reason for it.
 
-    Plain causal attention is PyTorch's fused kernel, which is faster than ours. Dropout, ALiBi, documents
-    and windows need our kernel: PyTorch's kernels hash another dropout mask, take biases and windows only as
-    tensors [seq, seq], and documents only as lengths that the host must know. Without kernels small sequences
-    are dense.
+    PyTorch's fused kernel computes plain causal attention: it is faster than the Triton kernel. Dropout,
+    ALiBi, document boundaries and windows need the Triton kernel. PyTorch's kernels would draw a different
+    dropout mask; they take biases and windows only as [seq, seq] tensors, and documents only as lengths that
+    the host must know. Without Triton kernels, CPUs and short sequences use [seq, seq] tensors.
     """
     features = ", ".join(required.features)
     if not features:
@@ -87,15 +88,15 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
     )
 
 
-def counts_kernels(config: Config) -> bool:
-    """Whether a run on GPUs, or on devices of kind --gpu, uses the Triton kernels: not with
-    MEGATRON_KERNELS=pytorch, and not on a V100 (compute capability 7.0), which they do not support."""
+def run_uses_kernels(config: Config) -> bool:
+    """Returns whether a run on GPUs (of kind --gpu, if given) uses the Triton kernels. They are off with
+    MEGATRON_KERNELS=pytorch, and they do not support a V100 (compute capability 7.0)."""
     is_old = (config.training.gpu or "").startswith("v100")
     return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
 
 
-def attention_of(config: Config) -> Implementation:
-    """The implementation that a training run on GPUs uses."""
+def training_attention(config: Config) -> Implementation:
+    """Returns the implementation that a training run on GPUs uses."""
     model = config.model
     required = AttentionRequirements(
         dropout=model.attention_dropout,
@@ -104,14 +105,14 @@ def attention_of(config: Config) -> Implementation:
         seq_length=model.seq_length,
         head_dim=model.kv_channels,
         on_cpu=False,
-        kernels_unsupported_reason=None if counts_kernels(config) else "no kernels",
+        kernels_unsupported_reason=None if run_uses_kernels(config) else "no kernels",
         window=model.attention_window,
     )
     return choose_attention(required)[0]
 
 
 def implementation_for(query: Tensor, dropout: float, masks: AttentionMasks) -> Implementation:
-    """The choice for query [seq, batch, heads, head_dim]. Each reason is logged once per process."""
+    """Returns the implementation for query [seq, batch, heads, head_dim]; logs each reason once."""
     seq, _, _, head_dim = query.shape
     alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
     on_cpu, against = query.device.type == "cpu", None

@@ -1,6 +1,6 @@
-"""The core of attention: scores, mask, softmax, dropout and the weighted sum of the values.
+"""Core attention: scores, mask, softmax, dropout and the weighted sum of the values.
 
-softmax(query @ key.T * scale + bias) @ value, for each sample and head
+For each sample and head: dropout(softmax(query @ key.T * scale + bias)) @ value.
 """
 
 import math
@@ -22,13 +22,13 @@ QUERIES_PER_BLOCK = 512
 class CoreAttention(nn.Module):
     """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim]. It has no parameters.
 
-    key, value: [seq, batch, groups, head_dim], each used by an equal number of query heads.
+    key, value: [seq, batch, groups, head_dim]. Each group serves an equal number of query heads.
 
-    `attention_choice.choose_attention` says which implementation computes it.
+    `attention_choice.choose_attention` decides which implementation computes it.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
-        """`layer_index`: part of the dropout's salt."""
+        """`layer_index` is part of the dropout's salt."""
         super().__init__()
         self.scale = context.config.model.attention_scale
         self.dropout_rate = context.config.model.attention_dropout
@@ -64,7 +64,7 @@ class CoreAttention(nn.Module):
     def _flash_attention(
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
     ) -> Tensor:
-        """The Triton kernel: [seq, batch, heads, head_dim]."""
+        """Runs the Triton kernel. Returns [seq, batch, heads, head_dim]."""
         seq, batch, heads, _ = query.shape
         first_keys, end_queries = self.masks.ranges(seq, batch, query.device, document_ids)
         mask = AttentionMask(
@@ -81,7 +81,8 @@ class CoreAttention(nn.Module):
     def _attend_by_blocks(
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
     ) -> Tensor:
-        """A block of queries at a time, with a bias of its scores only. The backward pass recomputes them."""
+        """Computes a block of queries at a time, with a bias for the block's scores only. The backward pass
+        recomputes the scores."""
         seq, samples = query.shape[2], self.dropout_rng.samples
 
         def attend(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
@@ -101,7 +102,7 @@ class CoreAttention(nn.Module):
 
     @not_compiled  # dropout's masks are hashed in Python
     def _unfused_attention(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """`_attend_with_dropout`; with `recompute` no tensor of size [seq, seq] is kept for the backward pass
+        """Runs `_attend_with_dropout`. With `recompute`, no [seq, seq] tensor is kept for the backward pass
         (selective activation recomputation, arXiv 2205.05198, section 5)."""
         if not self.recompute:
             return self._attend_with_dropout(query, key, value, bias)
@@ -121,8 +122,8 @@ class CoreAttention(nn.Module):
         bias: Tensor | None,
         rows: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Unfused attention, used with dropout. The dropout of a library's kernel depends on the rank and on
-        the kernel, so the loss would depend on the layout. This one depends on sample, head and position.
+        """Computes unfused attention with this repository's dropout, which depends on sample, head and
+        position. A library's dropout depends on rank and kernel, so the loss would depend on the layout.
 
         rows: (first row, number of all rows) if the queries are a block of rows.
         """

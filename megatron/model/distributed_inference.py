@@ -1,12 +1,12 @@
-"""Scores texts with a model that is distributed over ranks, outside the schedule of training.
+"""Scores texts with a model that is distributed over ranks, without the training schedule.
 
-Rank 0 sends requests (`score`, `next_token_logits`), and the other ranks take part in them (`serve`) until
-rank 0 calls `stop`. So only rank 0 runs the code that chooses the texts. Each request is a broadcast of the
-tokens; the result is a sum over all ranks, where all but the last stage add zeros.
+Rank 0 sends requests (`score`, `next_token_logits`). The other ranks take part in them (`serve`) until rank 0
+calls `stop`. So only rank 0 runs the code that chooses the texts. Each request broadcasts the tokens. The
+result is a sum over all ranks, to which all stages but the last add zeros.
 
-The rows of a request are divided over the data-parallel replicas, and those of a replica into micro-batches,
-which follow each other through the stages. Every rank takes (micro-batch, stage) in the same order, so no
-message can wait for a later one, whatever the schedule of training is.
+The rows of a request are divided over the data-parallel replicas. Each replica divides its rows into
+micro-batches, which follow each other through the stages. Every rank processes (micro-batch, stage) in the
+same order, so no message can wait for a later one, whatever the training schedule is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
-"""Of forward passes without training: the pipeline is idle for a fifth of the time."""
+"""Micro-batches of a request per stage: the pipeline is then idle for a fifth of the time."""
 
 
 class _Request(IntEnum):
@@ -35,7 +35,7 @@ class _Request(IntEnum):
 
 
 class InferenceStopped(Exception):
-    """The run was asked to stop. Raised on all ranks."""
+    """Raised on all ranks if the run was asked to stop."""
 
 
 class DistributedGPT:
@@ -50,13 +50,13 @@ class DistributedGPT:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """stop_requested: called at each request; collective, the same on all ranks. heartbeat: called for
+        """stop_requested: called at each request; collective, and equal on all ranks. heartbeat: called for
         every micro-batch."""
         self.module, self.layout, self.tp_group = module, layout, tp_group
         self.micro_batch_size = micro_batch_size
         self.vocab_size = module.cross_entropy.vocab_size
         self.is_responding = False
-        """Whether a request is being computed: an exception then may be one of the collectives."""
+        """Whether a request is being computed, so that an exception may come from a collective."""
         self._stop_requested, self._heartbeat = stop_requested, heartbeat
         parallel = module.config.parallel
         self._rank_of_stage = parallel.rank_of_stage
@@ -73,20 +73,20 @@ class DistributedGPT:
         return self.micro_batch_size * self.layout.dp_size * micro_batches
 
     def score(self, tokens: Tensor, targets: Tensor) -> Scores:
-        """See `LanguageModel`. On rank 0."""
+        """See `LanguageModel`. Only rank 0 calls it."""
         log_probs, is_greedy = self._send_request(_Request.SCORE, torch.stack((tokens, targets)))
         return Scores(log_probs, is_greedy > 0)
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """See `LanguageModel`. On rank 0."""
+        """See `LanguageModel`. Only rank 0 calls it."""
         return self._send_request(_Request.NEXT_TOKEN, tokens.reshape(1, 1, -1))
 
     def stop(self) -> None:
-        """Ends `serve` of the other ranks. On rank 0."""
+        """Ends `serve` on the other ranks. Only rank 0 calls it."""
         dist.broadcast(self._header(_Request.STOP), 0)
 
     def serve(self) -> None:
-        """Takes part in the requests of rank 0, on another rank."""
+        """Takes part in the requests of rank 0. All other ranks call it."""
         while True:
             header = self._header(_Request.STOP)
             dist.broadcast(header, 0)
@@ -112,7 +112,7 @@ class DistributedGPT:
 
     @torch.no_grad()
     def _respond(self, request: _Request, content: Tensor) -> Tensor:
-        """[2, rows, length] for SCORE, [vocab_size] for NEXT_TOKEN; the same on all ranks."""
+        """Returns [2, rows, length] for SCORE, [vocab_size] for NEXT_TOKEN; equal on all ranks."""
         if self._stop_requested():
             raise InferenceStopped
         result = self._next_token(content) if request is _Request.NEXT_TOKEN else self._scores(*content)
@@ -121,12 +121,12 @@ class DistributedGPT:
         return result
 
     def _scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """[2, rows, length]: this rank's part, zeros elsewhere."""
+        """Returns [2, rows, length] with this rank's part of the rows, and zeros elsewhere."""
         rows, length = tokens.shape
         own_rows = -(-rows // self.layout.dp_size)
         first = self.layout.dp_rank * own_rows
-        # The last replicas may have fewer rows. They compute the last one again: with ZeRO-3 all replicas
-        # take part in each forward pass.
+        # The last replicas may have fewer rows. They repeat the last row: with ZeRO-3 all replicas must take
+        # part in each forward pass.
         index = torch.arange(first, first + own_rows, device=self._device).clamp(max=rows - 1)
         own = torch.zeros(2, own_rows, length, device=self._device)
         for start in range(0, own_rows, self.micro_batch_size):
@@ -143,7 +143,7 @@ class DistributedGPT:
         return result
 
     def _next_token(self, content: Tensor) -> Tensor:
-        """[vocab_size] logits after content [1, 1, length]: this rank's columns, zeros elsewhere."""
+        """Returns [vocab_size] logits after content [1, 1, length]: this rank's columns, zeros elsewhere."""
         result = torch.zeros(self.vocab_size, device=self._device)
         hidden = self._run_stages(content[0])
         if hidden is not None:
@@ -155,7 +155,7 @@ class DistributedGPT:
         return result
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """This rank's logits. From the final norm on, each position is computed independently."""
+        """Returns this rank's logits. From the final norm on, positions are independent."""
         logits: LayerIO = hidden
         for layer_index, function in self._functions_of(len(self._rank_of_stage) - 1).items():
             if layer_index >= self._final_norm:
@@ -164,13 +164,13 @@ class DistributedGPT:
         return logits
 
     def _functions_of(self, stage: int) -> dict[int, Callable]:
-        """The layers of one of this rank's stages, by their index in the list."""
+        """Returns the layers of one of this rank's stages, by their index in `pipeline_layers`."""
         held = chunks_of_rank(self._rank_of_stage, self.layout.pipeline_stage)
         return self.module.functions_of_chunk(held.index(stage))
 
     def _run_stages(self, tokens: Tensor) -> Tensor | None:
-        """tokens [rows, length] through the stages of this rank; hidden [rows, padded length, hidden] before
-        the final norm on the last stage, else None."""
+        """Runs tokens [rows, length] through this rank's stages. Returns the input of the final norm, [rows,
+        padded length, hidden], on the rank of the last stage; None on others."""
         self._heartbeat()
         padding = -tokens.shape[1] % self._length_multiple
         padded = torch.nn.functional.pad(tokens, (0, padding))
@@ -193,14 +193,14 @@ class DistributedGPT:
         return layer_io
 
     def _global_rank(self, stage: int) -> int:
-        """The rank of the same TP and DP coordinates that holds a stage."""
+        """Returns the rank that holds `stage` and has this rank's TP and DP coordinates."""
         per_stage = self.layout.tp_size * self.layout.dp_size
         return self._rank_of_stage[stage] * per_stage + self.layout.rank % per_stage
 
     def _send(self, layer_io: LayerIO, stage: int, shape: tuple[int, ...]) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)
         receiver, key = self._global_rank(stage + 1), (stage, *shape)
-        if key not in self._specs:  # both sides know them afterwards
+        if key not in self._specs:  # from then on both sides know them
             self._specs[key] = [(x.shape, x.dtype) for x in tensors]
             dist.send_object_list([self._specs[key]], receiver, device=self._device)
         for tensor in tensors:

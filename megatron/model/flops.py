@@ -4,15 +4,15 @@ FLOPs per step = 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), for B samples of
 size h, and a padded vocabulary of V tokens. f is the number of passes over the matrices: 3 (1 forward, 2
 backward), or 4 with recomputation of the forward pass. A gated MLP has a third matrix: 32 replaces 24.
 
-The term of the head assumes 3 passes of 4, since the head is never recomputed. So with f = 3 the formula
-counts only three quarters of the head. It is kept, because published throughputs were computed with it.
+The head is never recomputed, so its term counts 3 passes if f is 4. If f is 3, the term counts only three
+quarters of them. The formula is kept, because published throughputs were computed with it.
 """
 
 from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
 from megatron.config.registries import LAYER_ARRANGEMENTS
-from megatron.model.attention_choice import Implementation, attention_of
+from megatron.model.attention_choice import Implementation, training_attention
 
 _FORWARD_AND_BACKWARD = 3
 _RECOMPUTED_FORWARD = 1
@@ -29,7 +29,7 @@ def iteration_flops(
     recompute_attention: bool = False,
     gated_mlp: bool = False,
 ) -> float:
-    """Hardware FLOPs of one step over `batch_size` samples, summed over all devices.
+    """Returns the hardware FLOPs of one step over `batch_size` samples, summed over all devices.
 
     recompute: the forward pass of every layer is recomputed (--checkpoint-activations).
     recompute_attention: the attention scores are recomputed (--recompute-granularity selective).
@@ -52,9 +52,11 @@ def model_iteration_flops(
     recompute: bool,
     recompute_attention: bool,
 ) -> float:
-    """Hardware FLOPs of one step, summed over all devices: `iteration_flops` for the layers that its formula
-    is made for, and otherwise (another MLP size, grouped queries, another head dimension) the matrix products
-    of a layer as they are, with 3 passes over the head."""
+    """Returns the hardware FLOPs of one step, summed over all devices.
+
+    With an MLP of 4 h and plain multi-head attention this is `iteration_flops`. For other layers the matrix
+    products are counted one by one, with 3 passes over the head.
+    """
     hidden, gated = model.hidden_size, model.glu_activation is not None
     if (model.ffn_hidden_size, model.query_width, model.key_width) == (4 * hidden, hidden, hidden):
         return iteration_flops(
@@ -76,26 +78,26 @@ def model_iteration_flops(
 
 
 def layer_matrix_elements(model: ModelConfig) -> int:
-    """Elements of the matrices of a transformer layer."""
+    """Returns the number of elements in the weight matrices of a transformer layer."""
     attention = 2 * model.query_width + 2 * model.key_width
     mlp = (3 if model.glu_activation else 2) * model.ffn_hidden_size
     return (attention + mlp) * model.hidden_size
 
 
 def transformer_layer_flops(config: Config) -> float:
-    """FLOPs of one transformer layer on one rank for one micro-batch: forward, backward, recomputation.
+    """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included.
 
-    These are the matrix products that are launched, as --simulate counts them:
-    the backward pass of a fused attention kernel recomputes the scores, which makes 5 products of 2 forward;
-    unfused attention has 4, the Triton kernels have 7. PyTorch's recomputation stops after the last saved
-    tensor: without hidden dropout the last matrix product of a group of layers is not recomputed.
+    Like --simulate, it counts the matrix products that are launched. The backward pass of a fused attention
+    kernel recomputes the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the
+    Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor. So without hidden
+    dropout, the last matrix product of a group of layers is not recomputed.
     """
     model, training = config.model, config.training
     tokens = config.batch.micro_batch_size * model.seq_length
     scores = 2 * tokens * model.seq_length * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
-    attention = attention_of(config)
+    attention = training_attention(config)
     if attention == Implementation.TRITON:
         total += 3 * scores
     elif attention != Implementation.UNFUSED or recomputes_scores(config):
@@ -109,9 +111,9 @@ def transformer_layer_flops(config: Config) -> float:
 
 
 def skips_last_product(config: Config) -> bool:
-    """Whether recomputation ends before the last matrix product of a group of layers: nothing after it is
-    saved for the backward pass. DeepSpeed's recomputation goes to the end, and with --tp-comm-overlap the
-    product and its reduction are one function."""
+    """Returns whether recomputation ends before the last matrix product of a group of layers, because nothing
+    after it is saved for the backward pass. DeepSpeed's recomputation goes to the end. With --tp-comm-overlap
+    the product and its reduction are one function."""
     training, tp_size = config.training, config.parallel.tensor_model_parallel_size
     if config.parallel.tp_comm_overlap and tp_size > 1:
         return False
@@ -122,17 +124,17 @@ def skips_last_product(config: Config) -> bool:
 
 
 def recomputes_scores(config: Config) -> bool:
-    """Whether the attention scores are recomputed. Fused kernels never store them."""
-    return config.training.recomputes_attention and attention_of(config) == Implementation.UNFUSED
+    """Returns whether the attention scores are recomputed. Fused kernels never store them."""
+    return config.training.recomputes_attention and training_attention(config) == Implementation.UNFUSED
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:
-    """FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
+    """Returns the FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
     tokens = config.batch.micro_batch_size * config.model.seq_length
     forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
     return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 
 
 def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:
-    """TFLOP/s per device if `world_size` devices together compute `flops` in `seconds`."""
+    """Returns the TFLOP/s per device if `world_size` devices together compute `flops` in `seconds`."""
     return flops / (seconds * world_size * 1e12)

@@ -1,4 +1,4 @@
-"""Text generation: sampling tokens after a prompt, one at a time."""
+"""Text generation: samples one token at a time after a prompt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.config import ConfigError
 from megatron.model.scoring import LanguageModel
 
-# Samples are greedy far above it.
-_LEAST_TEMPERATURE = 1e-6
+# Sampling is already greedy at temperatures far above this one.
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Sampling:
     """How the next token is sampled from the model's distribution.
 
     temperature: divides the logits; 0 takes the most likely token (greedy).
-    top_k: only the k most likely tokens; 0: all.
-    top_p: only the most likely tokens that together have this probability; 1: all.
+    top_k: samples only from the k most likely tokens; 0: from all tokens.
+    top_p: samples only from the most likely tokens that together have this probability; 1: from all tokens.
     """
 
     temperature: float = 1.0
@@ -30,26 +30,26 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"--temperature is {self.temperature:g}, expected 0 (greedy) or more")
-        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(f"--temperature {self.temperature:g}: expected 0 (greedy) or more")
+        if 0 < self.temperature < _MIN_TEMPERATURE:
             raise ConfigError(
-                f"--temperature is {self.temperature:g}, expected 0 (greedy) or at least "
-                f"{_LEAST_TEMPERATURE:g}: logits that are divided by less overflow"
+                f"--temperature {self.temperature:g}: expected 0 (greedy) or at least "
+                f"{_MIN_TEMPERATURE:g}, since a smaller divisor makes the logits overflow"
             )
         if self.top_k < 0:
-            raise ConfigError(f"--top-k is {self.top_k}, expected 0 (all tokens) or more")
+            raise ConfigError(f"--top-k {self.top_k}: expected 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p is {self.top_p:g}, expected more than 0 and at most 1 (all tokens)")
+            raise ConfigError(f"--top-p {self.top_p:g}: expected more than 0 and at most 1 (all tokens)")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """The next token; `logits` fp32 [vocab_size] on the CPU, without padding."""
+        """Returns the next token. logits: fp32 [vocab_size] without padding, on the CPU."""
         if self.temperature == 0:
             return int(logits.argmax())
         sorted_logits, tokens = logits.sort(descending=True, stable=True)
         probabilities = (sorted_logits / self.temperature).softmax(dim=0)
         if self.top_k:
             probabilities[self.top_k :] = 0.0
-        # A token stays if those before it do not reach top_p: the most likely one always does.
+        # A token is kept if the more likely tokens do not reach top_p. So the most likely token always is.
         probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
@@ -66,8 +66,8 @@ def generate(
 ) -> Iterator[int]:
     """Yields up to `max_new_tokens` tokens after `prompt`; stops early if the model ends the document.
 
-    The model's context is the last `window` tokens. An empty prompt is the start of a document. The same
-    arguments give the same tokens: sampling uses only the seed, on the CPU.
+    The model's context is the last `window` tokens. An empty prompt is the start of a document. Equal
+    arguments give equal tokens: sampling runs on the CPU and depends only on the seed.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt) or [eod]

@@ -15,7 +15,7 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     L+3          to_batch_first (function)                              [b, s, h]
     L+4          MixedFusedLayerNorm or RMSNorm, the final norm         [b, s, h]
     L+5          EmbeddingPipe again, as LM head: x @ word weight.T     [b, s, V]
-                 or LMHeadPipe, which has a weight of its own
+                 or LMHeadPipe, the untied head
     L+6          float16_to_fp32 (function), with fp16 and bf16         [b, s, V]
     loss         CrossEntropy (loss.py)                                 scalar
 
@@ -24,18 +24,18 @@ use the same indices). Layers 1 and L+5 share the word embedding, under the key 
 --untie-embeddings-and-output-weights is given. If layers need document boundaries, layers 1 to L+2 pass a
 pair (hidden, document_ids) instead of hidden: see `LayerIO`.
 
-A first reading can leave parallelism out. On one process `ColumnParallelLinear` and `RowParallelLinear` are
+You can skip parallelism on a first reading. On one process `ColumnParallelLinear` and `RowParallelLinear` are
 `nn.Linear`, `VocabParallelEmbedding` is `nn.Embedding`, and scatter and gather are the identity.
 
-What tensor parallelism changes (TP > 1; Megatron, arXiv 1909.08053, section 3): each rank computes n / TP
+What tensor parallelism changes (TP > 1; Megatron-LM, arXiv 1909.08053, section 3): each rank computes n / TP
 whole heads with the keys and values of their g / TP groups (of a part of one group if g < TP), 4h / TP
-columns of the MLP, V / TP rows of the word embedding and the same columns of the logits. The second matrix
-product of attention and MLP sums over the ranks. Hidden states are replicated over the ranks; with
---sequence-parallel each rank has [s / TP, b, h] of them from layer 1 to L+2 (arXiv 2205.05198).
-The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
+columns of the MLP, V / TP rows of the word embedding and V / TP columns of the logits. The outputs of the
+second matrix product of attention and MLP are summed over the ranks. Hidden states are replicated over the
+ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them from layer 1 to L+2 (arXiv
+2205.05198). The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
 
-The parts beside this file: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
-layer_context.py. pipeline_module.py runs a part of the list, single_process.py all of it in one process.
+Other parts of the model: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
+layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole list.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.
 
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
-    """The list of layers of this module's docstring, for this rank of the tensor-parallel group."""
+    """Returns the layer list of this module's docstring, for this rank of the tensor-parallel group."""
     initialize_vector_math()  # training and tools both build the model here, before they compute anything
     config = context.config
     model = config.model
@@ -100,7 +100,7 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
 
 
 def _to_float16(tokens: Tensor) -> Tensor:
-    """Layer 0: the identity, since token ids stay integers. It keeps the indices of all other layers."""
+    """Returns the token ids unchanged. This layer 0 exists only to keep the indices of all other layers."""
     return tokens
 
 
@@ -108,8 +108,8 @@ class EmbeddingPipe(nn.Module):
     """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], or with --sequence-parallel this rank's shard
     [seq / TP, batch, hidden]; with document ids if the layers need them.
 
-    The same class is the LM head on the last stage (`is_head`). It then holds the word embedding only: the
-    position embedding would be a parameter without a gradient there.
+    The same class is the LM head on the last stage (`is_head`). The head holds only the word embedding, since
+    a position embedding would be a parameter without a gradient.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class EmbeddingPipe(nn.Module):
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
     def to_sequence_first(layer_io: LayerIO) -> LayerIO:
-        """[batch, seq, hidden] -> [seq, batch, hidden]; with --sequence-parallel the identity."""
+        """[batch, seq, hidden] -> [seq, batch, hidden]; with --sequence-parallel unchanged."""
         if context.sequence_parallel:
             return layer_io
         hidden, document_ids = split_layer_io(layer_io)
@@ -198,12 +198,12 @@ def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
 
 def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
     def to_batch_first(layer_io: LayerIO) -> Tensor:
-        """[seq, batch, hidden] -> [batch, seq, hidden]; drops the document_ids."""
+        """[seq, batch, hidden] -> [batch, seq, hidden], without the document_ids."""
         hidden, _ = split_layer_io(layer_io)
         if context.sequence_parallel:
             hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
         elif hidden.requires_grad:
-            hidden.register_hook(Tensor.contiguous)  # once, or each layer before would copy its gradient
+            hidden.register_hook(Tensor.contiguous)  # one copy, not one in each earlier layer
         return hidden.transpose(0, 1).contiguous()
 
     return to_batch_first
@@ -247,14 +247,14 @@ class ParallelTransformerLayerPipe(nn.Module):
         return join_layer_io(hidden, document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
-        """residual + dropout(output of `block`, self_attention or mlp, plus its skipped bias, if any)."""
+        """Returns residual + dropout(output + skipped bias, if any). block: 'self_attention' or 'mlp'."""
         matrix = self.self_attention.dense if block == "self_attention" else self.mlp.dense_4h_to_h
         bias = matrix.skipped_bias
         if not self.training or self.dropout_rate == 0:
             return residual + (output if bias is None else output + bias)
         return self._drop_and_add(output, bias, residual, block)
 
-    @not_compiled  # the masks are hashed in Python from the layer's index
+    @not_compiled  # hashes the layer's index in Python
     def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
         salt = f"{self.layer_index}.{block}.hidden_dropout"
         shard_dim = 0 if self.sequence_parallel else None
@@ -280,7 +280,7 @@ def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tenso
 def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
     """x = x + dropout(norm(attention(x))), then x = x + dropout(norm(mlp(x))).
 
-    OLMo 2 (arXiv 2501.00656, section 3.2). The first Transformer normalized the sum instead.
+    OLMo 2 has this arrangement (arXiv 2501.00656, section 3.2). The original Transformer normalizes the sum.
     """
     output = layer.post_attention_layernorm(layer.self_attention(x, document_ids))
     x = layer.dropout_add(output, x, "self_attention")
@@ -306,12 +306,11 @@ class ParallelSelfAttention(nn.Module):
 
     The rows of the fused projection are ordered (groups, heads per group + 2, head_dim): for each group its
     query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). A
-    contiguous slice of rows is a set of whole groups, so the same full weight serves every tensor-parallel
-    degree.
+    contiguous slice of rows is a set of whole groups, so one full weight serves every tensor-parallel degree.
 
-    With fewer groups than ranks each block of TP / groups consecutive ranks computes one group. A rank
-    projects its part of the group's rows; the block gathers the parts, and each rank keeps its own query
-    heads and the key and value head. The backward pass sums their gradients over the block. No parameter is
+    With fewer groups than ranks, each block of TP / groups consecutive ranks computes one group. A rank
+    projects its part of the group's rows; the block gathers the parts. Each rank keeps its own query heads,
+    the key head and the value head. The backward pass sums the gradients over the block. No weight is
     replicated.
     """
 
@@ -323,7 +322,7 @@ class ParallelSelfAttention(nn.Module):
         self.ranks_per_group = max(ranks // model.query_groups, 1)
         self.head_dim = model.kv_channels
         self.tp_group = context.tp_group
-        first, second = _matrix_settings(context)
+        first, second = _linear_layer_settings(context)
         width = model.query_width + 2 * model.key_width
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size, width, context.tp_group, **{**first, "bias": model.qkv_bias}
@@ -347,7 +346,7 @@ class ParallelSelfAttention(nn.Module):
         return self.dense(self.core_attention(query, key, value, document_ids))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [seq, batch, heads / TP, head_dim]; key and value of this rank's groups."""
+        """Returns the query [seq, batch, heads / TP, head_dim], and key and value of this rank's groups."""
         projected = self.query_key_value(hidden)
         if self.ranks_per_group > 1:
             projected = self._rows_of_own_heads(
@@ -358,7 +357,7 @@ class ParallelSelfAttention(nn.Module):
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
 
     def _rows_of_own_heads(self, group: Tensor) -> Tensor:
-        """The projections of a whole group -> those of this rank's query heads, the key and the value."""
+        """Selects this rank's query heads, the key and the value from the projections of a whole group."""
         width = self.heads * self.head_dim
         own = self.tp_group.rank % self.ranks_per_group
         return torch.cat((group.narrow(-1, own * width, width), group[..., -2 * self.head_dim :]), dim=-1)
@@ -378,7 +377,7 @@ class ParallelMLP(nn.Module):
         gate = model.glu_activation
         self.activation = ACTIVATIONS.load(model.activation) if gate is None else GLU_ACTIVATIONS.load(gate)
         parts = 2 if self.gated else 1
-        first, second = _matrix_settings(context)
+        first, second = _linear_layer_settings(context)
         self.dense_h_to_4h = ColumnParallelLinear(
             model.hidden_size, parts * model.ffn_hidden_size, context.tp_group, num_fused_parts=parts, **first
         )
@@ -394,8 +393,8 @@ class ParallelMLP(nn.Module):
         return self.dense_4h_to_h(value * self.activation(gate))
 
 
-def _matrix_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of the column-parallel and of the row-parallel layer of attention and MLP."""
+def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the keyword arguments of the column-parallel and of the row-parallel layers."""
     model = context.config.model
     both = {
         "lr_mult": model.matrix_lr_mult,
@@ -435,15 +434,15 @@ class LMHeadPipe(nn.Module):
 
 
 def lm_head(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
-    """hidden [batch, seq, hidden] -> this rank's logits [batch, seq, padded_vocab / TP]."""
+    """Returns this rank's logits [batch, seq, padded_vocab / TP] from hidden [batch, seq, hidden]."""
     return parallel_logits(head_input(head, hidden), head.head_weight, head.tp_group)
 
 
 def head_input(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
-    """The head's input times the muP factor of the logits: cheaper than scaling the logits."""
+    """Returns the head's input times the logit multiplier of --mup: cheaper than scaling the logits."""
     return hidden if head.logits_multiplier == 1.0 else hidden * head.logits_multiplier
 
 
 def float16_to_fp32(logits: Tensor) -> Tensor:
-    """Casts the logits: the loss is computed in fp32."""
+    """Casts the logits to fp32, the precision of the loss."""
     return logits.float()

@@ -18,20 +18,19 @@ LayerIO = Tensor | tuple[Tensor, Tensor]
 
 
 def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
-    """(hidden, document_ids or None) of a layer's input or output."""
+    """Returns (hidden, document_ids or None) of a layer's input or output."""
     return (layer_io, None) if isinstance(layer_io, Tensor) else (layer_io[0], layer_io[1])
 
 
 def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
-    """The inverse of `split_layer_io`."""
+    """Inverts `split_layer_io`."""
     return hidden if document_ids is None else (hidden, document_ids)
 
 
 @dataclass(frozen=True)
 class LayerContext:
     """What all layers of a stage share: the configuration, the TP group, the dropout RNG, and with
-    --pipeline-schedule zero-bubble the queue of weight gradients to compute later. metrics: takes values for
-    the log."""
+    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log."""
 
     config: Config
     tp_group: TPGroup

@@ -32,12 +32,12 @@ class CrossEntropy:
         return masked_mean(losses, mask)
 
     def from_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
-        """The same loss from the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
+        """Returns the loss from the head's input [batch, seq, hidden] and weight [padded_vocab / TP, hidden].
 
-        If the weight has a `main_grad` (the run's optimizer sets it), the gradient is added to it in fp32.
+        If the weight has a `main_grad` (the optimizer sets it), its gradient is added to `main_grad` in fp32.
         """
         labels, mask = labels_and_mask
-        # The mean is written as a weighted sum: the gradients computed in the forward pass are then final.
+        # The mean is a weighted sum, so that the gradients computed in the forward pass are final.
         token_weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1.0) * len(mask))
         return vocab_parallel_linear_cross_entropy(
             hidden,

@@ -12,20 +12,20 @@ from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
 def norm_class(config: Config) -> type[nn.Module]:
-    """The class of --normalization."""
+    """Returns the class that --normalization selects."""
     return NORMALIZATIONS.load(config.model.normalization)
 
 
 def norm_arguments(config: Config) -> tuple[int, float, bool]:
-    """The arguments of `norm_class`: hidden size, epsilon, use_apex."""
+    """Returns the arguments of `norm_class`: hidden size, epsilon, use_apex."""
     return config.model.hidden_size, config.model.layernorm_epsilon, config.optimizer.use_apex
 
 
 class MixedFusedLayerNorm(nn.Module):
     """Layer norm over the last dimension; statistics in fp32, output in the parameters' dtype.
 
-    The class name is the one that Megatron-DeepSpeed checkpoints use for the final norm. With `use_apex` the
-    forward pass is apex's fused kernel (NVIDIA's apex must be installed), otherwise PyTorch's.
+    Megatron-DeepSpeed checkpoints use this class name for the final norm. With `use_apex` the forward pass is
+    apex's fused kernel (NVIDIA's apex must be installed), otherwise PyTorch's.
     """
 
     def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
 def _apex_layer_norm(
     hidden: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, epsilon: float
 ) -> torch.Tensor:
-    """apex's fused kernel behind the signature of `F.layer_norm`."""
+    """Runs apex's fused kernel with the signature of `F.layer_norm`."""
     # Imported on use: a dry run works on machines without apex.
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 

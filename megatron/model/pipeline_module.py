@@ -1,12 +1,11 @@
-"""The pipeline stages of a rank, parts of the model's list of layers, as a DeepSpeed module: `GPTModelPipe`.
+"""`GPTModelPipe`: the pipeline stages of a rank as a DeepSpeed module.
 
-`gpt_model.pipeline_layers` is the list. A stage holds a contiguous part of it; a rank holds one stage, or
-with the schedules interleaved and dualpipev several. This module adds what a stage needs to be trained:
-activation recomputation, the head and the loss as one function, and the overrides of DeepSpeed's
-`PipelineModule`.
+`gpt_model.pipeline_layers` is the model's list of layers. A stage holds a contiguous part of the list. A rank
+holds one stage, or several with the schedules interleaved and dualpipev. This module adds what training
+needs: activation recomputation, head and loss in one function, and overrides of DeepSpeed's `PipelineModule`.
 
 With --loss-implementation fused, training computes head and loss in one function, which never stores the full
-logits. Evaluation that returns logits, and generation, run the list as it is.
+logits. Generation, and evaluation that returns logits, run the unchanged list.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from megatron.mpu.step_metrics import StepMetrics
 
 
 def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
-    """Class or function name per layer: what `--partition-method type:REGEX` matches."""
+    """Returns the class or function name of each layer, which `--partition-method type:REGEX` matches."""
     return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
 
 
 def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bool = False) -> list[int]:
-    """Parameters per layer, of one tensor-parallel rank or (`unsharded`) of the whole model.
+    """Returns the number of parameters per layer, on one TP rank or (`unsharded`) in the whole model.
 
-    Transformer layers are identical, so each distinct class is built once, on the meta device without memory.
+    Transformer layers are identical, so each distinct class is built only once, on the meta device.
     """
     counts: dict[tuple, int] = {}
 
@@ -77,7 +76,7 @@ def is_transformer_layer(layer: LayerSpec | Callable) -> bool:
 
 
 class _DeviceLayerSpec(LayerSpec):
-    """Builds a layer on the device in the run's precision, so that the start never needs all layers in fp32.
+    """Builds a layer on the device in the run's precision, so that startup never holds all layers in fp32.
 
     With `is_sharded` (ZeRO-3) the parameters keep no memory: the optimizer makes their partitions from
     `GPTModelPipe.initial_values`, and gathers them when the layer runs.
@@ -98,10 +97,10 @@ class _DeviceLayerSpec(LayerSpec):
 class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
-    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and
-    all that DeepSpeed does with the layers, concerns one stage of the rank, the active model chunk.
-    Parameters have the run's precision, and are initialized from (seed, name) only, so every layout starts
-    from the same weights. With ZeRO-3 those of transformer layers have no memory yet.
+    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and all
+    that DeepSpeed does with the layers, concerns one stage of the rank, the active model chunk. Parameters
+    have the run's precision. They are initialized only from (seed, name), so every layout starts from the
+    same weights. With ZeRO-3 the parameters of transformer layers have no memory yet.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class GPTModelPipe(PipelineModule):
         bounds: Sequence[int],
         values: InitialValues = initial_values,
     ) -> None:
-        """`values`: the initial values; another function is given only where parameters have none."""
+        """`values` computes the initial values. Callers that overwrite the weights pass a faster one."""
         self.config = config
         self._tp_group, self._values = tp_group, values
         self.stage_bounds = list(bounds)
@@ -144,17 +143,17 @@ class GPTModelPipe(PipelineModule):
                     compile_in_place(layer)
 
     def initial_values(self, name: str) -> Tensor:
-        """The initial values of this rank's shard of the parameter `name`, fp32, on the CPU."""
+        """Returns the initial values of this rank's shard of the parameter `name`, fp32, on the CPU."""
         spec = spec_of(self.get_parameter(name))
         return self._values(spec, self.config.training.seed, name, self._tp_group)
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """This rank's transformer layers by layer index, the first part of their parameters' names."""
+        """Returns this rank's transformer layers by the layer index in their parameters' names."""
         layers = (f for functions in self._chunk_functions for f in functions)
         return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
 
     def stages_record(self) -> dict[str, Any]:
-        """Which layers each stage holds; saved in the checkpoint."""
+        """Returns which layers each stage holds, for the checkpoint."""
         parallel = self.config.parallel
         return {
             "partition_method": parallel.partition_method,
@@ -163,7 +162,7 @@ class GPTModelPipe(PipelineModule):
         }
 
     def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
-        """ValueError if the last stage does not hold the head. --partition-method never makes such bounds."""
+        """Raises ValueError if the last stage lacks the head. --partition-method never makes such bounds."""
         head = max(index for index, layer in enumerate(layers) if isinstance(layer, LayerSpec))
         if self.stage_bounds[-2] > head:
             raise ValueError(
@@ -173,8 +172,8 @@ class GPTModelPipe(PipelineModule):
 
     @contextlib.contextmanager
     def fused_head_loss(self) -> Iterator[None]:
-        """Within this context only `loss` may use the outputs of `forward`. With --loss-implementation fused
-        `forward` then returns the head's input instead of logits, and `loss` computes the head."""
+        """Within this context nothing but `loss` may use the outputs of `forward`. With --loss-implementation
+        fused, `forward` then returns the head's input instead of logits, and `loss` computes the head."""
         self._head_is_fused = self.config.training.loss_implementation == "fused"
         try:
             yield
@@ -182,7 +181,7 @@ class GPTModelPipe(PipelineModule):
             self._head_is_fused = False
 
     def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
-        """Scalar fp32 loss from the output of `forward` on the last stage."""
+        """Returns the scalar fp32 loss from the output of `forward` on the last stage."""
         if not self._head_is_fused:
             return self.cross_entropy(outputs, labels_and_mask)
         untied = [layer for layer in self.forward_funcs if isinstance(layer, LMHeadPipe)]
@@ -190,7 +189,7 @@ class GPTModelPipe(PipelineModule):
         return self.cross_entropy.from_hidden(head_input(head, outputs), head.head_weight, labels_and_mask)
 
     def functions_before_loss(self) -> list[Callable]:
-        """This stage's layers, without those that `loss` computes."""
+        """Returns this stage's layers, without the layers that `loss` computes."""
         functions = list(self.forward_funcs)
         if self._head_is_fused:
             for position, function in enumerate(functions):
@@ -206,7 +205,7 @@ class GPTModelPipe(PipelineModule):
         self._chunk_bounds = [(self.parts[stage], self.parts[stage + 1]) for stage in held]
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The pipeline rank that holds the layer."""
+        """Returns the pipeline rank that holds the layer."""
         return self.config.parallel.rank_of_stage[bisect_right(self.parts, layer_idx) - 1]
 
     def _build(self) -> None:
@@ -219,12 +218,12 @@ class GPTModelPipe(PipelineModule):
         self.activate_model_chunk(0)
 
     def activate_model_chunk(self, model_chunk_id: int) -> None:
-        """Makes one of this rank's stages the one that `forward` runs."""
+        """Selects the stage of this rank that `forward` runs."""
         self.forward_funcs = self._chunk_functions[model_chunk_id]
         self._set_bounds(*self._chunk_bounds[model_chunk_id])
 
     def functions_of_chunk(self, model_chunk_id: int) -> dict[int, Callable]:
-        """The layers of one of this rank's stages, by their index in the list."""
+        """Returns the layers of one of this rank's stages, by their index in the list."""
         return dict(enumerate(self._chunk_functions[model_chunk_id], self._chunk_bounds[model_chunk_id][0]))
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -246,8 +245,8 @@ class GPTModelPipe(PipelineModule):
         """Runs this stage's layers. The last stage returns logits (with `fused_head_loss` the head's input).
 
         With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are recomputed.
-        Overrides DeepSpeed's `forward`, which counts its groups from the stage's first function, and does not
-        recompute a group that holds anything other than transformer layers.
+        DeepSpeed's `forward`, which this overrides, counts its groups from the stage's first function, and
+        does not recompute a group that holds anything other than transformer layers.
         """
         functions = self.functions_before_loss()
         position = 0
@@ -264,12 +263,12 @@ class GPTModelPipe(PipelineModule):
         return inputs
 
     def run_layers(self, positions: range, run: Callable[[LayerIO], LayerIO], inputs: LayerIO) -> LayerIO:
-        """Returns `run(inputs)`: the stage's functions at these positions, several if they are recomputed
-        together. A subclass can observe the layers here."""
+        """Returns `run(inputs)`. positions: the stage's functions that `run` calls, several if they are
+        recomputed together. A subclass can override this method to observe the layers."""
         return run(inputs)
 
     def _end_of_checkpointed_layers(self, start: int) -> int:
-        """End of the group of layers from `start` that is recomputed together; `start` if there is none."""
+        """Returns the end of the layers from `start` that are recomputed together; `start` for none."""
         end = start
         while (
             end - start < self.layers_per_checkpoint
@@ -293,27 +292,27 @@ class ActivationCheckpointing:
     """Runs transformer layers and keeps only their input for the backward pass.
 
     With --partition-activations each tensor-parallel rank keeps its partition of the input; with
-    --checkpoint-in-cpu the input is kept in host memory. These two use DeepSpeed's implementation. Its
-    settings are global to the process: the last model that was made sets them.
+    --checkpoint-in-cpu the input is kept in host memory. Both flags use DeepSpeed's implementation. Its
+    settings are global to the process: the model that was built last sets them.
     """
 
     def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
         self.dropout_rng = dropout_rng
         partition = training.partition_activations and tp_group.size > 1
-        # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py, 11).
+        # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py: 11).
         move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
         self._checkpoint: Callable = _checkpoint
         if partition or move:
             deepspeed_checkpointing.configure(
-                _TensorRanks(tp_group),
+                _TPGroupAsMpu(tp_group),
                 partition_activations=partition,
                 checkpoint_in_cpu=move,
             )
             self._checkpoint = deepspeed_checkpointing.checkpoint
 
     def run(self, function: Callable[[LayerIO], LayerIO], layer_io: LayerIO) -> LayerIO:
-        """Returns `function(layer_io)`. The recomputation uses the same dropout masks, since it uses the same
-        sample numbers. The caller must not use layer_io again: DeepSpeed frees the hidden state."""
+        """Returns `function(layer_io)`. The recomputation uses the sample numbers of the forward pass, and so
+        its dropout masks. The caller must not use layer_io again: DeepSpeed frees the hidden state."""
         if not torch.is_grad_enabled():
             return function(layer_io)
         samples = self.dropout_rng.samples
@@ -326,7 +325,7 @@ class ActivationCheckpointing:
         return join_layer_io(self._checkpoint(run, hidden), document_ids)
 
 
-class _TensorRanks:
+class _TPGroupAsMpu:
     """A tensor-parallel group with the method names that DeepSpeed expects of an `mpu` object."""
 
     def __init__(self, tp_group: TPGroup) -> None:

@@ -1,9 +1,9 @@
 """Positions and masks: document ids, learned positions, ALiBi biases, rotary angles, attention masks.
 
 A packed sample may hold several documents, separated by the end-of-document token. With
---reset-attention-mask a token attends to its own document only. With --reset-position-ids positions restart
-at zero in each document. Both use `document_ids` [batch, seq], the number of the document within its sample.
-They are computed once, from the tokens, and sent from stage to stage with the hidden states.
+--reset-attention-mask a token attends only to its own document. With --reset-position-ids positions restart
+at zero in each document. Both flags use `document_ids` [batch, seq]: the number of each token's document
+within its sample. They are computed once, from the tokens, and sent between stages with the hidden states.
 """
 
 import math
@@ -23,7 +23,7 @@ from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
 def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:
-    """Number of the document within its sample for each token [batch, seq] int64; `eod` ends a document."""
+    """Returns each token's document number in its sample, [batch, seq] int64; `eod` ends a document."""
     if eod is None:
         raise ValueError("document boundaries are needed, but the end-of-document token is unknown")
     ends = (tokens == eod).to(torch.int64)
@@ -31,8 +31,8 @@ def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:
 
 
 def positions_within_documents(document_ids: Tensor | None) -> Tensor:
-    """Position of each token counted from the start of its document, [batch, seq] int64."""
-    document_ids = _required(document_ids)
+    """Returns the position of each token from the start of its document, [batch, seq] int64."""
+    document_ids = _require_document_ids(document_ids)
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -43,15 +43,15 @@ class PositionEmbedding(nn.Module):
     """Learned absolute positions: a table [max_positions, hidden], replicated over tensor-parallel ranks."""
 
     def __init__(self, model: ModelConfig, sharded_over: TPGroup) -> None:
-        """`sharded_over`: with --sequence-parallel the tensor-parallel group, else one of one rank."""
+        """`sharded_over`: with --sequence-parallel the tensor-parallel group, otherwise a group of one."""
         super().__init__()
         shape = (model.max_position_embeddings, model.hidden_size)
         self.weight = new_parameter(ParameterSpec(shape, init_std=model.init_method_std), TPGroup())
         self.sharded_over = sharded_over
 
     def forward(self, positions: Tensor, batch: int) -> Tensor:
-        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]; sharded: this rank's
-        part [seq / TP, batch, hidden]."""
+        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]. If sharded -> this
+        rank's shard [seq / TP, batch, hidden]."""
         if self.sharded_over.size == 1:
             return embedding(positions, self.weight, batch)
         width = positions.shape[1] // self.sharded_over.size
@@ -60,7 +60,7 @@ class PositionEmbedding(nn.Module):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi's slope per head (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
+    """Returns ALiBi's slopes (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
 
     For other n: the slopes of the next lower power of two, then every second slope of the next higher one.
     """
@@ -78,17 +78,17 @@ def alibi_slopes(num_heads: int) -> list[float]:
 class AttentionMasks:
     """The additive attention bias, shared by all layers of a stage.
 
-    Plain causal attention has no bias (None): the kernel applies the causal mask. ALiBi has a bias per head,
-    a sliding window one for all heads, cached per shape. With document boundaries the bias is computed once
-    per micro-batch; since autograd saves the bias, sharing it saves memory in every layer. Biases are
-    contiguous and in the query's dtype, as PyTorch's memory-efficient attention kernel requires.
+    Plain causal attention has no bias (None): the kernel applies the causal mask. ALiBi has one bias per
+    head, and a sliding window one bias for all heads; both are cached per shape. With document boundaries the
+    bias is computed once per micro-batch; since autograd saves the bias, sharing it saves memory in every
+    layer. Biases are contiguous and in the query's dtype, as PyTorch's memory-efficient kernel requires.
     """
 
     def __init__(
         self, alibi_slopes: list[float] | None, within_documents: bool, window: int | None = None
     ) -> None:
-        """alibi_slopes: of this rank's heads. within_documents: tokens attend to their own document only.
-        window: tokens that a token attends to, itself and those before it; None: all."""
+        """alibi_slopes: of this rank's heads. within_documents: whether tokens attend only to their own
+        document. window: number of tokens that a token attends to, itself included; None: no limit."""
         self.slopes = alibi_slopes
         self.within_documents = within_documents
         self.window = window
@@ -99,11 +99,11 @@ class AttentionMasks:
         self._device_slopes: Tensor | None = None
 
     def window_of(self, seq: int) -> int | None:
-        """The window, unless it covers a sequence of `seq` tokens."""
+        """Returns the window; None if it covers a sequence of `seq` tokens."""
         return self.window if self.window is not None and self.window < seq else None
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
-        """fp32 [heads], or None without ALiBi. Copied once."""
+        """Returns the slopes, fp32 [heads], on `device`; None without ALiBi. Copies them only once."""
         if self.slopes is not None and self._device_slopes is None:
             self._device_slopes = torch.tensor(self.slopes, device=device)
         return self._device_slopes
@@ -111,13 +111,13 @@ class AttentionMasks:
     def ranges(
         self, seq: int, batch: int, device: torch.device, document_ids: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """For each token, int32 [batch, seq]: the first token that it attends to, and the token after the
-        last one that attends to it. (None, None) if the causal mask alone decides. Computed once per
-        micro-batch, without documents once per shape."""
+        """Returns two int32 tensors [batch, seq]: for each token, the first token that it attends to, and the
+        token after the last one that attends to it. Returns (None, None) if only the causal mask applies. The
+        tensors are computed once per micro-batch, or once per shape without documents."""
         window = self.window_of(seq)
         if not self.within_documents:
             return (None, None) if window is None else self._ranges_of_window(seq, batch, device, window)
-        document_ids = _required(document_ids)
+        document_ids = _require_document_ids(document_ids)
         if self._document_ranges is None or self._document_ranges[0]() is not document_ids:
             ids = document_ids.contiguous()
             first = torch.searchsorted(ids, ids, out_int32=True)
@@ -141,14 +141,19 @@ class AttentionMasks:
     def bias_of_rows(
         self, rows: range, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
-        """`bias` of the queries `rows` and the keys 0 to rows.stop - 1; also for plain causal attention."""
+        """Returns the bias of the queries `rows` and keys 0 to rows.stop - 1, also for plain causal
+        attention."""
         bias = self._causal(rows, dtype, device)
-        return _separated(bias, rows, _required(document_ids)) if self.within_documents else bias
+        return (
+            _mask_other_documents(bias, rows, _require_document_ids(document_ids))
+            if self.within_documents
+            else bias
+        )
 
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor | None:
-        """Bias that broadcasts to [batch, heads, seq, seq], -inf where attention is forbidden; or None."""
+        """Returns a bias that broadcasts to [batch, heads, seq, seq], -inf where forbidden; or None."""
         if self.slopes is None and not self.within_documents and self.window_of(seq) is None:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
@@ -159,12 +164,12 @@ class AttentionMasks:
     ) -> Tensor:
         if not self.within_documents:
             return self._cached_causal(seq, dtype, device)
-        document_ids = _required(document_ids)
+        document_ids = _require_document_ids(document_ids)
         if self._document_bias is not None:
             bias_ids, bias = self._document_bias
             if bias_ids() is document_ids and bias.dtype == dtype:
                 return bias
-        bias = _separated(self._cached_causal(seq, dtype, device), range(seq), document_ids)
+        bias = _mask_other_documents(self._cached_causal(seq, dtype, device), range(seq), document_ids)
         # Kept for one micro-batch only, and freed together with its document_ids.
         self._document_bias = (weakref.ref(document_ids, self._forget), bias)
         return bias
@@ -184,8 +189,8 @@ class AttentionMasks:
         return self._cache[key]
 
     def _causal(self, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """ALiBi's bias of the queries `rows` and the keys 0 to rows.stop - 1, -inf for later keys and for
-        those before the window."""
+        """Returns ALiBi's bias of the queries `rows` and the keys 0 to rows.stop - 1, with -inf for later
+        keys and for keys before the window."""
         shape = (len(rows), rows.stop)
         forbidden = torch.ones(shape, dtype=torch.bool, device=device).triu_(rows.start + 1)
         if (window := self.window_of(rows.stop)) is not None:
@@ -199,14 +204,14 @@ class AttentionMasks:
         return bias.masked_fill_(forbidden, -math.inf).to(dtype)
 
 
-def _required(document_ids: Tensor | None) -> Tensor:
+def _require_document_ids(document_ids: Tensor | None) -> Tensor:
     if document_ids is None:
         raise ValueError("document boundaries are needed, but the layer received no document_ids")
     return document_ids
 
 
-def _separated(bias: Tensor, rows: range, document_ids: Tensor) -> Tensor:
-    """The bias of the queries `rows`, with -inf where the key belongs to another document."""
+def _mask_other_documents(bias: Tensor, rows: range, document_ids: Tensor) -> Tensor:
+    """Returns the bias of the queries `rows`, with -inf where the key belongs to a different document."""
     of_rows, of_keys = document_ids[:, rows.start : rows.stop], document_ids[:, : rows.stop]
     return bias.masked_fill(of_rows[:, None, :, None] != of_keys[:, None, None, :], -math.inf)
 
@@ -222,7 +227,7 @@ class RotaryEmbedding:
         self.dim = model.rotary_dim
         self.interleaved = model.rotary_interleaved
         self.multiplier = 1.0
-        # On the host, wherever the layer is built: a device's powers differ in the last bits, and positions
+        # Computed on the host for all devices: a device's powers differ in the last bits, and positions
         # multiply the difference.
         with torch.device("cpu"):
             places = torch.arange(0, self.dim, 2, dtype=torch.float32)
@@ -233,8 +238,8 @@ class RotaryEmbedding:
         self._cache: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotates query and key [seq, batch, heads, head_dim], which may have other numbers of heads.
-        positions: [batch, seq]; None for 0, 1, ..."""
+        """Rotates query and key [seq, batch, heads, head_dim], whose numbers of heads may differ. positions:
+        [batch, seq]; None for 0, 1, ..."""
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
 
@@ -253,11 +258,11 @@ class RotaryEmbedding:
     def _angles(
         self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines that broadcast to [seq, batch, heads, head_dim]."""
+        """Returns cosines and sines that broadcast to [seq, batch, heads, head_dim]."""
         key = (seq, dtype, device)
         if positions is None and key in self._cache:
             return self._cache[key]
-        # Stays on the device: a copy in every layer would synchronize with it.
+        # Kept on the device: a copy in every layer would synchronize the host with it.
         self.inverse_frequency = self.inverse_frequency.to(device)
         if positions is None:
             places = torch.arange(seq, dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """Norms of queries and keys (--qk-layernorm).
 
-They bound the attention scores (arXiv 2302.05442, section 2). The parameters are replicated over the
-tensor-parallel ranks. Each rank uses them for its own heads, so the ranks' gradients are partial.
+These norms bound the attention scores (arXiv 2302.05442, section 2). Their parameters are replicated over the
+tensor-parallel ranks. Each rank applies them to its own heads, so each rank's gradients are partial.
 """
 
 from typing import Any
@@ -20,14 +20,14 @@ from megatron.mpu.parameters import ParameterSpec, mark_sequence_parallel_grad, 
 
 
 def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
-    """--qk-layernorm-scope head: the norm of --normalization over each head, for queries and for keys."""
+    """Returns the norms of queries and keys for --qk-layernorm-scope head: --normalization over each head."""
     model, norm = context.config.model, norm_class(context.config)
     arguments = (model.kv_channels, model.layernorm_epsilon, context.config.optimizer.use_apex)
     return _with_partial_gradients(context, norm(*arguments), norm(*arguments))
 
 
 def projection_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
-    """--qk-layernorm-scope projection: an RMS norm over all heads of the queries, and one of the keys."""
+    """Returns the norms of queries and keys for --qk-layernorm-scope projection: RMS norms over all heads."""
     model, tp_group = context.config.model, context.tp_group
     queries = ProjectionNorm(model.query_width, model.layernorm_epsilon, tp_group)
     replicas = max(tp_group.size // model.query_groups, 1)
@@ -47,7 +47,7 @@ def _with_partial_gradients(
 class ProjectionNorm(nn.Module):
     """RMS norm over the heads of all tensor-parallel ranks; statistics in fp32.
 
-    The ranks add their sums of squares, in the backward pass the sums of gradient x input.
+    The ranks all-reduce their sums of squares, and in the backward pass their sums of gradient x input.
     """
 
     def __init__(self, width: int, epsilon: float, tp_group: TPGroup, replicas: int = 1) -> None:
@@ -69,7 +69,7 @@ class ProjectionNorm(nn.Module):
         return normed.view(heads.shape)
 
 
-@not_compiled  # collectives stay as they are written here
+@not_compiled  # keeps the collectives as they are written
 def _norm_over_ranks(x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
     return _NormOverRanks.apply(x, weight, norm)
 
@@ -77,8 +77,8 @@ def _norm_over_ranks(x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
 class _NormOverRanks(torch.autograd.Function):
     """x [seq, batch, n] and weight [n], this rank's part -> x * r * weight.
 
-    r = (sum(x^2) / width + epsilon)^(-1/2), summed over all ranks. With the gradient g of the output, that of
-    x is r * weight * g - r^3 * x * sum(g * weight * x) / width.
+    r = (sum(x^2) / width + epsilon)^(-1/2), where the sum is over all ranks. If the gradient of the output is
+    g, the gradient of x is r * weight * g - r^3 * x * sum(g * weight * x) / width.
     """
 
     @staticmethod

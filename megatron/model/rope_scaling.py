@@ -1,8 +1,8 @@
 """Rotary frequencies for a longer context than a model was trained with (--rope-scaling-type).
 
-Each function takes the frequencies, fp32 [rotary_dim / 2] in radians per token, highest first, and returns
-the scaled frequencies and a multiplier of cosines and sines. With factor k, position k p then has the angle
-that position p had, for all frequencies (linear) or for the low ones.
+Each function takes the frequencies, fp32 [rotary_dim / 2] in radians per token, highest first. It returns the
+scaled frequencies and a multiplier of cosines and sines. With factor k, position k p then has the angle that
+position p had before: for all frequencies (linear), or for the low ones (llama3, yarn).
 """
 
 import math
@@ -14,15 +14,16 @@ from megatron.config import ModelConfig
 
 
 def linear(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
-    """All frequencies divided by the factor (position interpolation, arXiv 2306.15595)."""
+    """Divides all frequencies by the factor (position interpolation, arXiv 2306.15595)."""
     return frequency / model.rope_scaling_factor, 1.0
 
 
 def llama3(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
-    """Low frequencies divided by the factor, high ones kept, linear in the number of rotations between them.
+    """Divides low frequencies by the factor, keeps high ones, and interpolates in between, like Llama 3.1.
 
-    Low and high: at most --rope-low-freq-factor and at least --rope-high-freq-factor rotations in the
-    original context. As in Llama 3.1 (`apply_scaling` of github.com/meta-llama/llama-models).
+    A frequency is low if it makes at most --rope-low-freq-factor rotations in the original context, and high
+    if it makes at least --rope-high-freq-factor. The interpolation is linear in the number of rotations. See
+    `apply_scaling` of github.com/meta-llama/llama-models.
     """
     rotations = model.rope_original_max_position_embeddings * frequency / (2 * math.pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
@@ -31,9 +32,9 @@ def llama3(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
 
 
 def yarn(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): as `llama3`, but linear in the frequency's index, between those of
-    --rope-beta-fast and --rope-beta-slow rotations, rounded outwards. The attention scores are multiplied by
-    (0.1 ln k + 1)^2 (equation 22 of the paper)."""
+    """Scales like `llama3`, but interpolates linearly in the frequency's index (YaRN, arXiv 2309.00071). The
+    range is between the indices of --rope-beta-fast and --rope-beta-slow rotations, rounded outwards. The
+    attention scores are multiplied by (0.1 ln k + 1)^2 (equation 22 of the paper)."""
 
     def index_of(rotations: float) -> float:
         wavelength = model.rope_original_max_position_embeddings / rotations

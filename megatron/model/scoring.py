@@ -1,4 +1,4 @@
-"""What an evaluation asks of a model: log-probabilities of given tokens, and the logits of the next one."""
+"""What an evaluation needs from a model: log-probabilities of given tokens, and logits of the next token."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import own_tokens
 
-# The logits of at most this many tokens exist at a time.
+# Maximum number of tokens whose logits exist at a time.
 _HEAD_TOKENS = 1024
 
 
 class Scores(NamedTuple):
-    """Of each target token: its log-probability, fp32, and whether it is the most likely token."""
+    """For each target token, its log-probability (fp32) and whether it is the most likely token."""
 
     log_probs: Tensor
     is_greedy: Tensor
 
 
 class LanguageModel(Protocol):
-    """A model in one process, or one that is distributed."""
+    """A model in one process, or distributed over ranks."""
 
     def score(self, tokens: Tensor, targets: Tensor) -> Scores:
-        """Scores of `targets` [batch, seq], where targets[:, i] follows tokens[:, :i + 1]."""
+        """Returns the scores of `targets` [batch, seq], where targets[:, i] follows tokens[:, :i + 1]."""
 
     def next_token_logits(self, tokens: Tensor) -> Tensor:
         """tokens [seq] -> fp32 logits [vocab_size] of the next token, without padding."""
 
 
 def score(logits: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int) -> Scores:
-    """Scores from this rank's columns of the logits [..., padded_vocab / TP]; equal on all TP ranks.
+    """Returns scores from this rank's columns of the logits [..., padded_vocab / TP]; equal on all TP ranks.
 
-    vocab_size: without padding. Of equally likely tokens the one with the smallest id counts as the most
-    likely one.
+    vocab_size: size without padding. Of equally likely tokens, the smallest id counts as the most likely.
     """
     losses = vocab_parallel_cross_entropy(logits, targets, tp_group, vocab_size)
     return Scores(-losses, _argmax(logits, tp_group, vocab_size) == targets)
@@ -47,9 +46,9 @@ def score(logits: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int) -
 def score_in_parts(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int
 ) -> Scores:
-    """`score` of head(hidden), a part of the positions at a time: all logits of a long text do not fit.
+    """Computes `score` of head(hidden) in parts, since all logits of a long text do not fit in memory.
 
-    hidden [batch, seq, hidden], targets [batch, seq]. head: this rank's logits of each position by itself.
+    hidden [batch, seq, hidden], targets [batch, seq]. head: returns this rank's logits, position by position.
     """
     width = max(_HEAD_TOKENS // len(hidden), 1)
     parts = [
@@ -76,7 +75,7 @@ def _argmax(logits: Tensor, tp_group: TPGroup, vocab_size: int) -> Tensor:
 
 
 def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean over samples of each sample's mean over its unmasked tokens, as `CrossEntropy`.
+    """Returns the mean over samples of each sample's mean over its unmasked tokens, as in `CrossEntropy`.
 
     losses, mask [batch, seq] -> scalar.
     """

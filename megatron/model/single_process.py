@@ -19,10 +19,10 @@ from megatron.mpu.random import DropoutRNG
 
 
 class GPTModel(nn.Module):
-    """Runs the layers of `pipeline_layers` in order. Parameter names are those of `GPTModelPipe`.
+    """Runs the layers of `pipeline_layers` in order. Its parameters have the names of `GPTModelPipe`.
 
     It needs no process group. Its parameters are fp32 and uninitialized until weights are loaded, for example
-    with a checkpoint's `StateReader.load_weights`. Layer norms are PyTorch's, not apex's.
+    with a checkpoint's `StateReader.load_weights`. It always uses PyTorch's layer norm, not apex's.
     """
 
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
@@ -45,7 +45,7 @@ class GPTModel(nn.Module):
         (self._final_norm,) = (index for index, step in enumerate(self._steps) if isinstance(step, norm))
 
     def _tied_step(self, layer: TiedLayerSpec) -> Callable:
-        """The first layer of a key builds the module; later ones share it, with another forward function."""
+        """Builds the module at the first layer of a key. Later layers share it, with their `forward_fn`."""
         if layer.key not in self.tied_modules:
             self.tied_modules[layer.key] = layer.build()
         module = self.tied_modules[layer.key]
@@ -67,7 +67,7 @@ class GPTModel(nn.Module):
         return state
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """Logits, without the padding. From the final norm on, each position is computed by itself."""
+        """Returns the logits without padding. From the final norm on, positions are independent."""
         state = hidden
         for step in self._steps[self._final_norm :]:
             state = step(state)
@@ -88,7 +88,7 @@ class GPTModel(nn.Module):
 
 
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
-    """The spec of every parameter of the model, by name. The model is built on the meta device."""
+    """Returns the spec of every parameter of the model, by name. Builds the model on the meta device."""
     with torch.device("meta"):
         model = GPTModel(config, vocab_size, eod)
     return {name: spec_of(parameter) for name, parameter in model.named_parameters()}

@@ -1,7 +1,7 @@
-"""torch.compile, and the functions that it leaves out.
+"""torch.compile, and the functions that are excluded from it.
 
-`torch.compiler.disable` as a decorator would load the compiler with every start of the program, which doubles
-the time of its imports. `not_compiled` marks a function, which is disabled when the first module is compiled.
+As a decorator, `torch.compiler.disable` would load the compiler at every launch, which doubles the import
+time. Instead `not_compiled` marks a function, and `compile_in_place` disables the marked functions.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ _marked: list["_Marked"] = []
 
 
 class _Marked:
-    """A function, and what is called in its place."""
+    """A marked function, and the function that is called instead of it."""
 
     def __init__(self, function: Callable) -> None:
         self.function = self.called = function
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function`, which runs as it is written in modules that are compiled."""
+    """Marks `function`, so that it runs uncompiled inside compiled modules."""
     marked = _Marked(function)
     _marked.append(marked)
 

@@ -1,18 +1,18 @@
 """Vocabulary-parallel cross entropy: from given logits, or fused with the LM head.
 
 The idea (Megatron-LM, arXiv 1909.08053, section 3): each tensor-parallel rank has V / size columns of the
-logits. Only three numbers per token are exchanged, instead of the logits: the largest logit m, sum(exp(logit
-- m)), and the logit of the label. Then
+logits. The ranks exchange only three numbers per token instead of the logits: the largest logit m,
+sum(exp(logit - m)), and the logit of the label. Then
 
     loss = m + log(sum) - logit[label]        gradient = softmax - [label] = exp(logit - m) / sum - [label]
 
 The fused function computes the logits of a chunk of tokens, turns them into their gradient in the same
-buffer, and adds the chunk to the gradients of hidden and weight (as does Liger Kernel, arXiv 2410.10989). So
-the full logits [tokens, V] are never stored. The forward pass must know the gradient of the loss for that: it
-assumes 1 per token, times token_weights, and the backward pass rescales.
+buffer, and adds the chunk to the gradients of hidden and weight (as Liger Kernel does, arXiv 2410.10989). So
+the full logits [tokens, V] are never stored. This needs the gradient of the loss in the forward pass, which
+assumes 1 per token, times token_weights; the backward pass rescales.
 
-Invariant: both functions return the same loss bitwise on all tensor-parallel ranks, and padding columns have
-no influence on the loss and a gradient of zero.
+Invariant: the losses of both functions are bitwise equal on all tensor-parallel ranks. Padding columns do not
+influence the loss, and their gradient is zero.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def vocab_parallel_cross_entropy(
     *,
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """Per-token loss in fp32, shape [...], the same on all tensor-parallel ranks.
+    """Returns the loss per token in fp32, shape [...], equal on all tensor-parallel ranks.
 
     logits: [..., V / size], this rank's columns of the padded vocabulary, fp32, bf16 or fp16.
     labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
     vocab_size: size without padding; columns from this number on are ignored and have a gradient of zero.
     overwrite_logits: reuse the memory of fp32 logits for the probabilities, which saves a copy. Allowed only
-        if neither the caller nor the backward pass of the layer before reads the logits afterwards.
+        if neither the caller nor the backward pass of the previous layer reads the logits afterwards.
 
     The backward pass can run only once.
     """
@@ -60,7 +60,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss_weight: float = 0.0,
     main_grad: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Per-token loss in fp32, shape [...], of the logits hidden @ weight.T; the same on all TP ranks.
+    """Returns the fp32 loss per token, shape [...], of the logits hidden @ weight.T; equal on all TP ranks.
 
     hidden: [..., h], replicated over the tensor-parallel ranks, fp32, bf16 or fp16.
     weight: [V / size, h], this rank's rows of the padded output embedding, of hidden's dtype.
@@ -71,11 +71,11 @@ def vocab_parallel_linear_cross_entropy(
     main_grad: fp32, of weight's shape. If given, the backward pass adds the weight's gradient to it in fp32,
         and autograd gets None.
 
-    The forward pass computes the gradients of the sum of the result: three matrix products in all. The
-    gradients are exact for any function of the result. But if its gradient is different for each token, the
-    weight's gradient must be recomputed with two more matrix products. So pass known factors as
-    token_weights. Without autograd only the losses are computed. The backward pass can run only once.
-    ValueError for shapes and dtypes that do not match.
+    The forward pass also computes the gradients of the summed losses: three matrix products in all. The
+    gradients are exact for any function of the losses. But if their gradient differs between tokens, the
+    weight's gradient is recomputed with two more matrix products. So pass known factors as token_weights.
+    Without autograd only the losses are computed. The backward pass can run only once.
+    Raises ValueError for shapes and dtypes that do not match.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -108,7 +108,7 @@ def vocab_parallel_linear_cross_entropy(
 def _local_probabilities(
     logits: torch.Tensor, num_valid_columns: int, overwrite: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax over this rank's first `num_valid_columns` columns, all results fp32.
+    """Computes the softmax over this rank's first `num_valid_columns` columns. All results are fp32.
 
     Returns the probabilities [..., columns] (zero from `num_valid_columns` on), the largest logit [...], and
     sum(exp(logit - largest)) [...].
@@ -204,7 +204,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         )
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        relative, largest_weight = _relative(token_weights)
+        relative, largest_weight = _normalized(token_weights)
         pending = []
         for chunk in chunks.chunks:
             losses[chunk], largest[chunk], exp_sum[chunk], gradient = chunks.losses(
@@ -247,7 +247,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             if _is_uniform(grad_losses):
                 factor = ctx.largest_weight * grad_losses.reshape(-1)[:1]
             else:
-                relative, factor = _relative(per_token)
+                relative, factor = _normalized(per_token)
                 chunks = LogitChunks(hidden, weight, labels, *ctx.chunk_settings)
                 grad_weight.zero_()
                 for chunk in chunks.chunks:
@@ -262,8 +262,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
-def _relative(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:
-    """(weights / largest, largest [1]), largest by magnitude: the former are in the range of fp16."""
+def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:
+    """Returns (weights / largest, largest [1]), largest by magnitude. The quotients fit in fp16's range."""
     if weights is None or not weights.numel():
         return weights, 1.0
     largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
@@ -271,8 +271,8 @@ def _relative(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.
 
 
 def _is_uniform(gradient: torch.Tensor) -> bool:
-    """Whether all elements are equal. The gradient of a sum is one expanded element, which the strides show
-    without synchronizing with the device."""
+    """Returns whether all elements are equal. The gradient of a sum is one expanded element, which the
+    strides show without synchronizing with the device."""
     if all(stride == 0 or size == 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
         return True
     return bool((gradient == gradient.reshape(-1)[:1]).all())

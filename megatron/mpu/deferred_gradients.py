@@ -1,12 +1,12 @@
-"""Weight gradients in a pass of their own, after the backward pass (zero bubble, arXiv 2401.10241).
+"""Deferred weight gradients: the split backward pass of zero-bubble schedules (arXiv 2401.10241).
 
-The backward pass of a linear layer y = x W^T is two matrix products: the input's gradient dy W, which the
-stage before waits for, and the weight's gradient dy^T x, which is needed at the end of the step only. With
-`DeferredGradients` the backward pass computes the first one, and keeps x and dy for the second one.
+The backward pass of a linear layer y = x W^T has two matrix products: the input's gradient dy W, which the
+previous stage waits for, and the weight's gradient dy^T x, which is needed only at the end of the step. With
+`DeferredGradients` the backward pass (B) computes only the first product, and keeps x and dy for the second.
 
-`DeferredGradients.take` and `accumulate` compute the weights' gradients later. They are accumulated by
-autograd, as those of an undivided backward pass: the sums have the same bits if the micro-batches come in the
-same order, and hooks that wait for a gradient are called.
+`DeferredGradients.take` and `accumulate` compute the weight gradients later (W). Autograd accumulates them as
+it does without the split: the sums have the same bits if the micro-batches come in the same order, and hooks
+that wait for a gradient are called.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ Deferred = list[tuple[Tensor, Gradient]]
 
 
 class DeferredGradients:
-    """A queue of the weight gradients that a backward pass has not computed."""
+    """A queue of the weight gradients that a backward pass has deferred."""
 
     def __init__(self) -> None:
         self._deferred: Deferred = []
 
     def add(self, weight: Tensor, gradient: Gradient) -> None:
-        """Adds the gradient of a weight, not computed yet. The tensors of `gradient` have no graph: it would
-        keep the stage's input."""
+        """Queues the gradient of a weight, to be computed later. The tensors of `gradient` must have no
+        graph, which would keep the stage's input in memory."""
         self._deferred.append((weight, gradient))
 
     def take(self) -> Deferred:
-        """What was added since the last call, in this order."""
+        """Returns and clears the queue, in the order of the calls of `add`."""
         taken, self._deferred = self._deferred, []
         return taken
 
 
 def accumulate(deferred: Deferred) -> None:
-    """Computes the gradients in order and accumulates them in their weights. Empties the list, so that what a
-    gradient was computed from is freed at once."""
+    """Computes the gradients in order and accumulates them in their weights. Empties the list, to free each
+    gradient's inputs as soon as they are used."""
     while deferred:
         output = _Accumulate.apply(*deferred.pop(0))
-        output.backward(output.detach())  # a gradient that is not read
+        output.backward(output.detach())  # any gradient: it is not read
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
-    """`weight_gradient.linear`; with `deferred` the backward pass queues the weight's gradient there."""
+    """Runs `weight_gradient.linear`. With `deferred`, the backward pass queues the weight's gradient."""
     if deferred is None or not torch.is_grad_enabled():
         return weight_gradient.linear(x, weight, bias)
     return _deferring_linear(x, weight, bias, deferred)
@@ -59,13 +59,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGra
 
 @not_compiled  # the graph of a compiled function computes all gradients at once
 def _deferring_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
-    return weight_gradient.linear(with_gradient(x), weight, bias, partial(deferred.add, weight))
+    return weight_gradient.linear(ensure_requires_grad(x), weight, bias, partial(deferred.add, weight))
 
 
-def with_gradient(x: Tensor) -> Tensor:
-    """`x` as an input of a function that defers the gradient of its weight. The weight is passed detached:
-    autograd would call its hooks in the backward pass, even without a gradient. So `x` must require a
-    gradient, or no backward pass runs."""
+def ensure_requires_grad(x: Tensor) -> Tensor:
+    """Returns `x`, detached if necessary so that it requires a gradient. A function that defers a weight's
+    gradient gets the weight detached: autograd would call the weight's hooks in the backward pass, even
+    without a gradient. So the input must require a gradient, or no backward pass runs."""
     return x if x.requires_grad else x.detach().requires_grad_()
 
 

@@ -17,14 +17,14 @@ WORK_BYTES = 32 * 2**20
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, batch: int | None = None) -> torch.Tensor:
-    """weight[ids]: ids int64 [..., seq] -> [..., seq, hidden] in the dtype of weight [rows, hidden].
+    """Returns weight[ids]: ids int64 [..., seq] -> [..., seq, hidden] in the dtype of weight [rows, hidden].
 
-    batch: expand the result of ids [1, seq] to this many samples: [batch, seq, hidden], as a view.
+    batch: expands the result of ids [1, seq] to this many samples: [batch, seq, hidden], as a view.
 
-    If `weight` has a `main_grad` (the run's optimizer sets it), the gradient is added to it in fp32 and
-    autograd gets None; no temporary of the size of `weight` is allocated. Otherwise the gradient is summed in
-    fp32 and returned in the dtype of `weight`. The sums are deterministic: they do not depend on the order of
-    threads.
+    If `weight` has a `main_grad` (the optimizer sets it), the gradient is added to `main_grad` in fp32,
+    autograd gets None, and no temporary of the size of `weight` is allocated. Otherwise the gradient is
+    summed in fp32 and returned in the dtype of `weight`. The sums are deterministic: they do not depend on
+    the order of threads.
     """
     return _Embedding.apply(ids, weight, main_grad_of(weight), batch)
 
@@ -57,10 +57,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """total[ids[i]] += rows[i] for all i, in fp32, in a fixed order.
+    """Computes total[ids[i]] += rows[i] for all i, in fp32, in a fixed order.
 
     On a GPU `index_add_` alone adds the rows of equal ids in an arbitrary order. So these rows are summed
-    first, in order; then `index_add_` adds this sum once per id, and zeros otherwise. No size depends on the
+    first, in order; then `index_add_` adds this sum once per id, and otherwise zeros. No size depends on the
     ids' values, so there is no synchronization with the device.
     """
     if not ids.numel():

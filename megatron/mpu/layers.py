@@ -6,15 +6,15 @@ sequence need one all-reduce in the forward pass and one in the backward pass. W
 (arXiv 2205.05198) each all-reduce becomes a reduce-scatter and an all-gather along the sequence, and
 activations between the layers are sharded along it.
 
-With --tp-comm-overlap the collectives of sequence parallelism overlap with the matrix product beside them. A
-product after an all-gather is computed in chunks along the sequence: while the product of one chunk runs, the
-next chunk is gathered. A product before a reduce-scatter: while a chunk is reduced, the product of the next
-one runs. Only the first or the last chunk's communication is not hidden. Megatron-LM has a flag of this name.
+With --tp-comm-overlap (a flag of Megatron-LM) these collectives overlap with the matrix product beside them.
+The product is computed in chunks along the sequence. After an all-gather, one chunk is multiplied while the
+next chunk is gathered. Before a reduce-scatter, one chunk is reduced while the next chunk is multiplied. Only
+the communication of the first chunk (all-gather) or the last (reduce-scatter) is exposed.
 
-A chunk holds a part of every rank's shard: rows [rank, chunk, row of the chunk, batch] of a full tensor [seq,
-batch, ...]. So the reduced chunk, and the product of a gathered one, are at their places in the result
-without a copy (but cuBLAS copies a bias into the result of a batched product first); the products are batched
-over the ranks, with the weight as a common factor. No sum over ranks has other terms than without chunks.
+A chunk holds a part of every rank's shard: a full tensor [seq, batch, ...] is viewed as [rank, chunk, row of
+the chunk, batch, ...]. The products are batched over the ranks, with the weight as a common factor. So they
+and the reduced chunks are written to their places in the result, without a copy. (With a bias, cuBLAS first
+copies it into the result of a batched product.) Chunks do not change which terms a sum over ranks adds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.deferred_gradients import DeferredGradients, linear, with_gradient
+from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad, linear
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
@@ -51,7 +51,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     norm: nn.Module
-    """The norm after the embedding, set by the model, which calls it (--embed-layernorm)."""
+    """The norm after the embedding (--embed-layernorm). The model sets it and calls it."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class VocabParallelEmbedding(nn.Module):
             return embedding(token_ids, self.weight)
         (rows,) = local_slices(spec_of(self.weight), self.tp_group)
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
-        # Tokens of other ranks read an arbitrary row and are set to zero. The modulo spreads them over all
-        # rows, so that the backward pass does not add all their zeros to a single row.
+        # Tokens of other ranks read an arbitrary row, and the result is set to zero. The modulo spreads these
+        # tokens over all rows, so that the backward pass does not add all their zeros to a single row.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
@@ -91,7 +91,7 @@ class _ParallelLinear(nn.Module):
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
-    overlap_chunks: with sequence_parallel, most chunks that overlap with the product (`gather_and_multiply`).
+    overlap_chunks: with sequence_parallel, maximum number of chunks (see `gather_and_multiply`).
     """
 
     weight_shard_dim: int
@@ -118,7 +118,7 @@ class _ParallelLinear(nn.Module):
         weight = ParameterSpec(
             (n_out, n_in), self.weight_shard_dim, num_fused_parts, init_std=init_std, lr_mult=lr_mult
         )
-        # The outputs are sharded with the rows of the weight. A sharded input leaves them whole.
+        # A column-parallel layer shards its outputs, and so its bias; a row-parallel layer does not.
         bias_shard_dim = 0 if self.weight_shard_dim == 0 else None
         bias_spec = ParameterSpec((n_out,), bias_shard_dim, num_fused_parts, weight_decay=False)
         self.weight = new_parameter(weight, tp_group)
@@ -144,8 +144,8 @@ class RowParallelLinear(_ParallelLinear):
     """[..., n_in / size], this rank's shard of the inputs -> [..., n_out], replicated.
 
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
-    skip_bias_add: with several ranks the caller adds `skipped_bias`, together with what follows. One rank
-        adds the bias within the matrix product, which costs nothing.
+    skip_bias_add: with several ranks the caller adds `skipped_bias`, fused with its next operation. A single
+        rank adds the bias within the matrix product, at no cost.
     """
 
     weight_shard_dim = 1
@@ -174,7 +174,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Replicated hidden [..., hidden] and this rank's rows of the embedding -> logits [..., vocab / size]."""
+    """Returns logits [..., vocab / size] from hidden [..., hidden] and this rank's rows of the embedding."""
     return _column_linear(hidden, weight, None, tp_group, sequence_parallel=False)
 
 
@@ -191,7 +191,7 @@ def _column_linear(
     return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel, deferred)
 
 
-# Not compiled: the overlap of collectives with matrix products stays as written here.
+# Not compiled: keeps the overlap of collectives with matrix products as it is written.
 @not_compiled
 def _column_linear_over_ranks(
     x: torch.Tensor,
@@ -204,7 +204,9 @@ def _column_linear_over_ranks(
     function = _SequenceColumnLinear if sequence_parallel else _ColumnLinear
     if deferred is None:
         return function.apply(x, weight, bias, tp_group, None)
-    return function.apply(with_gradient(x), weight.detach(), bias, tp_group, partial(deferred.add, weight))
+    return function.apply(
+        ensure_requires_grad(x), weight.detach(), bias, tp_group, partial(deferred.add, weight)
+    )
 
 
 @not_compiled
@@ -214,7 +216,7 @@ def _overlapped(function: type[torch.autograd.Function], *arguments: Any) -> tor
 
 @not_compiled
 def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
-    """Sum of `y` over the ranks; with sequence_parallel this rank's shard of it. Nothing else may use `y`."""
+    """Returns the sum of `y` over ranks, or with sequence_parallel its shard. Nothing else may use `y`."""
     return (
         reduce_scatter_to_sequence_region(y, tp_group)
         if sequence_parallel
@@ -223,8 +225,8 @@ def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) 
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """F.linear. The backward pass computes the weight's gradient during the all-reduce of the input's, or
-    gives its computation to `defer`."""
+    """F.linear. During the all-reduce of the input's gradient, the backward pass computes the weight's
+    gradient, or passes that computation to `defer`."""
 
     @staticmethod
     def forward(
@@ -257,8 +259,8 @@ class _SequenceColumnLinear(torch.autograd.Function):
     """F.linear of an input that is sharded along the sequence (arXiv 2205.05198, section 4.2.2).
 
     Only this rank's shard of the input is kept. The backward pass all-gathers the input while it computes the
-    input's gradient, and reduce-scatters that gradient while it computes the weight's gradient. With
-    `defer` the weight's gradient is computed later, and the input is gathered then.
+    input's gradient, and reduce-scatters that gradient while it computes the weight's gradient. With `defer`
+    the all-gather and the weight's gradient come later, in the weight-gradient pass.
     """
 
     @staticmethod
@@ -296,8 +298,8 @@ class _SequenceColumnLinear(torch.autograd.Function):
 def _weight_and_bias_gradients(
     ctx: Any, grad: torch.Tensor, compute: Callable[..., torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """compute: function of the weight and the rows of `grad` that computes the weight's gradient, or is given
-    to `ctx.defer`."""
+    """Returns the gradients of weight and bias. compute: returns the weight's gradient from the weight and
+    the rows of `grad`. With `ctx.defer` it is passed to `defer`, and the weight's gradient is None."""
     rows, grad_weight = grad.reshape(-1, grad.shape[-1]), None
     if ctx.defer is not None:
         ctx.defer(partial(compute, grad=rows))
@@ -309,7 +311,7 @@ def _weight_and_bias_gradients(
 def _gathered_weight_gradient(
     weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tp_group: TPGroup
 ) -> torch.Tensor | None:
-    """`weight_gradient` of an input that is sharded along the sequence."""
+    """All-gathers an input that is sharded along the sequence, then computes `weight_gradient`."""
     full, pending = all_gather_sequence(x, tp_group)
     pending.wait()
     return weight_gradient(weight, grad, full)
@@ -325,11 +327,11 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         tp_group: TPGroup,
-        most_chunks: int,
+        max_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, None
-        return gather_and_multiply(x, weight.t(), bias, tp_group, most_chunks)[0]
+        return gather_and_multiply(x, weight.t(), bias, tp_group, max_chunks)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -342,19 +344,19 @@ class _OverlappedRowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup, most_chunks: int
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup, max_chunks: int
     ) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.weight, ctx.most_chunks = tp_group, weight, most_chunks
-        return multiply_and_reduce(x, weight.t(), tp_group, most_chunks)
+        ctx.tp_group, ctx.weight, ctx.max_chunks = tp_group, weight, max_chunks
+        return multiply_and_reduce(x, weight.t(), tp_group, max_chunks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.most_chunks)
-        rows = in_chunks(x, len(gathered), ctx.tp_group)
+        grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.max_chunks)
+        rows = rows_in_chunk_order(x, len(gathered), ctx.tp_group)
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = weight_gradient(ctx.weight, gathered.flatten(0, 2), rows)
@@ -374,18 +376,19 @@ class _AllReduceInPlace(torch.autograd.Function):
         return grad, None
 
 
-def number_of_chunks(length: int, most: int) -> int:
-    """Chunks of a shard of `length` positions: the largest number up to `most` that divides it."""
-    return next(chunks for chunks in range(most, 0, -1) if length % chunks == 0)
+def number_of_chunks(length: int, maximum: int) -> int:
+    """Returns the number of chunks of a shard of `length` positions: the largest divisor up to `maximum`."""
+    return next(chunks for chunks in range(maximum, 0, -1) if length % chunks == 0)
 
 
 def gather_and_multiply(
-    x: Tensor, factor: Tensor, bias: Tensor | None, tp_group: TPGroup, most_chunks: int
+    x: Tensor, factor: Tensor, bias: Tensor | None, tp_group: TPGroup, max_chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """(product of the all-gathered `x` with `factor`, plus `bias`; the gathered `x`, chunk after chunk):
-    [seq / size, batch, n_in] times [n_in, n_out] -> [seq, batch, n_out], [chunk, rank, rows, n_in]. No
-    autograd."""
-    chunks = number_of_chunks(len(x), most_chunks)
+    """Returns the product of the all-gathered `x` with `factor`, plus `bias`, and the gathered `x` in chunks.
+
+    No autograd. [seq / size, batch, n_in] x [n_in, n_out] -> [seq, batch, n_out], [chunk, rank, rows, n_in].
+    """
+    chunks = number_of_chunks(len(x), max_chunks)
     gathered = x.new_empty(chunks, tp_group.size, x[..., 0].numel() // chunks, x.shape[-1])
     result = x.new_empty(len(x) * tp_group.size, *x.shape[1:-1], factor.shape[1])
     parts = x.contiguous().view(chunks, -1, x.shape[-1]).unbind()
@@ -407,17 +410,17 @@ def _start_gather(full: Tensor, part: Tensor, tp_group: TPGroup) -> dist.Work:
     return dist.all_gather_into_tensor(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
 
 
-def in_chunks(x: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
-    """The rows of a contiguous [seq, batch, n] in the order of `gather_and_multiply`'s second result:
-    [seq x batch, n]. A copy if there are several chunks."""
+def rows_in_chunk_order(x: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
+    """Returns the rows of a contiguous [seq, batch, n] in the order of `gather_and_multiply`'s second result:
+    [seq x batch, n], a copy if there are several chunks."""
     return _blocks(x, chunks, tp_group).transpose(0, 1).reshape(-1, x.shape[-1])
 
 
-def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, most_chunks: int) -> Tensor:
-    """This rank's shard of the sum over ranks of `x` times `factor`: [seq, batch, n_in] times [n_in, n_out]
-    -> [seq / size, batch, n_out]. No autograd."""
+def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, max_chunks: int) -> Tensor:
+    """Returns this rank's shard of the sum over ranks of `x` times `factor`: [seq, batch, n_in] times [n_in,
+    n_out] -> [seq / size, batch, n_out]. No autograd."""
     length = len(x) // tp_group.size
-    chunks = number_of_chunks(length, most_chunks)
+    chunks = number_of_chunks(length, max_chunks)
     result = x.new_empty(length, *x.shape[1:-1], factor.shape[1])
     factor = factor.expand(tp_group.size, -1, -1)
     pending = []
@@ -430,5 +433,5 @@ def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, most_chunk
 
 
 def _blocks(full: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
-    """A view of a contiguous [seq, batch, n]: [rank, chunk, rows of the chunk x batch, n]."""
+    """Returns a view of a contiguous [seq, batch, n]: [rank, chunk, rows of the chunk x batch, n]."""
     return full.view(tp_group.size, chunks, -1, full.shape[-1])

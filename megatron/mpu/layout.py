@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def chunks_of_rank(rank_of_chunk: Sequence[int], rank: int) -> list[int]:
-    """The model chunks (pipeline stages) that a pipeline rank holds. A chunk's index in this list is its
-    model_chunk_id."""
+    """Returns a pipeline rank's model chunks (stages). A chunk's index in the list is its model_chunk_id."""
     return [chunk for chunk, holder in enumerate(rank_of_chunk) if holder == rank]
 
 
@@ -47,7 +46,7 @@ class ParallelLayout:
 
     @classmethod
     def create(cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0) -> ParallelLayout:
-        """Derives the data-parallel degree; ConfigError if `world_size` is not a multiple of the others."""
+        """Derives the data-parallel degree. Raises ConfigError if TP x PP does not divide `world_size`."""
         for flag, degree in (
             ("--tensor-model-parallel-size", tp_size),
             ("--pipeline-model-parallel-size", pp_size),
@@ -69,7 +68,7 @@ class ParallelLayout:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, rank: int) -> ParallelLayout:
-        """The layout of the config's degrees, for `rank`."""
+        """Returns the layout of the config's degrees, for `rank`."""
         return cls.create(
             parallel.world_size,
             parallel.tensor_model_parallel_size,
@@ -95,14 +94,14 @@ class ParallelLayout:
 
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:
-        """The same layout as DeepSpeed's topology, with the axes pipe, data, model (model fastest)."""
-        # Imported on use: this takes seconds, and commands that only check flags do not need DeepSpeed.
+        """This layout as DeepSpeed's topology, with the axes pipe, data, model (model fastest)."""
+        # Imported on use: the import takes seconds, and commands that only check flags do not need DeepSpeed.
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         return PipeModelDataParallelTopology(num_pp=self.pp_size, num_mp=self.tp_size, num_dp=self.dp_size)
 
     def make_tp_group(self) -> TPGroup:
-        """Creates all tensor-parallel process groups and returns this rank's.
+        """Creates all tensor-parallel process groups and returns this rank's group.
 
         Collective: every rank of the job must call it, since torch requires all ranks to create a group. The
         default process group must exist, unless the TP degree is 1.

@@ -17,19 +17,19 @@ from megatron.mpu import weight_gradient
 from megatron.mpu.layout import TPGroup
 
 MIB = 2**20
-# Largest size of the logits of a chunk of tokens.
+# Maximum size of the logits of a chunk of tokens.
 LOGITS_BYTES = 128 * MIB
 # Tokens per chunk, by bytes per element. Each chunk reads and writes the weight's fp32 gradient once; with
 # this many tokens that is already cheap relative to the matrix products. Larger chunks would only use CPU
 # caches worse.
 CHUNK_TOKENS = {4: 256, 2: 1024}
-# Tokens of a chunk are a multiple of this, if there are so many: tensor cores compute whole tiles, and are
-# slower with lengths that are no multiple of 8.
+# The number of tokens in a chunk is a multiple of this number, unless it is smaller: tensor cores compute
+# whole tiles, and are slower with lengths that are not multiples of 8.
 TILE_TOKENS = 128
-# fp32 work space of a softmax: on a CPU it fits in a core's cache, on a GPU fewer and larger kernels are
-# faster.
+# Size of the fp32 workspace of a softmax. On a CPU it fits in a core's cache. On a GPU it is larger, since
+# fewer and larger kernels are faster.
 CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
-# Size of a part of the 16-bit product that is added to the weight's fp32 gradient by a kernel of its own.
+# Size of each part of the 16-bit product that a separate kernel adds to the weight's fp32 gradient.
 CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
 
 
@@ -44,7 +44,7 @@ class ChunkSizes:
 
 
 def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_cpu: bool) -> ChunkSizes:
-    """For hidden [tokens, width] and weight [columns, width] of element_size bytes per element."""
+    """Returns the sizes for hidden [tokens, width] and weight [columns, width]. element_size: in bytes."""
     most = LOGITS_BYTES // (columns * element_size)
     if most > TILE_TOKENS:
         most -= most % TILE_TOKENS
@@ -59,14 +59,13 @@ def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_
 
 
 def own_tokens(columns: int, tp_group: TPGroup, vocab_size: int) -> range:
-    """The tokens of this rank's columns of the logits. The columns after them are padding; there may be no
-    token."""
+    """Returns the tokens of this rank's columns of the logits, possibly none. Later columns are padding."""
     first = tp_group.rank * columns
     return range(first, first + min(max(vocab_size - first, 0), columns))
 
 
 def own_targets(labels: torch.Tensor, own: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """labels: tokens [...]. Returns whether each is in `own`, and its column [..., 1], 0 if it is not."""
+    """Returns whether each label [...] is in `own`, and its column [..., 1], which is 0 if it is not."""
     is_own = (labels >= own.start) & (labels < own.stop)
     return is_own, (labels - own.start).masked_fill_(~is_own, 0).unsqueeze(-1)
 
@@ -74,9 +73,9 @@ def own_targets(labels: torch.Tensor, own: range) -> tuple[torch.Tensor, torch.T
 class LogitChunks:
     """This rank's columns of the logits, one chunk of tokens at a time, in one reused buffer.
 
-    A chunk's logits are overwritten by the gradient of its losses: on a GPU by one kernel, else fp32 logits
-    directly, and 16-bit logits after a conversion to fp32 of a few rows at a time, in a work buffer that fits
-    in a cache.
+    The gradient of a chunk's losses overwrites its logits. With Triton kernels, one kernel does this. PyTorch
+    overwrites fp32 logits directly; it converts 16-bit logits to fp32 a few rows at a time, in a work buffer
+    that fits in a cache.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class LogitChunks:
         # over a chunk overflow. These scales keep both in range; powers of two are exact.
         # Sums that the product adds in fp32 do not overflow.
         fp16 = hidden.dtype == torch.float16
-        self.adds_in_product = weight_gradient.device_adds(hidden)
+        self.fuses_accumulation = weight_gradient.supports_fused_accumulation(hidden)
         self.gradient_scale = 64.0 if fp16 else 1.0
-        rounds_sums = fp16 and not self.adds_in_product
+        rounds_sums = fp16 and not self.fuses_accumulation
         self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if rounds_sums else 1.0
         if self.in_kernel:
             self.kernel_target = self.target.squeeze(-1).masked_fill(~self.own_label, -1)
@@ -119,9 +118,8 @@ class LogitChunks:
     def losses(
         self, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For the n tokens of the chunk: losses, largest logit and sum(exp(logit - largest)) over the full
-        vocabulary, fp32 [n]. The fourth result, with_gradient, is gradient_scale * gradient [n, columns].
-        """
+        """Returns, for the n tokens of the chunk: losses, largest logit and sum(exp(logit - largest)) over
+        the full vocabulary, fp32 [n]; and if with_gradient, gradient_scale * gradient [n, columns]."""
         logits = self._make_logits(chunk)
         compute = self._statistics_in_kernel if self.in_kernel else self._statistics
         largest, exp_sum, target_logit = compute(logits, chunk, with_gradient)
@@ -134,12 +132,12 @@ class LogitChunks:
     def _statistics(
         self, logits: torch.Tensor, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Largest logit, sum(exp(logit - largest)) and the label's logit over the full vocabulary, fp32 [n].
-        with_gradient: overwrites the logits by their gradient."""
+        """Returns the largest logit, sum(exp(logit - largest)) and the label's logit over the full
+        vocabulary, fp32 [n]. If with_gradient, overwrites the logits with their gradient."""
         alone = self.tp_group.size == 1
         target_logit = logits.gather(-1, self.target[chunk]).squeeze(-1).float()
         target_logit.masked_fill_(~self.own_label[chunk], 0.0)
-        # The clamp is for ranks that hold padding only: exp(-inf - largest) is then 0, not NaN.
+        # The clamp is for ranks that hold only padding: exp(-inf - largest) is then 0, not NaN.
         largest = local = logits.amax(-1).float().clamp_(min=torch.finfo(torch.float32).min)
         exp_sum = torch.empty_like(local)
         for rows in self._row_blocks(logits):
@@ -149,7 +147,7 @@ class LogitChunks:
                 factor = self._factor(local[rows], exp_sum[rows])
                 self._write_gradient(logits, chunk, rows, exponentials, factor)
         if not alone:
-            largest, exp_sum, target_logit = self._over_ranks(local, exp_sum, target_logit)
+            largest, exp_sum, target_logit = self._combine_ranks(local, exp_sum, target_logit)
         if with_gradient and not alone:
             factor = self._factor(largest, exp_sum) * torch.exp(local - largest)
             for rows in self._row_blocks(logits):
@@ -161,7 +159,7 @@ class LogitChunks:
     def _statistics_in_kernel(
         self, logits: torch.Tensor, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_statistics` in one launch, with several ranks in two."""
+        """Computes `_statistics` in one kernel launch, or with several ranks in two."""
         targets = self.kernel_target[chunk]
         if self.tp_group.size == 1 and with_gradient:
             scale, z_loss_weight = self.gradient_scale, self.z_loss_weight
@@ -170,7 +168,7 @@ class LogitChunks:
             ).unbind()
         largest, exp_sum, target_logit = logit_statistics_op(logits, targets, self.num_valid_columns).unbind()
         if self.tp_group.size > 1:
-            largest, exp_sum, target_logit = self._over_ranks(largest, exp_sum, target_logit)
+            largest, exp_sum, target_logit = self._combine_ranks(largest, exp_sum, target_logit)
             if with_gradient:
                 self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)
         return largest, exp_sum, target_logit
@@ -198,7 +196,7 @@ class LogitChunks:
     def add_to_weight_gradient(
         self, total: torch.Tensor, chunk: slice, gradient: torch.Tensor, relative: torch.Tensor | None
     ) -> None:
-        """total, fp32, += gradient.T @ (relative * hidden) * hidden_scale; relative: [tokens], at most 1."""
+        """Adds gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32). relative <= 1: [tokens]."""
         hidden = self.hidden[chunk]
         if relative is not None:
             hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)
@@ -207,10 +205,10 @@ class LogitChunks:
         if total.dtype == hidden.dtype:
             total.addmm_(gradient.t(), hidden)
             return
-        if self.adds_in_product:
+        if self.fuses_accumulation:
             weight_gradient.add_product(total, gradient.t(), hidden)
             return
-        # Rounded to 16 bits: the product is computed in parts, each added to the fp32 total.
+        # The product is rounded to 16 bits. It is computed in parts, and each is added to the fp32 total.
         columns, width = total.shape
         per_part = self.sizes.product_rows
         if self.product is None:
@@ -233,11 +231,11 @@ class LogitChunks:
         return [slice(i, min(i + self.rows, count)) for i in range(0, count, self.rows)]
 
     def _exponentials(self, logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """exp(logits - largest), [rows, columns] fp32; fp32 logits are overwritten."""
+        """Returns exp(logits - largest), [rows, columns] fp32; fp32 logits are overwritten."""
         work = logits if self.work is None else self.work[: logits.shape[0]].copy_(logits)
         return work.sub_(largest.unsqueeze(-1)).exp_()
 
-    def _over_ranks(
+    def _combine_ranks(
         self, largest: torch.Tensor, exp_sum: torch.Tensor, target_logit: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         own = torch.stack((largest, exp_sum, target_logit))
@@ -248,7 +246,7 @@ class LogitChunks:
         return largest, (all_sums * torch.exp(all_largest - largest)).sum(0), all_targets.sum(0)
 
     def _factor(self, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
-        """The factor f in gradient_scale * gradient = f * exp(logit - largest) - gradient_scale * [label].
+        """Returns f in gradient_scale * gradient = f * exp(logit - largest) - gradient_scale * [label].
 
         The loss log(Z) + w log(Z)^2 - logit[label] has the gradient softmax * (1 + 2 w log(Z)) - [label].
         """

@@ -1,7 +1,6 @@
 """The collectives of tensor and sequence parallelism as autograd functions (arXiv 1909.08053, 2205.05198).
 
-The backward pass of each is the conjugate collective: all-gather and split, reduce-scatter and all-gather. In
-a group of one rank all autograd functions return their argument.
+Each docstring names the backward collective. In a group of one rank autograd functions return their argument.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from megatron.mpu.layout import TPGroup
 
 
 def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """All-gather along `dim`: n / size per rank -> n on all ranks. Backward: each rank takes its part."""
+    """All-gathers along `dim`: n / size per rank -> n on all ranks. Backward: each rank takes its part."""
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
-@not_compiled  # collectives stay as they are written here
+@not_compiled  # keeps the collectives as they are written
 def gather_from_rank_block(x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
-    """All-gather along the last dimension over each block of `block` consecutive ranks: [..., n] per rank ->
-    [..., block x n] of this rank's block. Backward: the sum over the block's ranks; each takes its part.
+    """All-gathers the last dimension over each block of `block` consecutive ranks: [..., n] per rank -> [...,
+    block x n] on every rank of the block. Backward: sums over the block's ranks; each takes its part.
 
-    The collectives run over the whole group: blocks have no process groups of their own.
+    The collectives run over the whole group, because blocks have no process groups of their own.
     """
     return x if block == 1 else _GatherBlock.apply(x, tp_group, block)
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """Reduce-scatter: [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
+    """Reduce-scatters [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
@@ -43,7 +42,7 @@ def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tenso
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd.
+    """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd. Raises
     ValueError if seq is not divisible by the group's size."""
     if x.shape[0] % tp_group.size != 0:
         raise ValueError(f"dimension 0 of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
@@ -97,7 +96,7 @@ class _GatherBlock(torch.autograd.Function):
 
 
 def _block_of(tp_group: TPGroup, block: int) -> slice:
-    """The ranks of this rank's block."""
+    """Returns the ranks of this rank's block."""
     first = tp_group.rank // block * block
     return slice(first, first + block)
 

@@ -1,7 +1,7 @@
 """Tensor-parallel parameters: the spec of the full parameter, its shards, and its initial values.
 
 The initial values are a function of (seed, global name, index in the full parameter). So every layout starts
-from the same weights, and each rank generates its own shard only.
+from the same weights, and each rank generates only its own shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNITS_PER_STREAM = 64
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Description of a full parameter, the same on every layout.
+    """Description of a full parameter, equal on every layout.
 
     global_shape: shape of the full parameter, over all tensor-parallel ranks.
     shard_dim: the dimension that is sharded over the tensor-parallel ranks; None: replicated.
@@ -56,7 +56,7 @@ InitialValues = Callable[[ParameterSpec, int, str, TPGroup], torch.Tensor]
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    """The spec of a parameter made by `new_parameter`; ValueError for any other tensor."""
+    """Returns the spec of a parameter made by `new_parameter`; raises ValueError for any other tensor."""
     spec = getattr(parameter, "spec", None)
     if not isinstance(spec, ParameterSpec):
         raise ValueError(
@@ -66,7 +66,7 @@ def spec_of(parameter: torch.Tensor) -> ParameterSpec:
 
 
 def local_slices(spec: ParameterSpec, tp_group: TPGroup) -> tuple[slice, ...]:
-    """This rank's slices of the full parameter along shard_dim (dim 0 if replicated), one per fused part.
+    """Returns this rank's slices of the full parameter along shard_dim (dim 0 if replicated), one per part.
 
     The shard is the concatenation of these slices.
     """
@@ -85,7 +85,7 @@ def local_slices(spec: ParameterSpec, tp_group: TPGroup) -> tuple[slice, ...]:
 
 
 def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:
-    """Shape of this rank's shard."""
+    """Returns the shape of this rank's shard."""
     if spec.shard_dim is None:
         return spec.global_shape
     shape = list(spec.global_shape)
@@ -94,7 +94,7 @@ def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:
 
 
 def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The full parameter from the shards of all tensor-parallel ranks, in rank order.
+    """Returns the full parameter from the shards of all tensor-parallel ranks, in rank order.
 
     For a replicated parameter it returns the first replica; the caller checks whether the replicas are equal.
     """
@@ -107,7 +107,7 @@ def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.T
 
 
 def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """This rank's shard, uninitialized, on torch's default device, with the spec as attribute `spec`."""
+    """Returns this rank's shard, uninitialized, on torch's default device, with the attribute `spec`."""
     parameter = nn.Parameter(torch.empty(local_shape(spec, tp_group), dtype=dtype))
     parameter.spec = spec  # type: ignore[attr-defined]
     if spec.shard_dim is not None:
@@ -118,21 +118,21 @@ def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | N
 
 def set_main_grad(parameter: torch.Tensor, total: torch.Tensor, *, stays_allocated: bool) -> None:
     """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. stays_allocated: whether
-    it has memory at all times, so that a matrix product can add to it (`weight_gradient.adds_in_product`)."""
+    `total` always has memory, so that a product can add to it (`weight_gradient.fuses_accumulation`)."""
     parameter.main_grad = total  # type: ignore[attr-defined]
     parameter.keeps_main_grad = stays_allocated  # type: ignore[attr-defined]
 
 
 def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 sum of the parameter's gradients, which the run's optimizer sets; None without one."""
+    """Returns the fp32 sum of the parameter's gradients, which the optimizer sets; None if it is not set."""
     return getattr(parameter, "main_grad", None)
 
 
 def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
-    """Whether this rank counts the parameter in sums over the model-parallel ranks (norms, parameter counts).
+    """Returns whether this rank counts the parameter in sums over model-parallel ranks (norms, counts).
 
-    Over the tensor and pipeline ranks of one replica, each parameter has exactly one owner per element:
-    sharded parameters count on every rank, replicated ones on tensor-parallel rank 0, tied ones on the first
+    Over the tensor and pipeline ranks of one replica, each element has exactly one owner. Sharded parameters
+    count on every rank, replicated parameters on tensor-parallel rank 0, and tied parameters on the first
     stage that holds them. (DeepSpeed sets `ds_pipe_replicated` on the replicas of the other stages.)
     """
     if getattr(parameter, "ds_pipe_replicated", False):
@@ -141,8 +141,8 @@ def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
 
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
-    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial, to be summed:
-    with --sequence-parallel those of a transformer layer, and always those of --qk-layernorm."""
+    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial and have to be
+    summed: of embedding and transformer layers with --sequence-parallel, and always of --qk-layernorm."""
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 
@@ -154,12 +154,12 @@ def mark_sequence_parallel_grads(module: nn.Module) -> None:
 
 
 def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
-    """Whether `mark_sequence_parallel_grad` was called for the parameter."""
+    """Returns whether `mark_sequence_parallel_grad` was called for the parameter."""
     return getattr(parameter, "is_sequence_parallel_grad", False)
 
 
 def initial_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> torch.Tensor:
-    """This rank's shard of the initial values of the parameter `name`, fp32, on the CPU."""
+    """Returns this rank's shard of the initial values of the parameter `name`, fp32, on the CPU."""
     shard = np.empty(local_shape(spec, tp_group), dtype=np.float32)
     if spec.init_std is None:
         shard.fill(spec.init_value)
@@ -175,8 +175,8 @@ def initialize_parameters(
 ) -> None:
     """Initializes every parameter of `module` that has memory, in place, with `values`.
 
-    By default these depend on the seed and the full name only. They are generated on the CPU in fp32 and
-    rounded to the parameter's dtype: equal on every device.
+    By default the values depend only on the seed and the full name. They are generated on the CPU in fp32 and
+    rounded to the parameter's dtype, so they are equal on every device.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -202,10 +202,10 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
             generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, stream]))
             values = scratch[: math.prod(shape)].reshape(shape)
             generator.standard_normal(out=values, dtype=np.float32)
-            # The full stream is generated, even if this rank needs a part: so it is the same on all ranks.
+            # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
             start, stop = max(first, part.start), min(last, part.stop)
-            kept = _along(dim, slice(start - first, stop - first))
-            place = _along(dim, slice(offset + start - part.start, offset + stop - part.start))
+            kept = _slice_along_dim(dim, slice(start - first, stop - first))
+            place = _slice_along_dim(dim, slice(offset + start - part.start, offset + stop - part.start))
             np.multiply(values[kept], std, out=shard[place])
         offset += part.stop - part.start
 
@@ -217,5 +217,5 @@ def _zero_padding(shard: np.ndarray, spec: ParameterSpec, tp_group: TPGroup) -> 
     shard[max((spec.num_valid_rows or 0) - first_row, 0) :] = 0.0
 
 
-def _along(dim: int, part: slice) -> tuple[slice, ...]:
+def _slice_along_dim(dim: int, part: slice) -> tuple[slice, ...]:
     return (slice(None),) * dim + (part,)

@@ -11,7 +11,7 @@ element in the full activation of that sample), and of nothing else. Hence
 
 There is no generator state to save. The hash is not one of that paper's generators, but a cheaper combination
 of known mixing functions; each function below names its source. `tests/unit/mpu/test_dropout.py` measures the
-shares of dropped elements per row, column and sample, the correlations between neighbours, samples, salts and
+shares of dropped elements per row, column and sample, the correlations between neighbors, samples, salts and
 seeds, and the lengths of runs.
 """
 
@@ -31,7 +31,7 @@ from megatron.kernels.dropout import drop_threshold, fused_dropout_add, shard_of
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 
-# Elements of a mask that are computed at a time on a CPU, so that temporaries stay in a core's cache.
+# Elements of a mask that a CPU computes at a time, so that temporaries stay in a core's cache.
 _ELEMENTS_PER_PIECE = 1 << 17
 
 
@@ -39,7 +39,7 @@ class DropoutRNG:
     """The seed of a run's dropout, and the global sample numbers of the current micro-batch.
 
     The engine sets `samples` for each forward pass with `use_samples`. Recomputation in the backward pass
-    restores those of the forward pass.
+    restores the samples of the forward pass.
     """
 
     def __init__(self, seed: int, samples: Sequence[int] = ()) -> None:
@@ -57,7 +57,7 @@ class DropoutRNG:
             self.samples = before
 
     def sample_keys(self, salt: str) -> list[int]:
-        """A signed 64-bit hash of seed, salt and sample number, for each sample of the micro-batch."""
+        """Returns a signed 64-bit hash of seed, salt and sample number, for each sample of `samples`."""
         keys = []
         for sample in self.samples:
             digest = hashlib.sha256(f"{self.seed}/{salt}/{sample}".encode()).digest()
@@ -80,8 +80,8 @@ class DropoutMask:
     """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
     tp_group: TPGroup
     part: tuple[int, int, int] | None = None
-    """(dimension, first, size) of an activation that has the elements from `first` on of a dimension of
-    `size` elements; neither the last dimension nor shard_dim."""
+    """(dimension, first, size): the activation is the part from element `first` on of a dimension with `size`
+    elements, which is neither the last dimension nor shard_dim."""
 
 
 def dropout(
@@ -118,8 +118,8 @@ def dropout_add(
     shard_dim: int | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
-    """residual + dropout(x + bias), with the arguments of `dropout`; bias: of the last dimension. On a GPU
-    one kernel."""
+    """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
+    The other arguments: see `dropout`."""
     if 0.0 < p < 1.0:
         mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
         fused = _fused_dropout(x, bias, residual, mask)
@@ -134,8 +134,7 @@ def dropout_add(
 def _fused_dropout(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, mask: DropoutMask
 ) -> torch.Tensor | None:
-    """dropout(x + bias) + residual in one kernel; None if PyTorch computes it. bias, residual: None for no
-    addition."""
+    """Returns dropout(x + bias) + residual from one kernel; None if PyTorch has to compute it."""
     if mask.part is not None or not uses_kernels(x):
         return None
     batch_dim = mask.batch_dim % x.dim()
@@ -148,7 +147,7 @@ def _fused_dropout(
 
 
 def keep_mask(x: torch.Tensor, settings: DropoutMask) -> torch.Tensor:
-    """The mask of `dropout`: int8, of the shape of `x`, 1 for elements that are kept."""
+    """Returns the mask of `dropout`: int8, in the shape of `x`, 1 for elements that are kept."""
     row_keys, shard_dim = _row_keys(x, settings), settings.shard_dim
     is_sharded = shard_dim is not None and shard_dim % x.dim() == x.dim() - 1
     offset = settings.tp_group.rank * x.shape[-1] if is_sharded else 0
@@ -167,7 +166,7 @@ def keep_mask(x: torch.Tensor, settings: DropoutMask) -> torch.Tensor:
 
 
 def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
-    """Two int32 keys, [rows, 2], for each row of `x`. A row is the elements along the last dimension."""
+    """Returns two int32 keys, [rows, 2], for each row of `x`. A row runs along the last dimension."""
     batch_dim, shard_dim, tp_group = mask.batch_dim % x.dim(), mask.shard_dim, mask.tp_group
     last = x.dim() - 1
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
@@ -190,8 +189,8 @@ def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
 
 
 def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> torch.Tensor:
-    """`DropoutRNG.sample_keys`, int64 [batch], on the device of `x`; ValueError if the RNG has other samples
-    than dimension `batch_dim` of `x`. A copy from pinned memory is asynchronous."""
+    """Returns `DropoutRNG.sample_keys`, int64 [batch], on the device of `x`, copied asynchronously from
+    pinned memory. Raises ValueError if `x` and the RNG differ in the number of samples."""
     if batch_dim == x.dim() - 1:
         raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
     if len(dropout_rng.samples) != x.shape[batch_dim]:
@@ -205,7 +204,7 @@ def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Te
     """int32 [rows, columns]: a hash of the row's two keys and the column's key.
 
     After the product with a row's odd key, shift and second product are the first round of `prospector32` of
-    hash-prospector. The second round is left out: products carry upward only, so the upper bits depend on all
+    hash-prospector. The second round is omitted: products carry only upward, so the upper bits depend on all
     bits of the keys, and a comparison with a threshold reads the upper bits first.
     """
     bits = column_keys ^ row_keys[:, :1]
@@ -242,7 +241,7 @@ def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _signed(x: int) -> int:
-    """The int64 with the same bits as an unsigned 64-bit number."""
+    """Returns the int64 with the same bits as an unsigned 64-bit number."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 

@@ -17,8 +17,8 @@ class StepMetrics:
     """Mean, maximum or minimum of each recorded value, over all ranks and micro-batches of a log interval.
 
     A layer records with `context.metrics.record(name, value)`. The ranks agree on the names at the first log
-    line, so a name must be recorded on some rank from the first step on. Without names nothing is sent; with
-    names two small tensors per log line. A recomputed layer records twice, which changes no reduction.
+    line, so a name must be recorded on some rank from the first step on. With names, each log line sends two
+    small tensors; without names, none. A recomputed layer records twice, which changes no reduction.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class StepMetrics:
         self._is_step = False
 
     @contextmanager
-    def of_step(self) -> Iterator[None]:
-        """What is recorded in this context counts; evaluations run outside of it."""
+    def recording(self) -> Iterator[None]:
+        """Within this context recorded values count. Evaluations run outside of it."""
         self._is_step = True
         try:
             yield
@@ -40,8 +40,7 @@ class StepMetrics:
     @torch.compiler.disable
     @torch.no_grad()
     def record(self, name: str, value: Tensor | float, reduce: Reduction = "mean") -> None:
-        """Adds a scalar; a tensor is not read before the log line. ValueError for a second reduction of a
-        name."""
+        """Records a scalar, read at the log line. Raises ValueError for a second reduction of a name."""
         if not self._is_step:
             return
         if self._reductions.setdefault(name, reduce) != reduce:
@@ -54,7 +53,7 @@ class StepMetrics:
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def collect(self, device: torch.device) -> dict[str, float]:
-        """The reduced values since the last call, by name, the same on every rank. Collective."""
+        """Returns the reduced values since the last call, by name, equal on every rank. Collective."""
         if self._names is None:
             self._agree_on_names()
         assert self._names is not None
@@ -88,7 +87,8 @@ class StepMetrics:
         return found
 
     def _agree_on_names(self) -> None:
-        """Collective. ValueError on every rank if two ranks reduce a name differently."""
+        """Makes all ranks use the same names. Collective. Raises ValueError on every rank if two ranks reduce
+        a name differently."""
         everywhere: list[dict[str, Reduction]] = [self._reductions]
         if dist.is_initialized():
             everywhere = [{} for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""Entry 14 of `megatron/engine/workarounds.py`, here because the model calls it."""
+"""Entry 14 of `megatron/engine/workarounds.py`. It is in `mpu` because the model calls it."""
 
 import torch
 

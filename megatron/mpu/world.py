@@ -10,24 +10,24 @@ import torch.distributed as dist
 _Value = TypeVar("_Value")
 
 
-def of_all_ranks(value: _Value) -> list[_Value]:
-    """The value of each rank, by rank, on every rank. Any Python object. Collective."""
+def gather_from_all_ranks(value: _Value) -> list[_Value]:
+    """Returns every rank's value, by rank, on every rank. Any Python object. Collective."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, value)
     return everywhere
 
 
-def of_rank_0(value: _Value) -> _Value:
-    """Rank 0's value, on every rank. Any Python object. Collective."""
+def broadcast_from_rank_0(value: _Value) -> _Value:
+    """Returns rank 0's value on every rank. Any Python object. Collective."""
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
 
 
-def largest_of_all_ranks(value: int, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
-    """The largest `value` of all ranks, a scalar on `device`; `value` itself for a single process.
+def max_over_ranks(value: int, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the largest `value` of all ranks, a scalar on `device`; `value` itself for a single process.
 
-    Collective. Does not synchronize with the device; reading the result does.
+    Collective. It does not synchronize with the device; reading the result does.
     """
     # Filled on the device: a copy from the host would synchronize with it.
     largest = torch.full((), value, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Adam with 8-bit moments (arXiv 2110.02861) on bitsandbytes' kernels, and which parameters use 8 bits."""
+"""Adam with 8-bit moments (arXiv 2110.02861) on bitsandbytes' kernels, and which parameters use it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from megatron.mpu.parameters import ParameterSpec
 from megatron.optimizer.quantized import BLOCK_SIZE, MAPS, QuantizedMoment, kernels
 
-# Parameters with fewer elements keep 32-bit moments. bitsandbytes has the same threshold, but compares it
-# with the size of the tensor it is given, which may be a shard; here it is the size of the full parameter.
+# Parameters with fewer elements keep 32-bit moments. bitsandbytes has this threshold too, but for the tensor
+# that it is given, which may be a shard. This module compares the full parameter's size.
 MIN_ELEMENTS = 4096
-# Keeps 32-bit moments: its gradient is large in the rows of a few tokens and zero elsewhere, which block-wise
-# quantization represents badly.
+# The word embedding keeps 32-bit moments: its gradient is large in the rows of a few tokens and zero
+# elsewhere, which block-wise quantization represents badly.
 WORD_EMBEDDING = "tied_modules.embed.word_embeddings.weight"
 # Elements per kernel call, a multiple of BLOCK_SIZE: bitsandbytes' GPU kernels use 32-bit indices, and its
 # CPU kernels make fp32 copies.
@@ -24,14 +24,14 @@ _ELEMENTS_AT_ONCE = 2**23
 
 
 def moment_bits(name: str, spec: ParameterSpec) -> int:
-    """Bits per element of a parameter's moments, 8 or 32. It depends on the full parameter only, so it is the
-    same on every layout. Parameters without weight decay (norms, biases) keep 32 bits."""
+    """Returns the bits per element of a parameter's moments, 8 or 32. They depend only on the full parameter,
+    so they are equal on every layout. Parameters without weight decay (norms, biases) keep 32 bits."""
     large = math.prod(spec.global_shape) >= MIN_ELEMENTS
     return 8 if large and spec.weight_decay and name != WORD_EMBEDDING else 32
 
 
 def rule_record() -> dict[str, Any]:
-    """The rule of `moment_bits` and the quantization settings, for run.json."""
+    """Returns the rule of `moment_bits` and the quantization settings, for run.json."""
     return {
         "bits": 8,
         "32_bits": {
@@ -51,7 +51,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     Parameters are flat and fp32. State per parameter: 'step', a scalar as in torch's AdamW, and 'exp_avg' and
     'exp_avg_sq', fp32 tensors or QuantizedMoments. bitsandbytes' optimizer classes are not used: they choose
-    8 bits by the size of the tensor that they are given, which is a shard here.
+    8 bits by the size of the tensor that they are given, which may be a shard.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class EightBitAdam(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ) -> None:
-        """ImportError if bitsandbytes cannot be imported."""
+        """Raises ImportError if bitsandbytes cannot be imported."""
         kernels()
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -72,9 +72,9 @@ class EightBitAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_of(parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _step_of(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -88,7 +88,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
 
 def new_moment(moment: str, parameter: Tensor, bits: int) -> Tensor | QuantizedMoment:
-    """A moment of zeros for a flat parameter. moment: its name; with 8 bits 'exp_avg' or 'exp_avg_sq'."""
+    """Returns a moment of zeros for a flat parameter. moment: with 8 bits 'exp_avg' or 'exp_avg_sq'."""
     if bits == 8:
         return QuantizedMoment(moment, parameter.numel(), parameter.device)
     return torch.zeros_like(parameter, requires_grad=False)

@@ -1,20 +1,20 @@
 """Flat buffers for the parameters of an optimizer group, partitioned over the data-parallel ranks (ZeRO).
 
-The idea (ZeRO, arXiv 1910.02054): the parameters of a group lie one after the other in one flat buffer, so do
-their gradients. The buffer is divided into equal partitions, one per data-parallel rank. Each rank updates
-its own partition, so it keeps fp32 master weights and optimizer state for that partition only. A partition
-ignores parameter boundaries; `FlatGroup.fragment` gives a parameter's part of it.
+The idea (ZeRO, arXiv 1910.02054): the parameters of a group lie one after the other in one flat buffer, and
+their gradients in another. Each buffer is divided into equal partitions, one per data-parallel rank. A rank
+updates only its own partition, so it keeps fp32 master weights and optimizer state only for that partition. A
+partition ignores parameter boundaries; `FlatGroup.fragment` returns a parameter's part of it.
 
 A group has full weights in the run's precision, full gradients in fp32, and this rank's partition of both and
 of the fp32 master weights. The ZeRO stage decides which full buffers are allocated:
 
     ZeRO 0    full weights and gradients always; the partition is the whole buffer
     ZeRO 1    full weights and gradients always; the partition is a view of them. At the end of a step the
-              gradients are reduce-scattered: then only the partition has the sum over the replicas
-    ZeRO 2    full gradients of a transformer layer during its backward pass only: at its end they are
+              gradients are reduce-scattered; only the partition then has the sum over the replicas
+    ZeRO 2    full gradients of a transformer layer only during its backward pass: at its end they are
               reduce-scattered into the partitions
-    ZeRO 3    also full weights of a transformer layer during its forward and backward pass only: they are
-              all-gathered before each
+    ZeRO 3    as ZeRO 2, and full weights of a transformer layer only during its forward and backward pass:
+              they are all-gathered before each pass
 
 Invariant: parameters and their `main_grad` are views of the full buffers at all times. A full buffer is freed
 by resizing its storage to zero. Views of it stay valid objects, and so do tensors that autograd saved for the
@@ -47,8 +47,8 @@ class FlatGroup:
     """The parameters of one optimizer group as views of flat buffers, divided into equal partitions.
 
     With 8-bit moments (`quantized`) parameters and partitions start at multiples of the quantization block.
-    So no block holds elements of two parameters or of two ranks, and the blocks of a parameter depend on its
-    tensor-parallel shard only: pipeline stages, replicas and ZeRO do not change any 8-bit code. The padding
+    So no block holds elements of two parameters or of two ranks, and the blocks of a parameter depend only on
+    its tensor-parallel shard: pipeline stages, replicas and ZeRO do not change any 8-bit code. The padding
     between parameters has no gradient and is not saved.
     """
 
@@ -65,9 +65,9 @@ class FlatGroup:
     ) -> None:
         """`partitions`, `partition`: number of partitions and index of this rank's. `dp_group`: the ranks
         that hold the partitions, None for one partition. `shards_gradients`: the full gradients are allocated
-        only while in use. `initial_values`: the same for the weights; the parameters have no memory yet, and
-        this gives the values of each (fp32, on the host). `master_on_host`: master weights and optimizer
-        state are kept in host memory (--cpu-offload)."""
+        only while in use. `initial_values`: the full weights, too, are allocated only while in use; the
+        parameters have no memory yet, and this function returns their values (fp32, on the host).
+        `master_on_host`: master weights and optimizer state are kept in host memory (--cpu-offload)."""
         if partitions > 1 and dp_group is None:
             raise ValueError(f"{partitions} partitions without the process group of the ranks that hold them")
         self.parameters: list[nn.Parameter] = list(group["params"])
@@ -87,7 +87,7 @@ class FlatGroup:
         self.partitions, self._dp_group = partitions, dp_group
         self.size = length // partitions
         self.start = partition * self.size
-        # Weights first, then gradients: the parameters' first memory is freed in between.
+        # Weights before gradients: the parameters' original memory is freed in between.
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         for parameter in self.parameters:
             view = self._part(self.weights, parameter).view_as(parameter)
@@ -106,17 +106,17 @@ class FlatGroup:
         if shards_gradients:
             self.local_gradients = torch.zeros_like(self.local_gradients)
             _free_storage(self.gradients)
-        # Per parameter, the norm of this rank's gradients before they were reduced: for the diagnosis of a
-        # non-finite gradient. With `shards_gradients` the sum of the largest elements of the whole group.
+        # Per parameter, the norm of this rank's gradients before the reduction, to diagnose a non-finite
+        # gradient. With `shards_gradients` it is the sum of the largest elements of the whole group.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
         if master_on_host:
-            # Copies between page-locked memory and the device, within one dtype, do not block the host.
+            # Copies between pinned memory and the device, within one dtype, do not block the host.
             pin = get_accelerator().pin_memory
             self.host_weights = pin(self.local_weights.to("cpu", copy=True))
-            # The host's allocator rounds page-locked memory up to a power of two, so nothing else is there.
+            # The host's allocator rounds pinned memory up to a power of two: only copied buffers are pinned.
             master = self.host_weights.float() if first.dtype != torch.float32 else self.host_weights
             self.host_gradients = pin(torch.zeros_like(master))
         else:
@@ -124,15 +124,15 @@ class FlatGroup:
         self.master = nn.Parameter(master.detach())
 
     def _part(self, full: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The parameter's part of a full buffer, flat."""
+        """Returns the parameter's part of a full buffer, flat."""
         return full[self.offsets[parameter] : self.offsets[parameter] + parameter.numel()]
 
     def first_element(self, parameter: nn.Parameter) -> int:
-        """Index of the parameter's first element in this rank's partition."""
+        """Returns the index of the parameter's first element in this rank's partition."""
         return max(self.start - self.offsets[parameter], 0)
 
     def _make_local_weights(self, initial_values: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """This rank's partition of the weights, made one parameter at a time; padding is zero."""
+        """Returns this rank's partition of the weights, made one parameter at a time; padding is zero."""
         weights = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)
         for parameter, start, length in self.fragments():
             offset = self.first_element(parameter)
@@ -146,23 +146,23 @@ class FlatGroup:
         return self.moment_bits == 8
 
     def _own_part(self, full: Tensor) -> Tensor:
-        """This rank's partition of a full buffer, as a view."""
+        """Returns this rank's partition of a full buffer, as a view."""
         return full[self.start : self.start + self.size]
 
     def fragment(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """(start, length) of the parameter's elements in this rank's partition; None if it has none."""
+        """Returns (start, length) of the parameter's elements in this rank's partition; None without any."""
         offset = self.offsets[parameter]
         begin, end = max(offset, self.start), min(offset + parameter.numel(), self.start + self.size)
         return (begin - self.start, end - begin) if begin < end else None
 
     def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
-        """(parameter, start, length) for each parameter with elements in this partition, in order."""
+        """Returns (parameter, start, length) for each parameter with elements in this partition, in order."""
         owned = [(parameter, self.fragment(parameter)) for parameter in self.parameters]
         return [(parameter, *fragment) for parameter, fragment in owned if fragment is not None]
 
     def without_padding(self, values: Tensor | QuantizedMoment) -> Tensor:
-        """The partition's values in fp32 without the padding between parameters. A view if there is no
-        padding. Otherwise a copy on the CPU, made one parameter at a time to save device memory."""
+        """Returns the partition's values in fp32 without the padding between parameters: a view if there is
+        no padding, otherwise a copy on the CPU, made one parameter at a time to save device memory."""
         fragments = self.fragments()
         lengths = [length for _, _, length in fragments]
         if isinstance(values, Tensor) and fragments[-1:] and sum(fragments[-1][1:]) == sum(lengths):
@@ -189,14 +189,13 @@ class FlatGroup:
             self.local_weights.copy_(self.master.detach())
 
     def all_gather_params(self) -> dist.Work:
-        """Starts the all-gather of the full weights from all partitions; complete after `wait()`.
-        Collective."""
+        """Starts the all-gather of the full weights; complete after `wait()`. Collective."""
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
         elif dist.get_backend(self._dp_group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
-        # Tensors that autograd saved stay valid: a parameter's version counter is not that of the buffer.
+        # Tensors that autograd saved stay valid: a parameter does not share the buffer's version counter.
         return dist.all_gather_into_tensor(self.weights, own, group=self._dp_group, async_op=True)
 
     def free_full_params(self) -> None:
@@ -211,7 +210,7 @@ class FlatGroup:
         self.reduced_grad_norms.zero_()
 
     def add_grad_norms(self, norms: Tensor) -> None:
-        """Adds to `reduced_grad_norms`: a norm per parameter, or one of the whole group."""
+        """Adds `norms` to `reduced_grad_norms`: one per parameter, or one for the whole group."""
         self.reduced_grad_norms += norms
 
     def alloc_full_grads(self) -> None:
@@ -235,18 +234,18 @@ class FlatGroup:
         _free_storage(self.gradients)
 
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter's gradient in the full buffer, a flat view."""
+        """Returns the parameter's gradient in the full buffer, a flat view."""
         return self._part(self.gradients, parameter)
 
     def owned_grad(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient of the parameter's elements in this rank's partition, as a flat view; may be empty.
-        Without ZeRO it is the whole gradient."""
+        """Returns the gradient of the parameter's elements in this rank's partition, as a flat view; may be
+        empty. Without ZeRO it is the whole gradient."""
         start, length = self.fragment(parameter) or (0, 0)
         return self.local_gradients[start : start + length]
 
     def set_master_grad(self, factor: float) -> None:
         """Sets the gradient of the master weights to the partition's gradient times `factor`. With
-        `master_on_host` it may be read after `wait_for_copies`."""
+        `master_on_host`, call `wait_for_copies` before reading it."""
         if factor != 1.0:
             self.local_gradients.mul_(factor)
         if self.host_gradients is not None:
@@ -255,8 +254,8 @@ class FlatGroup:
 
 
 def add_to_main_grad(parameter: Tensor) -> None:
-    """Hook: adds a micro-batch's gradient to the fp32 sum and frees it. The fused loss adds the head's
-    gradient to the fp32 sum itself; `grad` is then None."""
+    """Adds a micro-batch's gradient to the fp32 sum and frees it (a hook). If `grad` is None, the fused loss
+    has already added the head's gradient to the sum."""
     if parameter.grad is not None:
         total = main_grad_of(parameter)
         assert total is not None  # set by FlatGroup
@@ -265,8 +264,8 @@ def add_to_main_grad(parameter: Tensor) -> None:
 
 
 def wait_for_copies(groups: Sequence[FlatGroup]) -> None:
-    """Waits until all copies between the device and the host memory of `groups` have ended: gradients on
-    their way to the host, weights on their way to the device. One wait for all."""
+    """Waits once until all copies between the device and the host memory of `groups` have ended: gradients to
+    the host, weights to the device."""
     accelerator = get_accelerator()
     on_host = any(group.host_gradients is not None for group in groups)
     if on_host and not accelerator.is_synchronized_device():
@@ -276,13 +275,13 @@ def wait_for_copies(groups: Sequence[FlatGroup]) -> None:
 
 
 def prefers_all_reduce(group: dist.ProcessGroup | None) -> bool:
-    """Whether an all-reduce is to be used instead of a reduce-scatter. With gloo the latter gives the same
-    bits and takes several times as long."""
+    """Returns whether to use an all-reduce instead of a reduce-scatter. With gloo, a reduce-scatter gives the
+    same bits and takes several times as long."""
     return dist.get_backend(group) == dist.Backend.GLOO
 
 
 def is_host_memory(device: torch.device) -> bool:
-    """Whether tensors on this device are in host memory."""
+    """Returns whether tensors on this device are in host memory."""
     return device.type == "cpu"
 
 
@@ -296,8 +295,7 @@ def _alloc_storage(flat: Tensor) -> None:
 
 @torch.no_grad()
 def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
-    """Sets the master weights of replicated parameters to their mean over the tensor-parallel ranks.
-    Collective.
+    """Averages the master weights of replicated parameters over the tensor-parallel ranks. Collective.
 
     Flat buffers have the same layout on all tensor-parallel ranks, so their partitions hold the same
     elements. The mean is computed in fp64: the mean of equal values is then exactly that value.

@@ -1,7 +1,7 @@
 """Norms of gradients, and the norm over the whole model.
 
 An fp32 sum of squares over a large tensor is inaccurate (relative error 4e-3 for 50 M elements on a CPU). So
-squares are summed in fp32 within chunks, and in fp64 over the chunks.
+squares are summed in fp32 within chunks, and the sums of the chunks in fp64.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.optimizer.zero import OptimizerProcessGroups
 from megatron.text_table import first_few
 
 NORM_CHUNK = 4096
-"""Elements whose squares are summed in fp32."""
+"""Elements of a chunk."""
 
 
 def accurate_norm(values: Tensor) -> Tensor:
-    """2-norm of an fp32 tensor as an fp64 scalar, relative error about 1e-8. Reads the tensor once."""
+    """Returns the 2-norm of an fp32 tensor as an fp64 scalar, relative error about 1e-8."""
     flat = values.reshape(-1)
     whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
     square = torch.linalg.vector_norm(flat[whole:]).double().square()
@@ -34,7 +34,7 @@ def accurate_norm(values: Tensor) -> Tensor:
 
 
 def gradient_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of each gradient, fp64, on `device`."""
+    """Returns the norm of each gradient, fp64, on `device`."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64, device=device)
     if uses_kernels(gradients[0]):
@@ -44,8 +44,7 @@ def gradient_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def record_norms(flats: Sequence[FlatGroup]) -> None:
-    """Adds the norms of this rank's full gradients to `FlatGroup.reduced_grad_norms`. Called before the
-    gradients are reduced."""
+    """Adds the norms of this rank's full gradients, not yet reduced, to `FlatGroup.reduced_grad_norms`."""
     parameters = [parameter for flat in flats for parameter in flat.parameters]
     if not parameters:
         return
@@ -62,8 +61,8 @@ _SHOWN_RANKS = 4
 def finite_after_reduction(
     flats: Sequence[FlatGroup], names: Mapping[nn.Parameter, str], groups: OptimizerProcessGroups
 ) -> set[str]:
-    """Names of the parameters with sharded gradients (ZeRO-2, ZeRO-3) whose sums over the replicas are
-    finite. Collective."""
+    """Returns the names of the parameters with sharded gradients (ZeRO-2, ZeRO-3) whose sums over the
+    replicas are finite. Collective."""
     sharded = [(flat, p) for flat in flats if flat.shards_gradients for p in flat.parameters]
     if not sharded:
         return set()
@@ -74,9 +73,9 @@ def finite_after_reduction(
 
 
 def where_not_finite(bad: Sequence[str], groups: OptimizerProcessGroups, loss: Tensor | None) -> str:
-    """The first ranks with parameters `bad`, as one text for all ranks. Collective.
+    """Describes the first ranks with parameters `bad`, as one text for all ranks. Collective.
 
-    bad: names of this rank's parameters whose gradient is not finite. loss: of this rank, if it has one.
+    bad: names of this rank's parameters whose gradient is not finite. loss: this rank's loss, if it has one.
     """
     report = f"{groups.description}: {first_few(bad, limit=1)}" if bad else None
     if report and loss is not None and not loss.isfinite():
@@ -87,5 +86,5 @@ def where_not_finite(bad: Sequence[str], groups: OptimizerProcessGroups, loss: T
         dist.all_gather_object(reports, report)
     culprits = [r for r in reports if r]
     hidden = len(culprits) - _SHOWN_RANKS
-    where = "; ".join(culprits[:_SHOWN_RANKS]) or "in the sum over ranks only, which overflowed fp32"
+    where = "; ".join(culprits[:_SHOWN_RANKS]) or "only in the sum over ranks, which overflowed fp32"
     return where + (f"; and on {hidden} more ranks" if hidden > 0 else "")

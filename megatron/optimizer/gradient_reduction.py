@@ -1,23 +1,23 @@
 """Reduction of the gradients over ranks. Afterwards all replicas of a parameter have bitwise equal gradients.
 
 Assumption about the communication backend: all members of a process group receive the same bits from an
-all-reduce. Nothing more is assumed: two groups, or buffers of different lengths, may sum in different orders
-and round differently, and so may a reduce-scatter.
+all-reduce. Nothing more is assumed. Two groups, two buffers of different lengths, or a reduce-scatter may sum
+in different orders and round differently.
 
-With ZeRO each element is summed and then used on one data-parallel rank only, its owner. The steps:
+With ZeRO each element is summed and then used only on one data-parallel rank, its owner. The steps:
 
 1. Each flat buffer is reduce-scattered over the data-parallel group into the owners' partitions. All other
-   steps are done on the owned elements. Flat buffers have the same layout on all tensor-parallel ranks, so
-   all ranks of a tensor-parallel group own the same elements.
+   steps work on the owned elements. Flat buffers have the same layout on all tensor-parallel ranks, so all
+   ranks of a tensor-parallel group own the same elements.
 2. Sequence-parallel gradients: each tensor-parallel rank has a partial gradient; they are summed over TP.
 3. The two replicas of a tied parameter are added over their two stages: a + b has the same bits in both
    orders. The parameter has a flat buffer of its own (`parameter_groups`), so both stages divide it into the
    same partitions.
 4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
 
-Without ZeRO every data-parallel rank uses all elements, and the groups of step 2 differ between these ranks.
-So step 2 comes first, then an all-reduce of each flat buffer over the data-parallel group gives its members
-the same bits. Step 3 must come after it, since the buffers of the two stages have different lengths.
+Without ZeRO every data-parallel rank uses all elements, and the TP groups of step 2 differ between these
+ranks. So step 2 comes first. Then an all-reduce of each flat buffer over the data-parallel group gives its
+members the same bits. Step 3 must follow it, since the buffers of the two stages have different lengths.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GradientReduction:
         tp_group: TPGroup,
     ) -> None:
         """`dp_group`: None if the data-parallel size is 1. `tied`: parameters with a replica on another
-        stage, and the process group of the two stages. ValueError for a parameter on more than two stages."""
+        stage, and the process group of the two stages. Raises ValueError for a parameter on three or more."""
         self._flats, self._dp_group, self._tp_group = list(flats), dp_group, tp_group
         for parameter, stages in tied:
             if dist.get_world_size(stages) != 2:
@@ -74,9 +74,10 @@ class GradientReduction:
 
     @torch.no_grad()
     def run(self) -> None:
-        """The steps above. Collective. Afterwards `FlatGroup.owned_grad` has the reduced gradients, and
-        `FlatGroup.reduced_grad_norms` the norms of this rank's own gradients. Gradients that are sharded
-        between micro-batches (ZeRO-2, ZeRO-3) are already reduce-scattered."""
+        """Runs the steps of the module's docstring. Collective. Afterwards `FlatGroup.owned_grad` returns the
+        reduced gradients, and `FlatGroup.reduced_grad_norms` holds the norms of this rank's gradients before
+        the reduction. Gradients that are sharded between micro-batches (ZeRO-2, ZeRO-3) are already
+        reduce-scattered."""
         full = [flat for flat in self._flats if not flat.shards_gradients]
         partitioned = [flat for flat in full if flat.partitions > 1]
         replicated = [flat for flat in full if flat.partitions == 1]

@@ -29,7 +29,7 @@ class LossScaler:
         return self.dynamic and self.scale > self._minimum
 
     def update(self, overflow: bool) -> None:
-        """Call once per step of a dynamic scale."""
+        """Updates a dynamic scale. Call it once per step."""
         if overflow:
             self._steps_without_overflow = 0
             self._overflows_left = max(self._overflows_left - 1, 0)
@@ -42,7 +42,7 @@ class LossScaler:
             self._overflows_left = self._hysteresis
 
     def state_dict(self) -> dict[str, float]:
-        """The state that a checkpoint saves."""
+        """Returns the state that a checkpoint saves."""
         return {
             "scale": self.scale,
             "overflows_left": self._overflows_left,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megatron.errors import UserError
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, main_grad_of, spec_of
-from megatron.mpu.world import largest_of_all_ranks
+from megatron.mpu.world import max_over_ranks
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import (
     FlatGroup,
@@ -57,7 +57,7 @@ class NonFiniteError(RuntimeError):
 
 
 class MixedPrecisionOptimizer:
-    """Wraps `optimizer`, whose groups hold the model's parameters. These become views of flat buffers."""
+    """Wraps `optimizer`, whose groups hold the model's parameters. They become views of flat buffers."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class MixedPrecisionOptimizer:
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.found_nonfinite = False
         self.grad_norm = 0.0
-        # Which gradients were non-finite in the last step, if that step was not skipped for the loss scale.
+        # Which gradients were non-finite in the last step, unless it was skipped to lower the loss scale.
         self.diagnosis = ""
         self.skipped_by_fn = False
-        # The largest of the ranks' exit codes when the last step computed the grad norm; None if not asked.
+        # The ranks' largest exit code when the last step computed the grad norm; None without `exit_code_fn`.
         self.exit_code: int | None = None
         self.buckets: list[Bucket] = []
         self.begin_step()
@@ -179,7 +179,7 @@ class MixedPrecisionOptimizer:
         can be lowered. skip_update_fn: called with the grad norm before the update; returns, equally on all
         ranks, whether to skip it. exit_code_fn: called after the backward pass; the largest result of all
         ranks is `exit_code` after the step, read from the device together with the grad norm. micro_batches:
-        of the next step; 0 if not known, the gradients are then reduced after the backward passes.
+        number in the next step; if it is 0 (unknown), gradients are reduced after the backward passes.
         """
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
@@ -194,12 +194,12 @@ class MixedPrecisionOptimizer:
         """
         self._loss = loss
         if self.flat:
-            # The first group belongs to no sharded unit: its full gradients exist, and are reduced later.
+            # The first group is not in a sharded unit: its full gradients exist, and are reduced later.
             self.flat[0].gradients[:1].add_(loss * 0.0)
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
-        The norms before the reduction are kept, to name the rank of a non-finite gradient."""
+        Keeps the norms before the reduction, to name the rank of a non-finite gradient."""
         self.unit_overlap.finish_reduction()
         self._reduction.run()
 
@@ -212,8 +212,8 @@ class MixedPrecisionOptimizer:
         `found_nonfinite` and `skipped_by_fn`. Raises NonFiniteError on all ranks if a gradient is non-finite,
         unless `begin_step` or the loss scale allow skipping the step.
         """
-        # The gradients are sums over data-parallel ranks, of the scaled loss. Times this factor they are the
-        # gradients of the mean loss.
+        # The gradients are sums over data-parallel ranks of the scaled loss's gradients. This factor makes
+        # them the gradients of the mean loss.
         factor = 1.0 / (self.scaler.scale * self.groups.dp_size)
         self.grad_norm = self._global_norm() * factor
         self.found_nonfinite = not math.isfinite(self.grad_norm)
@@ -253,9 +253,9 @@ class MixedPrecisionOptimizer:
         return self.found_nonfinite or self.skipped_by_fn
 
     def _all_gather_params(self) -> None:
-        """Copies this rank's master weights into the model and all-gathers the other partitions. Weights that
-        are sharded (ZeRO-3) are gathered later, before each layer runs. Those of a bucket may arrive as late
-        as the next forward pass of its first layer."""
+        """Copies this rank's master weights into the model and all-gathers the other partitions. Sharded
+        weights (ZeRO-3) are gathered later, before each layer runs. The weights of a bucket may arrive as
+        late as the next forward pass of its first layer."""
         for flat in self.flat:
             flat.copy_master_to_params()
         if self.partition_count > 1:
@@ -270,8 +270,7 @@ class MixedPrecisionOptimizer:
             self.wait_for_params()
 
     def wait_for_params(self) -> None:
-        """Waits until all weights of the last step have arrived. Called before weights are read other than
-        by a forward pass."""
+        """Waits until all weights of the last step have arrived. Call it before reading weights."""
         for bucket in self.buckets:
             bucket.wait_for_gather()
 
@@ -282,8 +281,7 @@ class MixedPrecisionOptimizer:
 
     @contextmanager
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Within this context the full weights of `module` (default: of all modules) are allocated on this
-        rank. Collective."""
+        """Allocates the full weights of `module` (default: all) within this context. Collective."""
         self.wait_for_params()
         with ExitStack() as stack:
             for unit in self._units:
@@ -292,11 +290,11 @@ class MixedPrecisionOptimizer:
             yield
 
     def _global_norm(self) -> float:
-        """Gradient norm over the whole model, each parameter counted once; bitwise equal on all ranks. Sets
+        """Returns the model's gradient norm, each parameter counted once, bitwise equal on all ranks. Sets
         `exit_code`."""
         codes = []
         if self._exit_code_fn is not None:
-            codes = [largest_of_all_ranks(self._exit_code_fn(), self._device(), torch.float64)]
+            codes = [max_over_ranks(self._exit_code_fn(), self._device(), torch.float64)]
         norms = self._norms_before_reduction()
         if self._reduction.exchanges:
             owned = [flat.owned_grad(parameter) for flat in self.flat for parameter in flat.parameters]
@@ -305,7 +303,7 @@ class MixedPrecisionOptimizer:
         # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.partition_count > 1:
-            dist.all_reduce(square)  # all ranks: each owns other elements
+            dist.all_reduce(square)  # over all ranks, whose shards are disjoint
         elif self.groups.model is not None:
             dist.all_reduce(square, group=self.groups.model)
         if self.partition_count == 1 and self.groups.dp_size > 1:
@@ -317,8 +315,8 @@ class MixedPrecisionOptimizer:
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _norms_before_reduction(self) -> Tensor:
-        """The norm of this rank's gradient of each parameter, fp64. Of sharded gradients (ZeRO-2, ZeRO-3) it
-        only shows which groups are finite, see `FlatGroup.reduced_grad_norms`."""
+        """Returns the fp64 norm of this rank's gradient of each parameter. For sharded gradients (ZeRO-2,
+        ZeRO-3) it shows only which groups are finite, see `FlatGroup.reduced_grad_norms`."""
         none = torch.zeros(0, dtype=torch.float64, device=self._device())
         return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
 
@@ -326,7 +324,8 @@ class MixedPrecisionOptimizer:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
-        """The ranks and parameters with a non-finite gradient, as one text for all ranks. Collective."""
+        """Describes where gradients are non-finite (rank, parameter), as one text for all ranks;
+        collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
         good_in_group = finite_after_reduction(self.flat, self.names, self.groups)
         bad = [
@@ -340,7 +339,7 @@ class MixedPrecisionOptimizer:
     # --- moments ---
 
     def moments_of(self, flat: FlatGroup) -> dict[str, Tensor | QuantizedMoment]:
-        """The moments of the group's partition, by the optimizer's names; {} before the first step."""
+        """Returns the moments of the group's partition by the optimizer's names; {} before the first step."""
         return {
             key: value
             for key, value in self.optimizer.state.get(flat.master, {}).items()
@@ -348,10 +347,10 @@ class MixedPrecisionOptimizer:
         }
 
     def moment_fragments(self, flat: FlatGroup, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """fp32 moments of the parameter's elements in this partition (`flat.fragment(parameter)`), flat, by
-        the optimizer's names. {} if it has none, and before the first step.
+        """Returns the fp32 moments of the parameter's elements in this partition, flat, by the optimizer's
+        names; {} for no elements, and before the first step.
 
-        Views of the optimizer state, or dequantized copies if `flat.quantized`.
+        They are views of the optimizer state, or dequantized copies if `flat.quantized`.
         """
         fragment = flat.fragment(parameter)
         if fragment is None:
@@ -384,7 +383,7 @@ class MixedPrecisionOptimizer:
         )
 
     def state_dict(self) -> dict:
-        """Moments and fp32 master weights of this rank's partitions, and each parameter's offset in them."""
+        """Returns fp32 master weights and moments of this rank's partitions, and the parameters' offsets."""
         base = self.optimizer.state_dict()
         mappings, masters = [], []
         for index, flat in enumerate(self.flat):
@@ -402,7 +401,7 @@ class MixedPrecisionOptimizer:
                 base["state"][index] = {**base["state"][index], **packed_moments}
             mappings.append(addresses)
             master = flat.without_padding(flat.master.detach())
-            # torch.save writes the whole storage of a view, which in fp32 are the weights of all partitions.
+            # torch.save writes the whole storage of a view, in fp32 the weights of all partitions.
             is_view_of_weights = flat.weights_are_master and self.partition_count > 1
             masters.append(master.clone() if is_view_of_weights else master)
         return {
@@ -437,7 +436,7 @@ class MixedPrecisionOptimizer:
         self, flat: FlatGroup, index: int, name: str, others: dict[str, Any], loaded: dict[str, Any]
     ) -> None:
         """Restores the state that all parameters of a group share: the step, where the optimizer reads it.
-        `loaded`: filled with the first parameter's; UserError if that of another one differs."""
+        `loaded`: filled by the first parameter. Raises UserError if a later parameter's state differs."""
         group = self.param_groups[index]
         kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
         # A fused kernel reads the step on the device, other implementations on the CPU.

@@ -1,13 +1,13 @@
 """Collectives of the optimizer that run while layers compute: buckets (ZeRO-1) and units (ZeRO-2, ZeRO-3).
 
-Both are transformer layers with flat groups that hold their parameters and no others.
+Both consist of transformer layers, and their flat groups hold only the parameters of these layers.
 
 A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
-micro-batch. As soon as those of a bucket are, its reduce-scatter starts, while the backward pass continues;
-`GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights start; a
-layer's forward pass waits for those of its bucket.
+micro-batch. As soon as a bucket's gradients are final, its reduce-scatter starts, while the backward pass
+continues; `GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights
+start; a layer's forward pass waits for its bucket's all-gather.
 
-A unit (the word of FSDP) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
+A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
 only while the layer runs (arXiv 1910.02054):
 
     before forward      all-gather weights                                          ZeRO-3
@@ -16,14 +16,14 @@ only while the layer runs (arXiv 1910.02054):
     during backward     allocate full gradients, accumulate into them               ZeRO-2, ZeRO-3
     after backward      reduce-scatter gradients, free them; free weights           ZeRO-2, ZeRO-3
 
-While a unit computes, the all-gather of the next one runs, and the reduce-scatter of the last one
+While a unit computes, the all-gather of the next unit and the reduce-scatter of the previous unit run
 (`UnitOverlap`).
 
 Invariant: every rank of the data-parallel group runs the same layers in the same order, and autograd visits
 the same graph in the same order. So the collectives in these hooks are issued in the same order on all ranks.
 What a collective sums, and in which order, does not depend on when it starts.
 
-Embedding, final norm and head belong to no bucket and no unit: they are reduced after the last backward pass,
+Embedding, final norm and head are in no bucket and no unit. They are reduced after the last backward pass,
 and gathered before the step ends. The gradient of the tied embedding is final only at the end of the first
 stage's backward pass. The functions that add to it (`mpu.embedding`, the fused loss) return no gradient to
 autograd, and the fused loss reads the head's weight outside of any module's forward pass: no hook would run.
@@ -45,7 +45,7 @@ from megatron.optimizer.flat_group import FlatGroup, add_to_main_grad
 
 
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
-    """Indices of the layers of each bucket, in order; [] if one bucket would hold all of them.
+    """Returns the layer indices of each bucket, in order; [] if one bucket would hold all layers.
 
     layer_sizes: elements of each layer. A bucket has the fewest layers with at least `bucket_size` elements,
     counted from the last layer. The first bucket, whose gradients are final last, holds the rest.
@@ -91,7 +91,7 @@ class Bucket(_HookedLayers):
         start_reduction: Callable[[Sequence[FlatGroup]], None] | None,
     ) -> None:
         """`start_reduction`: called with `flats` when their gradients are final; None: gradients are reduced
-        after the backward pass. Registers the hooks: after those that accumulate the gradients."""
+        after the backward pass. Make the bucket after registering the hooks that accumulate gradients."""
         super().__init__(flats)
         self._start = start_reduction
         self._micro_batches_left: dict[nn.Parameter, int] = {}
@@ -103,7 +103,7 @@ class Bucket(_HookedLayers):
                 parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
     def begin_step(self, micro_batches: int) -> None:
-        """The gradients are final when each parameter has those of this many micro-batches."""
+        """Restarts the count: a parameter's gradient is final after this many micro-batches."""
         self._micro_batches_left = dict.fromkeys(self._parameters, micro_batches)
         self._parameters_left = len(self._parameters)
 
@@ -126,12 +126,11 @@ class Bucket(_HookedLayers):
 
 
 class UnitOverlap:
-    """At most one prefetched all-gather, of the next unit's weights, and one reduce-scatter, of the previous
-    unit's gradients.
+    """Overlaps at most one all-gather, of the next unit's weights (prefetch), and one reduce-scatter, of the
+    previous unit's gradients.
 
-    Which unit is next is known from the order of the all-gathers in an earlier micro-batch, layers that are
-    recomputed included. If the order differs, as in an evaluation, prefetching stops until the next
-    micro-batch.
+    The next unit is known from the order of the all-gathers in an earlier micro-batch, including those of
+    recomputed layers. If the order differs (in an evaluation), prefetching stops until the next micro-batch.
     """
 
     def __init__(self, prefetch_params: bool, overlap_reduction: bool) -> None:
@@ -143,7 +142,7 @@ class UnitOverlap:
         self._reducing: ShardedUnit | None = None
 
     def begin_micro_batch(self) -> None:
-        """Called before the first forward pass of a micro-batch."""
+        """Restarts the order of units. Call it before the first forward pass of a micro-batch."""
         if self._gathered != self._order[: len(self._gathered)]:
             self._order = self._gathered
         self._gathered = []
@@ -172,8 +171,7 @@ class UnitOverlap:
             self._prefetched = None
 
     def reduce(self, unit: ShardedUnit) -> None:
-        """Starts the reduce-scatter of the unit's gradients, then finishes that of the unit before.
-        Collective."""
+        """Starts the reduce-scatter of the unit's gradients, and finishes the previous unit's. Collective."""
         unit.start_reduction()
         self.finish_reduction()
         self._reducing = unit
@@ -181,7 +179,7 @@ class UnitOverlap:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """Afterwards the gradients of all units whose backward pass has ended are in the partitions."""
+        """Finishes the pending reduce-scatter: afterwards the partitions hold the gradients of its unit."""
         if self._reducing is not None:
             self._reducing.finish_reduction()
             self._reducing = None
@@ -191,7 +189,7 @@ class ShardedUnit(_HookedLayers):
     """The hooks of a unit.
 
     Its backward pass starts when the gradient of the layer's output arrives. It ends when all parameters have
-    their gradient: these are then reduce-scattered and freed, and with ZeRO-3 the weights are freed.
+    their gradient: the gradients are then reduce-scattered and freed, and with ZeRO-3 the weights are freed.
     """
 
     def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], overlap: UnitOverlap) -> None:
@@ -210,7 +208,7 @@ class ShardedUnit(_HookedLayers):
 
     @contextmanager
     def gathered_params(self) -> Iterator[None]:
-        """Within this context the layer's full parameters are allocated. Collective."""
+        """Allocates the layer's full parameters within this context. Collective."""
         self.start_gather()
         self.wait_for_gather()
         try:
@@ -220,7 +218,7 @@ class ShardedUnit(_HookedLayers):
 
     # --- weights ---
 
-    @not_compiled  # see `Bucket`
+    @not_compiled  # see `Bucket._before_forward`
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._overlap.gather(self)
 
@@ -244,7 +242,7 @@ class ShardedUnit(_HookedLayers):
         return bool(self._gathering) or any(not flat.has_full_params for flat in self.flats)
 
     def start_gather(self) -> None:
-        """Starts the all-gather of the weights that are not there. Collective."""
+        """Starts the all-gather of the weights that are not allocated. Collective."""
         missing = [flat for flat in self.flats if not flat.has_full_params]
         self._gathering += [flat.all_gather_params() for flat in missing]
 
@@ -258,9 +256,9 @@ class ShardedUnit(_HookedLayers):
     # --- gradients ---
 
     def _accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Hook: adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
+        """Adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
         if len(self._pending_params) == len(self._parameters):
-            if self._reducing:  # of the micro-batch before, into the same buffers
+            if self._reducing:  # of the previous micro-batch, in the same buffers
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
@@ -272,7 +270,7 @@ class ShardedUnit(_HookedLayers):
     def start_reduction(self) -> None:
         """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
         for flat in self.flats:
-            # Of the whole group: only a diagnosis reads it, which then looks for the parameter.
+            # One norm for the group: only the diagnosis reads it, and then looks for the parameter.
             flat.add_grad_norms(torch.linalg.vector_norm(flat.gradients, torch.inf))
         self._reducing = [flat.reduce_scatter_grads() for flat in self.flats]
         self._pending_params = set(self._parameters)

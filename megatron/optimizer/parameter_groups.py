@@ -22,12 +22,12 @@ def parameter_groups(
     lr_mult: float = 1.0,
     tied: Sequence[nn.Parameter] = (),
 ) -> list[dict[str, Any]]:
-    """Two groups: parameters with weight decay (matrices, embeddings), then those without (biases, norms).
+    """Returns two groups: parameters with weight decay (matrices, embeddings), then without (biases, norms).
 
     Keys of a group: 'params', 'names' (in the same order), 'weight_decay', 'lr_mult'. Every rank has both
     groups in this order, even if one is empty (a stage with only the embedding). A parameter that occurs
-    twice (tied weights) is listed once, under its first name; frozen parameters are left out. ValueError if a
-    parameter has no spec.
+    twice (tied weights) is listed once, under its first name; frozen parameters are skipped. Raises
+    ValueError if a parameter has no spec.
 
     lr_mult: the learning-rate multiplier of the specs that have one. If it is not 1, these parameters form
     separate groups, each before the group of the same kind with multiplier 1.
@@ -38,8 +38,8 @@ def parameter_groups(
     units: first part of a parameter's name ('3' in '3.mlp.dense_h_to_4h.weight') -> its unit. The parameters
     of each unit form separate groups with the key 'unit', after all others.
 
-    tied: parameters with a replica on another stage, in separate groups before those of the units. So their
-    flat buffer is the same on both stages, whatever else the stages hold.
+    tied: parameters with a replica on another stage. They form separate groups before those of the units, so
+    their flat buffer is equal on both stages, whatever else the stages hold.
     """
     units = units or {}
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units.values()}
@@ -93,10 +93,10 @@ def _groups_by_kind(
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer over `groups`; the groups keep their other keys.
+    """Returns the optimizer of --optimizer over `groups`; the groups keep their other keys.
 
     Every group starts with 'lr' 0: the training loop sets the learning rate before each step. 'adam' and
-    'adamw' are the same, with decoupled weight decay, as in Megatron. ConfigError if --use-apex or
+    'adamw' both have decoupled weight decay, as in Megatron-LM. Raises ConfigError if --use-apex or
     --use-bnb-optimizer is given and the package cannot be used.
     """
     groups = [dict(group) for group in groups]
@@ -108,13 +108,13 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> tor
 
 
 def make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
-    """SGD with momentum. fused: whether PyTorch's fused kernel computes it."""
+    """Returns SGD with momentum. fused: whether PyTorch's fused kernel computes it."""
     settings: dict[str, Any] = {"momentum": config.sgd_momentum}
     return torch.optim.SGD(groups, lr=0.0, weight_decay=0.0, fused=fused, foreach=not fused, **settings)
 
 
 def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
-    """AdamW of PyTorch, apex or bitsandbytes. fused: as for `make_sgd`."""
+    """Returns AdamW of PyTorch, apex or bitsandbytes. fused: see `make_sgd`."""
     settings: dict[str, Any] = {
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -129,8 +129,8 @@ def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """NVIDIA apex's FusedAdam; ConfigError if `apex` is a different package or was built without CUDA."""
-    advice = "install NVIDIA's apex with its CUDA extensions, or leave --use-apex out"
+    """Returns NVIDIA apex's FusedAdam. Raises ConfigError if apex, or its CUDA extension, is missing."""
+    advice = "install NVIDIA's apex with its CUDA extensions, or remove --use-apex"
     try:
         from apex.optimizers import FusedAdam
     except ImportError as error:
@@ -140,15 +140,15 @@ def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.
     try:
         return FusedAdam(groups, adam_w_mode=True, **settings)
     except (RuntimeError, ImportError) as error:
-        raise ConfigError(f"--use-apex: apex's FusedAdam cannot be used here ({error}): {advice}") from None
+        raise ConfigError(f"--use-apex: apex's FusedAdam cannot be used ({error}): {advice}") from None
 
 
 def _eight_bit_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """bitsandbytes' 8-bit Adam; ConfigError if bitsandbytes cannot be imported."""
+    """Returns bitsandbytes' 8-bit Adam. Raises ConfigError if bitsandbytes cannot be imported."""
     try:
         return EightBitAdam(groups, **settings)
     except ImportError as error:
         raise ConfigError(
             f"--use-bnb-optimizer: bitsandbytes cannot be imported ({error}): pip install bitsandbytes, or "
-            "drop the flag"
+            "remove the flag"
         ) from None

@@ -25,7 +25,7 @@ _BLOCKS_AT_ONCE = 2**14
 
 @cache
 def kernels() -> ModuleType:
-    """`bitsandbytes.functional`; ImportError where it is not installed."""
+    """Returns `bitsandbytes.functional`. Raises ImportError if it is not installed."""
     # Hides a warning about the speed of 4-bit products, which training does not use.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional
@@ -35,7 +35,7 @@ def kernels() -> ModuleType:
 
 @cache
 def code_values(moment: str, device: torch.device) -> Tensor:
-    """The map of 'exp_avg' or 'exp_avg_sq': 256 ascending values in [-1, 1]."""
+    """Returns the map of 'exp_avg' or 'exp_avg_sq': 256 ascending values in [-1, 1]."""
     values: Tensor = kernels().create_dynamic_map(signed=MAPS[moment] == "dynamic, signed")
     return values.to(device)
 
@@ -47,13 +47,13 @@ class QuantizedMoment:
     """
 
     def __init__(self, moment: str, elements: int, device: torch.device) -> None:
-        """All zeros. moment: 'exp_avg' or 'exp_avg_sq', which selects the map."""
+        """Makes a moment of zeros. moment: 'exp_avg' or 'exp_avg_sq', which selects the map."""
         self.codes = torch.zeros(elements, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(-(-elements // BLOCK_SIZE), dtype=torch.float32, device=device)
         self.values = code_values(moment, device)
 
     def read(self, start: int, length: int) -> Tensor:
-        """Elements start to start + length - 1 in fp32. start: a multiple of BLOCK_SIZE."""
+        """Returns the elements start to start + length - 1 in fp32. start: a multiple of BLOCK_SIZE."""
         codes, scales = self.part(start, length)
         restored: Tensor = kernels().dequantize_blockwise(
             codes, absmax=scales, code=self.values, blocksize=BLOCK_SIZE
@@ -71,8 +71,8 @@ class QuantizedMoment:
         scales.copy_(new_scales)
 
     def is_within_one_step(self, start: int, elements: Tensor) -> bool:
-        """Whether the stored elements from `start` are within one quantization step of `elements` (fp32). The
-        step of a code is its larger distance to a neighbour in the map, times the scale."""
+        """Returns whether the stored elements from `start` are within one quantization step of `elements`
+        (fp32). The step of a code is its larger distance to a neighbor in the map, times the scale."""
         gaps = self.values.diff()
         steps = torch.maximum(torch.cat((gaps[:1], gaps)), torch.cat((gaps, gaps[-1:])))
         codes, scales = self.part(start, elements.numel())
@@ -80,13 +80,13 @@ class QuantizedMoment:
         return bool(((self.read(start, elements.numel()) - elements.to(codes.device)).abs() <= bound).all())
 
     def part(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """The codes of these elements and the scales of their blocks, as views."""
+        """Returns the codes of these elements and the scales of their blocks, as views."""
         first, last = start // BLOCK_SIZE, -(-(start + length) // BLOCK_SIZE)
         return self.codes[start : start + length], self.scales[first:last]
 
 
 def quantize(elements: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of complete blocks of fp32 elements.
+    """Returns (codes, scales) of complete blocks of fp32 elements.
 
     Invariant: elements that were dequantized from codes give the same codes and scales again, so a save and a
     load change nothing. bitsandbytes' function does not guarantee this. On CPUs it does not always find the
@@ -107,7 +107,7 @@ def quantize(elements: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(rows: Tensor, scales: Tensor, values: Tensor) -> Tensor:
-    """int32 codes [blocks, elements] of rows [blocks, elements] for scales [blocks]."""
+    """Returns int32 codes [blocks, elements] of rows [blocks, elements] for scales [blocks]."""
     thresholds = (values[1:] + values[:-1]) / 2
     ratios = (rows / scales[:, None]).nan_to_num_(0.0)  # blocks of zeros have a scale of zero
     return torch.bucketize(ratios, thresholds, out_int32=True)
@@ -142,14 +142,14 @@ def _find_negative_scales(rows: Tensor, codes: Tensor, scales: Tensor, values: T
 
 
 def read_moment(moment: Tensor | QuantizedMoment, start: int, length: int) -> Tensor:
-    """fp32 elements of a moment: a view of a 32-bit moment, a dequantized copy of an 8-bit one."""
+    """Returns fp32 elements of a moment: a view of a 32-bit moment, a dequantized copy of an 8-bit moment."""
     if isinstance(moment, QuantizedMoment):
         return moment.read(start, length)
     return moment[start : start + length]
 
 
 def write_moment(moment: Tensor | QuantizedMoment, start: int, elements: Tensor) -> bool:
-    """Writes `elements` into the moment; returns False if quantization changed one by more than a step."""
+    """Writes `elements` into the moment. Returns False if quantization changed one by more than a step."""
     if isinstance(moment, QuantizedMoment):
         moment.write(start, elements)
         return moment.is_within_one_step(start, elements)

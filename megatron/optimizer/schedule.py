@@ -28,7 +28,7 @@ class Progress:
     consumed_tokens: int
 
     def count(self, unit: Unit) -> int:
-        """This progress in one unit."""
+        """Returns this progress in one unit."""
         counts = {
             "iterations": self.iteration,
             "samples": self.consumed_samples,
@@ -43,13 +43,13 @@ class LearningRateSchedule:
 
     warmup: length of the warm-up, in warmup_unit.
     decay_start: start of the decay, counted from the start of training, in decay_unit: the end of the
-        warm-up, or with WSD that of the stable phase at max_lr.
-    decay_length: end of the decay, counted in the same way.
+        warm-up, or with WSD the end of the stable phase at max_lr.
+    decay_length: end of the decay, counted like decay_start.
     style: a name in LR_DECAY_STYLES; with 'constant' the learning rate stays at max_lr.
     wsd_style: with WSD, a name in WSD_DECAY_STYLES.
 
-    The formulas are those of Megatron-LM (megatron/core/optimizer_param_scheduler.py), which counts in
-    samples; here a run with --train-iters counts in iterations.
+    The formulas come from Megatron-LM (megatron/core/optimizer_param_scheduler.py), which counts in samples.
+    This repository counts in iterations if --train-iters is given.
     """
 
     max_lr: float
@@ -75,8 +75,8 @@ class LearningRateSchedule:
         seq_length: int,
         tokens_of_samples: Callable[[float], float] | None = None,
     ) -> LearningRateSchedule:
-        """The schedule of the (validated) flags; ConfigError if the warm-up ends after the start or the end
-        of the decay.
+        """Returns the schedule of the validated flags. Raises ConfigError if the warm-up ends after the start
+        or the end of the decay.
 
         The decay length defaults to the length of training: --train-iters, or --train-samples or
         --train-tokens, whichever ends first. A decay by tokens has its warm-up in samples.
@@ -109,7 +109,7 @@ class LearningRateSchedule:
         )
 
     def lr(self, progress: Progress) -> float:
-        """The learning rate of the step that ends at `progress`."""
+        """Returns the learning rate of the step that ends at `progress`."""
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_lr * warmed_up / self.warmup
@@ -122,7 +122,7 @@ class LearningRateSchedule:
             lr = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, position / self.decay_start)
             return lr
         if self.wsd_style is not None and position == self.decay_start:
-            return self.max_lr  # to the last bit, whatever min_lr is: a trunk and its branches are equal
+            return self.max_lr  # to the last bit: a base run and its cooldowns agree
         if position == self.decay_start:
             done = 0.0
         elif position >= self.decay_length:
@@ -136,7 +136,7 @@ class LearningRateSchedule:
         return lr
 
     def describe(self) -> str:
-        """One line for the start banner."""
+        """Returns one line for the startup report."""
         warmup = f"warm-up over {self.warmup:,.0f} {self.warmup_unit}, then " if self.warmup else ""
         if self.style == "constant":
             return f"learning rate: {warmup}constant at {self.max_lr:.3E}"
@@ -155,7 +155,7 @@ class LearningRateSchedule:
 
 
 def schedule_of(config: Config) -> LearningRateSchedule:
-    """The schedule of a run's flags; ConfigError as `LearningRateSchedule.from_config`."""
+    """Returns the schedule of a run's flags. Raises ConfigError like `LearningRateSchedule.from_config`."""
     seq_length = config.model.seq_length
     tokens_of_samples = partial(
         BatchSchedule.from_config(config.batch).tokens_of_samples,
@@ -166,42 +166,42 @@ def schedule_of(config: Config) -> LearningRateSchedule:
 
 
 def constant_lr(max_lr: float, min_lr: float, done: float) -> float:
-    """No decay."""
+    """Returns max_lr: there is no decay."""
     return max_lr
 
 
 def linear_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Linear from max_lr (done = 0) to min_lr (done = 1)."""
+    """Decays linearly from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + (1.0 - done) * (max_lr - min_lr)
 
 
 def cosine_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Half a cosine from max_lr (done = 0) to min_lr (done = 1)."""
+    """Decays along half a cosine from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_lr - min_lr)
 
 
 def exponential_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Halving of the learning rate, scaled to max_lr (done = 0) and min_lr (done = 1)."""
+    """Halves the learning rate, scaled to max_lr (done = 0) and min_lr (done = 1)."""
     return min_lr + (2.0 * 0.5**done - 1.0) * (max_lr - min_lr)
 
 
 def minus_sqrt_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """1 - sqrt(done) from max_lr (done = 0) to min_lr (done = 1), see arXiv:2405.18392."""
+    """Decays as 1 - sqrt(done) from max_lr (done = 0) to min_lr (done = 1), see arXiv:2405.18392."""
     return min_lr + (1.0 - math.sqrt(done)) * (max_lr - min_lr)
 
 
 def inverse_square_root_decay(max_lr: float, min_lr: float, growth: float) -> float:
-    """max_lr / sqrt(growth), at least min_lr. growth: progress divided by the length of the warm-up. As in
-    "Attention Is All You Need", arXiv:1706.03762."""
+    """Returns max_lr / sqrt(growth), at least min_lr ("Attention Is All You Need", arXiv:1706.03762). growth:
+    progress divided by the length of the warm-up."""
     return max(min_lr, max_lr / math.sqrt(growth))
 
 
 def _stable_end(schedule: ScheduleConfig, warmup: float, end: int, unit: Unit) -> int:
-    """The end of WSD's stable phase; ConfigError if that is before the end of the warm-up."""
+    """Returns the end of WSD's stable phase. Raises ConfigError if it is before the end of the warm-up."""
     if unit == "tokens":
         raise ConfigError(
-            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): it "
-            "is counted in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
+            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): "
+            "WSD counts in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
         )
     by_iters = unit == "iterations"
     length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
@@ -217,14 +217,14 @@ def _stable_end(schedule: ScheduleConfig, warmup: float, end: int, unit: Unit) -
 
 
 def _flag_end(unit: Unit) -> str:
-    """The flag suffix of a unit, as in --lr-decay-iters."""
+    """Returns the flag suffix of a unit, as in --lr-decay-iters."""
     return "iters" if unit == "iterations" else unit
 
 
 def _decay_length(
     schedule: ScheduleConfig, training: TrainingConfig, tokens_of_samples: Callable[[float], float]
 ) -> tuple[int, Unit]:
-    """The end of the decay, counted from the start of training, and its unit."""
+    """Returns the end of the decay, counted from the start of training, and its unit."""
     if schedule.lr_decay_tokens is not None:
         return schedule.lr_decay_tokens, "tokens"
     if schedule.lr_decay_samples is not None:
@@ -242,7 +242,7 @@ def _decay_length(
 
 
 def _warmup_length(schedule: ScheduleConfig, decay_length: int, decay_unit: Unit) -> tuple[float, Unit]:
-    """The length of the warm-up and its unit."""
+    """Returns the length of the warm-up and its unit."""
     if schedule.lr_warmup_fraction is not None:
         return schedule.lr_warmup_fraction * decay_length, decay_unit
     if decay_unit == "iterations":

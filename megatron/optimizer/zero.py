@@ -1,4 +1,4 @@
-"""How the optimizer is distributed over ranks: its process groups, what ZeRO shards, and a rank's part."""
+"""How the optimizer is distributed over ranks: its process groups, what ZeRO shards, and each rank's part."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,16 +49,16 @@ class ZeroConfig:
     """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
     parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
     initial_values: Callable[[str], Tensor] | None = None
-    """With ZeRO-3: the initial values of the parameter of this name (fp32, on the host). Parameters of units
+    """With ZeRO-3: returns the initial values of a parameter by name (fp32, on the host). Parameters of units
     have no memory before the optimizer is made."""
     buckets: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
     """Layers whose gradients are reduced, and weights gathered, together (ZeRO-1). The key is the 'unit' of
     their parameter groups. Empty if nothing overlaps, and if the data-parallel size is 1."""
     overlap_grad_reduce: bool = True
-    """Whether the gradients of a bucket are reduced during the last backward pass, and those of a unit while
-    the next one computes."""
+    """Whether the gradients of a bucket are reduced during the last backward pass, and the gradients of a
+    unit while the next unit computes."""
     overlap_param_gather: bool = True
-    """Whether the weights of a bucket may arrive during the next forward pass, and those of a unit while the
-    one before computes."""
+    """Whether the weights of a bucket may arrive during the next forward pass, and the weights of a unit
+    while the previous unit computes."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the partition of the layers into stages, and the cost of a schedule."""
+"""Pipeline parallelism: the partition of the layers into stages, the schedules, and their simulation."""

@@ -1,8 +1,8 @@
-"""`--partition-method profile`: the measured time of each kind of layer, with the shapes of the run.
+"""Measures the time of each kind of layer with the run's shapes, for `--partition-method profile`.
 
 The tensor-parallel group of the first stage and first replica measures. The times are broadcast, so that all
 ranks compute the same partition. `--partition-profile FILE` stores them: later runs with the same shapes read
-the file and do not measure, and a dry run can compute the partition.
+the file instead of measuring, and a dry run can compute the partition.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ WARM_UP, REPEATS = 2, 7
 
 
 def needs_profiling(config: Config) -> bool:
-    """Whether `plan_stages` needs the times of the layers."""
+    """Returns whether `plan_stages` needs the times of the layers."""
     return parse_partition_method(config.parallel.partition_method).kind == "profile"
 
 
 def find_layer_times(
     config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int, eod: int | None
 ) -> dict[str, float]:
-    """Seconds per kind of layer (`stages.layer_kinds`), the same on all ranks. Collective.
+    """Returns the seconds per kind of layer (`stages.layer_kinds`), equal on all ranks. Collective.
 
-    Read from --partition-profile if the file exists on rank 0; otherwise measured, and written to it.
+    Reads --partition-profile if the file exists on rank 0. Otherwise measures, and writes the file.
     """
     found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
@@ -69,9 +69,9 @@ def find_layer_times(
 
 
 def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
-    """Seconds per kind of layer from --partition-profile; None if there is no such file.
+    """Returns the seconds per kind of layer from --partition-profile; None if there is no such file.
 
-    Raises ConfigError for a damaged file, and for one that was measured with other shapes.
+    Raises ConfigError for a damaged file, and for a file that was measured with other shapes.
     """
     path = config.parallel.partition_profile
     if path is None or not Path(path).exists():
@@ -86,14 +86,14 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
             raise ValueError("all times are 0")
         now = _shapes(config, vocab_size)
         if missing := now.keys() - measured_for.keys():
-            raise ValueError(f"the settings {', '.join(sorted(missing))} are missing in it")
+            raise ValueError(f"it lacks the settings {', '.join(sorted(missing))}")
     except (OSError, ValueError, KeyError, TypeError, HostileFileError) as error:
         raise ConfigError(
-            f"--partition-profile {path} cannot be read ({error}): delete the file, the next run measures "
-            "and writes it"
+            f"--partition-profile {path} cannot be read ({error}): delete the file; the next run measures "
+            "again and writes it"
         ) from error
     if config.training.dry_run:
-        del now["device"]  # a laptop plans for the cluster
+        del now["device"]  # a laptop may plan a run for the cluster
     differing = [
         f"{key} was {measured_for.get(key)}, is {now[key]}"
         for key in now
@@ -102,13 +102,13 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
     if differing:
         raise ConfigError(
             f"--partition-profile {path} was measured with other settings ({'; '.join(differing)}): set "
-            "another file name, to which the run writes its own measurement"
+            "a new file name, to which the run writes its own measurement"
         )
     return seconds
 
 
 def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The settings that the times depend on. The numbers of layers and stages are not among them."""
+    """Returns the settings that the times depend on, which exclude the numbers of layers and stages."""
     tensor_size = config.parallel.tensor_model_parallel_size
     device = get_accelerator().device_name()
     return {
@@ -150,7 +150,7 @@ def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None
         if kind in seconds:
             continue  # measured already; its output has the shape of its input
         if fused and head in seconds:
-            seconds[kind] = 0.0  # part of the fused head and loss, which is measured as one
+            seconds[kind] = 0.0  # measured together with the fused head and loss
             continue
         if fused and kind == head:
             function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
@@ -167,7 +167,7 @@ def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None
 def _build(
     layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
 ) -> Callable:
-    """The layer as a function, with random weights: the exact initialization does not change the time.
+    """Returns the layer as a function, with random weights, since their exact values do not change the time.
 
     forward: function of the layer's module and its input that replaces the layer's own forward pass.
     """
@@ -189,7 +189,7 @@ def _recomputed(function: Callable) -> Callable:
 
 
 def _time(function: Callable, layer_io: Any) -> tuple[float, Any]:
-    """Median seconds of a forward and backward pass, and the detached output."""
+    """Returns the median seconds of a forward and backward pass, and the detached output."""
     times = []
     for turn in range(WARM_UP + REPEATS):
         inputs = _detached(layer_io)

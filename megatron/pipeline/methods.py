@@ -35,8 +35,8 @@ class MemoryCosts:
     activation_bytes: list[float]
     """Activations of each layer that a micro-batch keeps between its forward and its backward pass."""
     in_flight: list[float]
-    """For each stage, the number of micro-batches between their forward and their backward pass when its rank
-    has most of them, in units of `activation_bytes`."""
+    """For each stage, its in-flight micro-batches (between forward and backward pass) when its rank has the
+    most, in units of `activation_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class LayerTable:
     names: list[str]
     parameters: list[int]
     flops: list[float]
-    """Forward and backward pass of a micro-batch."""
+    """FLOPs of a micro-batch's forward and backward pass."""
     seconds: list[float] | None = None
-    """Measured forward and backward pass of a micro-batch, for the method 'profile'."""
+    """Measured seconds of a micro-batch's forward and backward pass, for the method 'profile'."""
     memory: MemoryCosts | None = None
-    """For the methods with `memory_costs` in the registry."""
+    """Needed by the methods with `memory_costs` in the registry."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,20 @@ class PipelineShape:
 
 
 def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
-    """The indices of the input embedding and of the head, which have the same class name if they are tied."""
+    """Returns the indices of the input embedding and the head, which share a class name if tied."""
     found = [index for index, name in enumerate(names) if name in (EMBEDDING, UNTIED_HEAD)]
     return found[0], found[-1]
 
 
 def is_untied(names: Sequence[str]) -> bool:
-    """Whether the head has a weight of its own."""
+    """Returns whether the head has its own weight."""
     return UNTIED_HEAD in names
 
 
 def partition_layers(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Partitions the layers into the stages of a schedule.
 
-    Of a V schedule the ranks are balanced, otherwise the stages.
+    With a V schedule the ranks are balanced, otherwise the stages.
 
     Raises ConfigError for a pattern that matches no layer, explicit stages that do not match --num-layers or
     the number of stages, and more stages than layers with a weight.
@@ -99,37 +99,37 @@ def partition_layers(method: PartitionMethod, layers: LayerTable, shape: Pipelin
 
 
 def by_layer_count(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal numbers of layers."""
+    """Balances the numbers of layers."""
     return _balanced(method, layers, shape, [1] * len(layers.names), "layers")
 
 
 def by_parameters(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal numbers of parameters."""
+    """Balances the numbers of parameters."""
     return _balanced(method, layers, shape, layers.parameters, "M parameters", 1e6)
 
 
 def by_flops(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal estimated FLOPs."""
+    """Balances the estimated FLOPs."""
     return _balanced(method, layers, shape, layers.flops, "GFLOP", 1e9)
 
 
 def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal measured time; ConfigError if no times were measured."""
+    """Balances the measured times. Raises ConfigError if no times were measured."""
     if layers.seconds is None:
         raise ConfigError(
-            f"--partition-method {method.text} measures the layers when a run starts: with --dry-run pass "
-            f"--partition-profile FILE, a file that a run with that flag has written"
+            f"--partition-method {method.text} measures the layers when a run starts, but --dry-run cannot: "
+            "set --partition-profile FILE to a file that a run with this flag has written"
         )
     return _balanced(method, layers, shape, layers.seconds, "ms", 1e-3)
 
 
 def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal sums of the weights that type:REGEX:WEIGHT assigns to the layers."""
+    """Balances the weights that type:REGEX:WEIGHT assigns to the layers."""
     return _balanced(method, layers, shape, _weights_by_name(method, layers.names), "")
 
 
 def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """The stages that the flag lists."""
+    """Returns the stages that the flag lists."""
     bounds = _explicit_bounds(method, layers.names, shape)
     sums = [sum(layers.flops[first:last]) / 1e9 for first, last in pairwise(bounds)]
     return Partition(bounds, sums, "GFLOP")
@@ -143,7 +143,7 @@ def _balanced(
     unit: str,
     scale: float = 1,
 ) -> Partition:
-    """Stages with equal sums of the layers' weights. The sums are reported in `unit`, divided by `scale`."""
+    """Balances the sums of the layers' weights. Reports the sums in `unit`, divided by `scale`."""
     return _balanced_costs(method, layers, shape, [weights] * shape.stages, unit, scale)
 
 
@@ -155,7 +155,7 @@ def _balanced_costs(
     unit: str,
     scale: float,
 ) -> Partition:
-    """Stages with equal costs. costs: of each layer, on each stage."""
+    """Balances the costs of the stages. costs: row s has the cost of each layer on stage s."""
     merged = {id(row): _merge_end_functions(row, layers.names) for row in costs}
     costs = [merged[id(row)] for row in costs]
     _check_enough(method, layers.names, costs[-1], shape)
@@ -171,7 +171,7 @@ def _balanced_costs(
 
 
 def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
-    """Weight per layer: that of the first alternative which matches the layer, or 0."""
+    """Returns each layer's weight: the weight of the first alternative that matches the layer, or 0."""
     weights: list[Fraction | None] = [None] * len(names)
     for alternative in method.alternatives:
         pattern = re.compile(alternative.pattern, re.IGNORECASE)
@@ -185,8 +185,8 @@ def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Frac
         without_weight = [index for index in chosen if weights[index] is None]
         if not without_weight:
             raise ConfigError(
-                f"--partition-method {method.text}: an alternative before '{alternative.text}' matches all "
-                f"layers that it matches, so it has no effect: remove it, or put it first"
+                f"--partition-method {method.text}: '{alternative.text}' has no effect, since earlier "
+                "alternatives match all its layers: remove it, or put it first"
             )
         for index in without_weight:
             weights[index] = alternative.weight
@@ -206,7 +206,7 @@ def _check_enough(
         advice += "" if shape.is_v_schedule else " or --virtual-pipeline-stages"
     if method.kind == "type":
         classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
-        advice += f", weigh more of {classes}"
+        advice += f", give more of {classes} a weight"
     raise ConfigError(
         f"--partition-method {method.text} has {len(weighted)} layers with a weight above 0 "
         f"({kinds}) and {needed} need one each: {advice}, or list empty stages with stages:"
@@ -216,7 +216,7 @@ def _check_enough(
 def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
     """Adds the weights of the functions before the embedding and after the head to embedding and head.
 
-    The partition then keeps them on the same stage. So stages exchange hidden states only, never token ids or
+    The partition then keeps them on the same stage. So stages exchange only hidden states, never token ids or
     logits (logits are sharded over the tensor-parallel ranks).
     """
     first, head = embedding_and_head(names)
@@ -227,7 +227,7 @@ def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> lis
 
 
 def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
-    """Equal estimated memory, including the activations of each stage's in-flight micro-batches."""
+    """Balances the estimated memory, including the activations of each stage's in-flight micro-batches."""
     memory = layers.memory
     assert memory is not None  # see `memory_costs` in the registry
     costs = [
@@ -244,7 +244,7 @@ def _explicit_bounds(method: PartitionMethod, names: Sequence[str], shape: Pipel
         per_rank = f", {shape.stages_per_rank} per pipeline rank" if shape.stages_per_rank > 1 else ""
         raise ConfigError(
             f"--partition-method {method.text} lists {len(method.stages)} stages, but there are "
-            f"{shape.stages}{per_rank}: correct it, or --pipeline-model-parallel-size"
+            f"{shape.stages}{per_rank}: correct the list, or --pipeline-model-parallel-size"
         )
     if given != layers:
         raise ConfigError(
@@ -255,8 +255,8 @@ def _explicit_bounds(method: PartitionMethod, names: Sequence[str], shape: Pipel
 
 
 def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
-    """Number of entries of the layer list per stage. Functions before the first transformer layer belong to
-    the stage of the next entry; entries after the last transformer layer belong to the head's stage."""
+    """Returns the number of layer-list entries per stage. Functions before the first transformer layer belong
+    to the stage of the next entry; entries after the last transformer layer belong to the head's stage."""
     first_layer, last_layer = (
         names.index(TRANSFORMER_LAYER),
         len(names) - names[::-1].index(TRANSFORMER_LAYER),

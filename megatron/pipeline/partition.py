@@ -1,12 +1,12 @@
 """The partition of the layer list into stages, by dynamic programs over the stages.
 
-The rule: the heaviest stage (of a V schedule, the heaviest rank) is as light as possible. Among such
-partitions the sum of the squared stage costs is the smallest, and among equal sums the bounds, so later
-stages are heavier. Each stage has at least one layer with a cost. Layers without cost belong to the stage of
-the next layer with a cost, or to the last stage.
+The partition minimizes the cost of the heaviest stage, or with a V schedule of the heaviest rank. Ties are
+resolved by the smallest sum of squared stage costs, then by the smallest bounds, so later stages are heavier.
+Each stage has at least one layer with a cost. Layers without cost belong to the stage of the next layer with
+a cost, or to the last stage.
 
 A layer's cost may depend on its stage, as memory does under 1F1B, where earlier stages keep the activations
-of more micro-batches. Costs are added as integer multiples of a common unit: 0.1 + 0.2 equals 0.3.
+of more micro-batches. Costs are added as integer multiples of a common unit, so 0.1 + 0.2 equals 0.3.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ import numpy as np
 
 Weight = float | Fraction
 
-# Most bits of a partition's costs: of those that a limit is compared with, of those that are squared, and of
-# those that are added as floats. Costs with more bits lose their last ones.
+# Maximum bits of a partition's costs: to compare with a limit, to square, and to add as floats. Costs with
+# more bits lose their last bits.
 _LIMIT_BITS, _SQUARE_BITS, _FLOAT_BITS = 62, 30, 52
 
-# Limit of a dynamic program's number of steps, 10 to 30 s: 300 to 400 layers with a V schedule, several
-# thousand otherwise.
+# Maximum steps of a dynamic program, which take 10 to 30 s. They suffice for 300 to 400 layers with a V
+# schedule, and for several thousand layers otherwise.
 _MAX_STEPS = 1_000_000_000
 
 
 class TooLongError(ValueError):
-    """The layers are so many that the partition would take minutes."""
+    """Raised for so many layers that the partition would take minutes."""
 
 
 def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Bounds of the stages if layer i costs costs[s][i] on stage s: stage s has layers bounds[s] to
-    bounds[s + 1] - 1. At least as many layers as stages must have a cost. Raises TooLongError.
+    """Returns the bounds: stage s has layers bounds[s] to bounds[s + 1] - 1. Raises TooLongError.
+
+    costs[s][i] is the cost of layer i on stage s. At least as many layers as stages must have a cost.
 
     Chains-on-chains partitioning (Pinar and Aykanat, J. Parallel Distrib. Comput. 64 (2004), 974-996): a
-    bisection finds the smallest limit of a stage, and a dynamic program the smallest sum of squares of stages
-    that keep it.
+    bisection finds the smallest possible cost of the heaviest stage. Among partitions within this limit, a
+    dynamic program finds the smallest sum of squares.
     """
-    heavy = _heavy(costs)
-    whole = _whole_numbers(costs, heavy)
+    heavy = _layers_with_cost(costs)
+    whole = _integer_costs(costs, heavy)
     sums = _prefix_sums(whole, _LIMIT_BITS)
     limit = _smallest_limit(sums)
     mirrored = _reachable([row[-1] - row[::-1] for row in reversed(sums)], limit)
@@ -64,11 +65,11 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
     for choice, starts in zip(reversed(choices), reversed(possible[:-1]), strict=True):
         index = int(choice[index])
         bounds.append(int(starts[index]))
-    return _uncompressed([*reversed(bounds), len(heavy)], heavy, len(costs[0]))
+    return _bounds_of_all_layers([*reversed(bounds), len(heavy)], heavy, len(costs[0]))
 
 
 def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
-    """The smallest cost of the heaviest stage. sums: prefix sums of the layers' costs on each stage."""
+    """Returns the smallest cost of the heaviest stage. sums: prefix sums of the costs on each stage."""
     too_small, enough = -1, max(int(row[-1]) for row in sums)
     while too_small + 1 < enough:
         limit = (too_small + enough) // 2
@@ -80,8 +81,8 @@ def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
 
 
 def _reachable(sums: Sequence[np.ndarray], limit: int) -> list[np.ndarray]:
-    """Row s, element j: whether the first s stages can hold the first j layers, each stage at least one layer
-    and at most `limit`."""
+    """Returns, in row s and element j, whether the first s stages can hold the first j layers, each stage at
+    least one layer and at most `limit`."""
     positions = np.arange(len(sums[0]))
     first: dict[int, np.ndarray] = {}  # the first layer of the longest stage that ends at each position
     rows = [positions == 0]
@@ -94,15 +95,15 @@ def _reachable(sums: Sequence[np.ndarray], limit: int) -> list[np.ndarray]:
 
 
 def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Bounds of 2 * ranks stages for a V schedule (DualPipeV): rank r holds stages r and 2 * ranks - 1 - r.
-    Layer i costs costs[s][i] on stage s. The cost of the heaviest rank is minimal. Raises TooLongError.
+    """Returns the bounds of 2 * ranks stages for a V schedule (DualPipeV): rank r holds stages r and 2 *
+    ranks - 1 - r. The cost of the heaviest rank is minimal. costs: see `partition`. Raises TooLongError.
 
-    A dynamic program from the innermost rank, whose two stages are adjacent in the middle of the list, to the
-    outermost. Its state is the range of layers that the inner ranks hold: O(layers^4 / ranks), vectorized.
+    The dynamic program runs from the innermost rank, whose two stages are adjacent in the middle of the list,
+    to the outermost. Its state is the range of layers of the inner ranks: O(layers^4 / ranks), vectorized.
     """
-    heavy = _heavy(costs)
+    heavy = _layers_with_cost(costs)
     _check_steps(len(heavy) ** 4 // len(costs))
-    sums = [row.astype(float) for row in _prefix_sums(_whole_numbers(costs, heavy), _FLOAT_BITS)]
+    sums = [row.astype(float) for row in _prefix_sums(_integer_costs(costs, heavy), _FLOAT_BITS)]
     # Upper bound for pruning: the partition that balances the stages.
     places = [heavy.index(bound - 1) + 1 for bound in partition(costs)[1:-1]]
     stages = pairwise([0, *places, len(heavy)])
@@ -112,13 +113,13 @@ def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
     nothing = np.where(np.eye(len(heavy) + 1, dtype=bool), 0.0, np.inf)
     heaviest = nothing
     for rank in inside_out:
-        heaviest, _ = _around(
+        heaviest, _ = _add_outer_rank(
             heaviest, sums[rank], sums[-1 - rank], limit, lambda a, b, inner: np.maximum(a + b, inner)
         )
     limit = heaviest[0, -1]
     squares, choices = nothing, []
     for rank in inside_out:
-        squares, choice = _around(
+        squares, choice = _add_outer_rank(
             squares, sums[rank], sums[-1 - rank], limit, lambda a, b, inner: a**2 + b**2 + inner
         )
         choices.append(choice)
@@ -127,10 +128,10 @@ def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
         taken_left, taken_right = choice[:, left[-1], right[-1]]
         left.append(left[-1] + int(taken_left))
         right.append(right[-1] - int(taken_right))
-    return _uncompressed([*left, *reversed(right[:-1])], heavy, len(costs[0]))
+    return _bounds_of_all_layers([*left, *reversed(right[:-1])], heavy, len(costs[0]))
 
 
-def _around(
+def _add_outer_rank(
     inner: np.ndarray,
     left_prefix: np.ndarray,
     right_prefix: np.ndarray,
@@ -167,20 +168,20 @@ def _check_steps(steps: int) -> None:
         raise TooLongError(f"{steps:,} steps")
 
 
-def _heavy(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Indices of the layers that have a cost on any stage."""
+def _layers_with_cost(costs: Sequence[Sequence[Weight]]) -> list[int]:
+    """Returns the indices of the layers that have a cost on any stage."""
     columns = zip(*{id(row): row for row in costs}.values(), strict=True)
     return [index for index, column in enumerate(columns) if any(column)]
 
 
-def _uncompressed(bounds: Sequence[int], heavy: Sequence[int], layers: int) -> list[int]:
+def _bounds_of_all_layers(bounds: Sequence[int], heavy: Sequence[int], layers: int) -> list[int]:
     """Converts bounds among the layers with a cost to bounds among all layers."""
     return [0, *(heavy[bound - 1] + 1 for bound in bounds[1:-1]), layers]
 
 
-def _whole_numbers(costs: Sequence[Sequence[Weight]], heavy: Sequence[int]) -> list[list[int]]:
-    """The costs of the layers `heavy` on each stage, as multiples of a common unit. A float is the decimal
-    that it prints as. Equal rows are one list."""
+def _integer_costs(costs: Sequence[Sequence[Weight]], heavy: Sequence[int]) -> list[list[int]]:
+    """Returns the costs of the layers `heavy` on each stage, as multiples of a common unit. A float counts as
+    the decimal that it prints as. Equal rows are one list."""
     rows = {id(row): row for row in costs}
     exact = {key: [Fraction(str(row[index])) for index in heavy] for key, row in rows.items()}
     unit = math.lcm(*(value.denominator for row in exact.values() for value in row))
@@ -193,8 +194,8 @@ def _whole_numbers(costs: Sequence[Sequence[Weight]], heavy: Sequence[int]) -> l
 
 
 def _prefix_sums(whole: Sequence[list[int]], bits: int) -> list[np.ndarray]:
-    """Row s, element j: the cost on stage s of the first j layers. Costs lose their last bits if the stages
-    of a partition could have a sum of more than `bits` bits. Equal rows are one array."""
+    """Returns, in row s and element j, the cost on stage s of the first j layers. Costs lose their last bits
+    if the stages of a partition could have a sum of more than `bits` bits. Equal rows are one array."""
     rows = {id(row): row for row in whole}
     most = sum(max(column) for column in zip(*rows.values(), strict=True))
     shift = max(most.bit_length() - bits, 0)

@@ -1,6 +1,6 @@
 """Simulation of pipeline schedules, with given times of the stages and of the transfers between them.
 
-Simplifications: a send does not block, whereas in DeepSpeed it blocks until the receiver takes the message;
+Simplifications: a send never blocks, whereas the engine waits for a send at the rank's next exchange;
 transfers do not share bandwidth and do not slow computation; the step ends with the last backward pass,
 before the gradients are reduced.
 """
@@ -40,9 +40,9 @@ class Timeline:
     spans: list[list[Span]]
     """Per rank, its passes in chronological order."""
     peak_in_flight: list[int]
-    """Per rank, the largest number of in-flight forward passes (through one chunk, backward pass, and weight
-    pass if there is one, not finished): the activations that are kept. A chunk is a part of the rank's
-    layers: with two chunks, about half of them."""
+    """Per rank, the largest number of in-flight passes, whose activations are kept. A forward pass through a
+    chunk is in flight until its backward pass (and weight pass, if there is one) has ended. With two chunks
+    per rank, a chunk is about half of the rank's layers."""
 
     @cached_property
     def makespan(self) -> float:
@@ -71,14 +71,14 @@ def simulate_schedule(
 ) -> Timeline:
     """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev', 'interleaved' or 'zero-bubble'.
 
-    forward, backward: seconds of a micro-batch's pass per chunk.
+    forward, backward: seconds of a micro-batch's pass, one number per chunk.
     transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
-    chunks_per_rank: of 'interleaved'; 'dualpipev' has two, the others one.
-    weight: the part of `backward` that computes the gradients of weights, by default half of it. Only
-        'zero-bubble' runs it as a pass of its own.
+    chunks_per_rank: for 'interleaved'; 'dualpipev' always has two, other schedules one.
+    weight: the part of `backward` that computes weight gradients, by default half of it. Only 'zero-bubble'
+        runs it as a separate pass.
 
-    Times may be integers or Fractions; the results are then exact. ValueError for an unknown schedule, and
-    for times or a number of micro-batches that the schedule does not support.
+    Times may be integers or Fractions; the results are then exact. Raises ValueError for an unknown schedule,
+    and for times or a number of micro-batches that the schedule does not support.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown pipeline schedule {name}: expected one of {', '.join(SCHEDULES)}")
@@ -102,30 +102,30 @@ def simulate_schedule(
 
 
 def splits_backward(name: str) -> bool:
-    """Whether the schedule computes the gradients of weights in passes of their own."""
+    """Returns whether the schedule computes weight gradients in separate passes."""
     return name in PIPELINE_SCHEDULES and PIPELINE_SCHEDULES[name].splits_backward
 
 
-@lru_cache(maxsize=16)  # a plan asks for it once per rank
+@lru_cache(maxsize=16)  # a plan calls it once per rank
 def actions_of(
     name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
 ) -> ScheduleActions:
-    """The actions of the schedule `name`; ValueError if the sizes do not fit. chunks_per_rank: see
-    `simulate_schedule`."""
+    """Returns the actions of the schedule `name`. Raises ValueError if the sizes do not fit. chunks_per_rank:
+    see `simulate_schedule`."""
     of_schedule = () if _is_fixed(name) else (_chunks_per_rank(name, chunks_per_rank),)
     actions: ScheduleActions = load_object(SCHEDULES[name])(num_ranks, num_micro_batches, *of_schedule)
     return actions
 
 
 def _is_fixed(name: str) -> bool:
-    """Whether the schedule has a number of chunks per rank of its own."""
+    """Returns whether the schedule fixes the number of chunks per rank."""
     return name not in PIPELINE_SCHEDULES or PIPELINE_SCHEDULES[name].stages_per_rank > 0
 
 
 def _chunks_per_rank(name: str, given: int | None) -> int:
     if not _is_fixed(name):
         if given is None or given < 1:
-            raise ValueError(f"{name} has any number of chunks per rank, and {given} was given")
+            raise ValueError(f"{name} needs a number of chunks per rank, at least 1: {given} was given")
         return given
     fixed = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
     if given not in (None, fixed):
@@ -136,9 +136,9 @@ def _chunks_per_rank(name: str, given: int | None) -> int:
 def mean_bubble(
     schedule: str, weights: Sequence[float], num_micro_batches: int, chunks_per_rank: int | None = None
 ) -> float:
-    """Mean share of a step in which a rank is idle, if the passes of stage s take times proportional to
-    weights[s], a backward pass twice as long as a forward pass, and messages none. chunks_per_rank: see
-    `simulate_schedule`."""
+    """Returns the mean share of a step in which a rank is idle. The passes of stage s take times proportional
+    to weights[s], a backward pass takes twice as long as a forward pass, and messages take no time.
+    chunks_per_rank: see `simulate_schedule`."""
     forward = [weight / 3 for weight in weights]
     backward = [2 * seconds for seconds in forward]
     shares = simulate_schedule(
@@ -151,8 +151,8 @@ def _check_times(forward: Sequence[float], backward: Sequence[float], transfer: 
     chunks = len(forward)
     if chunks < 1 or len(backward) != chunks or len(transfer) != chunks - 1:
         raise ValueError(
-            f"{chunks} forward times need as many backward times and one transfer time less, and at least "
-            f"one: there are {len(backward)} backward and {len(transfer)} transfer times"
+            f"{chunks} forward, {len(backward)} backward and {len(transfer)} transfer times: expected at "
+            "least one forward time, as many backward times, and one transfer time fewer"
         )
     for time in chain(forward, backward, transfer):
         if not (isfinite(time) and time >= 0):
@@ -168,11 +168,10 @@ def simulate(
     transfer: Sequence[float],
     weight: Sequence[float] = (),
 ) -> Timeline:
-    """Simulates the actions of a schedule; each step starts as early as its rank and its messages allow.
+    """Simulates the actions of a schedule. Each step starts as early as its rank and its messages allow.
 
-    The times are those of `simulate_schedule`, but `weight` is not included in `backward`: it is the time of
-    the weight passes, if the schedule has any. ValueError if the actions deadlock; it names a pass that never
-    gets its input.
+    The arguments are the times of `simulate_schedule`, but `backward` excludes `weight`: the times of the
+    weight passes, if any. Raises ValueError if the actions deadlock; it names a pass that gets no input.
     """
     run = _Run(actions, {"forward": forward, "backward": backward, "weight": weight}, transfer)
     ready = deque(range(len(actions.steps)))
@@ -180,9 +179,7 @@ def simulate(
         ready.extend(run.advance(ready.popleft()))
     if run.waiting:
         action, rank = next(iter(run.waiting.items()))
-        raise ValueError(
-            f"the order of work cannot be run: rank {rank} waits forever for the input of {action}"
-        )
+        raise ValueError(f"the schedule cannot run: rank {rank} waits forever for the input of {action}")
     return Timeline([rank.spans for rank in run.ranks], [rank.peak_in_flight for rank in run.ranks])
 
 
@@ -249,9 +246,7 @@ class _Run:
         woken = []
         for action in outputs:
             if action not in rank.outputs:
-                raise ValueError(
-                    f"the order of work cannot be run: it sends the output of {action} too early"
-                )
+                raise ValueError(f"the schedule cannot run: it sends the output of {action} too early")
             rank.outputs.remove(action)
             kind, micro_batch, chunk = action
             target = PipelineAction(kind, micro_batch, chunk + FLOW[kind])
@@ -292,6 +287,4 @@ class _Run:
             begins = chunk == (0 if kind == "forward" else len(self._rank_of_chunk) - 1)
             has_input = (begins or action in rank.inputs) and (kind == "forward" or key in rank.live)
         if not has_input:
-            raise ValueError(
-                f"the order of work cannot be run: it does {action} before its input has arrived"
-            )
+            raise ValueError(f"the schedule cannot run: it runs {action} before its input has arrived")

@@ -1,24 +1,26 @@
 """The actions of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
 
-The model's layers are divided into chunks (Megatron-LM: model chunks). Chunk c is stage c of the flags, the
-docs and `megatron.engine`. Its index among the chunks of its rank is called model_chunk_id (Megatron-LM).
-Every rank holds one chunk ('gpipe', arXiv 1811.06965; '1f1b', called PipeDream-flush in arXiv 2104.04473;
-'zero-bubble', arXiv 2401.10241), two ('dualpipev', https://github.com/deepseek-ai/DualPipe: rank r of p
-holds chunks r and 2p - 1 - r, so the first and the last chunk are on rank 0), or any number ('interleaved',
-arXiv 2104.04473 section 2.2: rank r holds chunks r, p + r, 2p + r and so on). The actions of a rank are a
-list of steps. Each step exchanges messages and then computes.
+The model's layers are divided into model chunks. Chunk c is stage c of the flags, the docs and
+`megatron.engine`. Its index among the chunks of its rank is called model_chunk_id, as in Megatron-LM. The
+actions of a rank are a list of steps. Each step exchanges messages and then computes. Schedule -> chunks:
 
-'1f1b' and 'dualpipev' are, message by message, what DeepSpeed 0.19.8's `TrainSchedule` and
-`DualPipeVSchedule` emit; DeepSpeed has no GPipe. In particular:
+    'gpipe' (arXiv 1811.06965)                                 one per rank
+    '1f1b' (arXiv 2104.04473, PipeDream-flush)                 one per rank
+    'zero-bubble' (arXiv 2401.10241)                           one per rank
+    'dualpipev' (https://github.com/deepseek-ai/DualPipe)      rank r of p holds chunks r and 2p - 1 - r
+    'interleaved' (arXiv 2104.04473, section 2.2)              rank r holds chunks r, p + r, 2p + r, ...
+
+'1f1b' and 'dualpipev' exchange exactly the messages of DeepSpeed 0.19.8's `TrainSchedule` and
+`DualPipeVSchedule`; DeepSpeed has no GPipe. In particular:
 
 - `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
-  steady state each micro-batch waits for one transfer in each direction, even if the activation was ready;
+  steady state each micro-batch waits for one transfer in each direction, even if the activation is ready;
 - `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
-  overlaps a forward with a backward pass. A pair of passes only shares its message exchanges: the forward
+  overlaps a forward with a backward pass. A pair of passes shares only its message exchanges: the forward
   pass also waits for the gradient, and its output is sent after the backward pass.
 
-'interleaved' has the passes of Megatron-LM's `forward_backward_pipelining_with_interleaving` in the same
-order. Messages between two ranks are received in the order in which they are sent, in every schedule.
+'interleaved' runs its passes in the order of Megatron-LM's `forward_backward_pipelining_with_interleaving`.
+In every schedule, messages between two ranks are received in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from typing import Literal, NamedTuple
 from megatron.mpu.layout import chunks_of_rank
 
 Kind = Literal["forward", "backward", "weight"]
-"""Of a pass. "weight" computes the gradients of weights, where "backward" computes those of inputs only."""
+"""Kind of a pass. "weight" (W) computes weight gradients, if "backward" (B) computes only input gradients."""
 
 FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
-"""Offset from a chunk to the chunk that receives its output. A weight pass has none."""
+"""Offset from a chunk to the chunk that receives its output. A weight pass has no receiver."""
 
 
 class PipelineAction(NamedTuple):
@@ -55,9 +57,9 @@ class Step(NamedTuple):
     sends: tuple[PipelineAction, ...]
     """Passes whose outputs are sent first."""
     receives: tuple[PipelineAction, ...]
-    """Passes whose inputs are received then; the rank waits for all of them."""
+    """Passes whose inputs are received next; the rank waits for all of them."""
     late_sends: tuple[PipelineAction, ...]
-    """Passes whose outputs are sent after that."""
+    """Passes whose outputs are sent after these inputs have arrived."""
     actions: tuple[PipelineAction, ...]
     """Passes that are computed last, in this order."""
 
@@ -71,7 +73,7 @@ class ScheduleActions:
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
-    """All forward passes, then all backward passes, both in the order of the micro-batches."""
+    """Schedules all forward passes, then all backward passes, both in the order of the micro-batches."""
 
     def add_steps(stage: int, steps: _Steps) -> None:
         steps.add_each(chain(*_passes(stage, num_micro_batches)))
@@ -81,16 +83,15 @@ def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
     """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
-    alternates one backward and one forward pass. So stage s keeps activations of at most p - s
-    micro-batches."""
+    alternates one backward and one forward pass. So it keeps activations of at most p - s micro-batches."""
 
     def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
         depth = num_stages - stage
         steps.add_each(forwards[:depth])
         for micro_batch, action in enumerate(backwards):
-            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If there
-            # are fewer micro-batches than stages from this one on, the activation was already sent.
+            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If fewer
+            # micro-batches remain than stages from this one on, the activation was already sent.
             steps.add(action, sends_late=micro_batch + depth - 1 < num_micro_batches)
             steps.add_each(forwards[micro_batch + depth :][:1])
 
@@ -98,13 +99,13 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
-    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with the backward pass in two parts, B and W.
+    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with a split backward pass, B and W.
 
-    B computes the gradient of the stage's input, which the stage before waits for. W computes the gradients
-    of the weights, which nothing waits for, so it can run when the stage would be idle. The order of the
-    forward passes and of the Bs is that of 1F1B. The W of a micro-batch runs after the B of the s-th next one
-    on stage s, so the stages keep equal numbers of micro-batches: stage s of p has p - s that wait for their
-    B, and s that wait for their W. If all three passes take equally long, the bubble is a third of 1F1B's.
+    B computes the gradient of the stage's input, which the previous stage waits for. W computes the weight
+    gradients, which nothing waits for, so it can run when the stage would be idle. Forward passes and Bs run
+    in the order of 1F1B. On stage s, the W of a micro-batch runs after the B of the micro-batch s places
+    later. So all p stages keep equal numbers of micro-batches: on stage s, p - s wait for B and s wait for W.
+    If forward pass, B and W take equally long, the bubble is a third of 1F1B's bubble.
     """
 
     def add_steps(stage: int, steps: _Steps) -> None:
@@ -114,7 +115,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
         steps.add_each(forwards[:depth])
         for micro_batch, action in enumerate(backwards):
             steps.add(action)
-            # A step of its own: the output of B is sent before it.
+            # A separate step, so that the output of B is sent before W.
             if micro_batch >= stage:
                 steps.add(weights[micro_batch - stage])
             steps.add_each(forwards[micro_batch + depth :][:1])
@@ -126,8 +127,8 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
     """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
 
-    Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both ways
-    alternate. Raises ValueError for less than two micro-batches per rank.
+    Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both
+    directions alternate. Raises ValueError for fewer than two micro-batches per rank.
     """
     if num_micro_batches < 2 * num_ranks:
         raise ValueError(
@@ -139,7 +140,7 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
 
 
 def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, steps: _Steps) -> None:
-    """One rank's steps. The numbers are those of the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
+    """Adds the steps of one rank. The numbers are the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
     last_chunk = 2 * num_ranks - 1
     down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
     forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
@@ -149,7 +150,7 @@ def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, st
         steps.add(next(forward_down))
     action = next(forward_down)
     for turn in range(rank + 1):  # 2
-        # The outputs of both directions are sent together; so are the next inputs received.
+        # The outputs of both directions are sent together, and the next inputs are received together.
         steps.add(action, hold=True)
         action = next(forward_down)
         steps.add(next(forward_up), receive_too=(action,), hold=below == 0 and turn == rank)
@@ -177,17 +178,17 @@ def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, st
 def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> ScheduleActions:
     """Interleaved 1F1B (arXiv 2104.04473, section 2.2): rank r of p holds chunks r, p + r, 2p + r, ...
 
-    Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on;
-    backward through its last chunk first. With v chunks, rank r runs 2 (p - 1 - r) + (v - 1) p forward passes
-    first (warm-up), then alternates one forward and one backward pass. Such a pair shares its messages: if
-    all passes take equally long, every message is needed in the step after the one that makes it.
+    Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on.
+    Backward, they go through its last chunk first. With v chunks, rank r runs 2 (p - 1 - r) + (v - 1) p
+    forward passes first (warm-up), then alternates one forward and one backward pass. Such a pair shares its
+    message exchange: if all passes take equally long, every message is needed one step after its pass.
 
-    Raises ValueError for a number of micro-batches that is not a multiple of the ranks.
+    Raises ValueError if the number of micro-batches is not a multiple of the ranks.
     """
     if num_micro_batches % num_ranks:
         raise ValueError(
             f"interleaved on {num_ranks} ranks needs a multiple of {num_ranks} micro-batches, and has "
-            f"{num_micro_batches}: take another global batch or micro-batch, or another number of ranks"
+            f"{num_micro_batches}: change the global batch size, the micro-batch size or the number of ranks"
         )
     rank_of_chunk = [chunk % num_ranks for chunk in range(num_ranks * chunks_per_rank)]
     groups = [range(first, first + num_ranks) for first in range(0, num_micro_batches, num_ranks)]
@@ -209,10 +210,9 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) ->
 
 
 def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> ScheduleActions:
-    """The forward passes alone, as for an evaluation, of any chunks and any number of micro-batches.
+    """Schedules only forward passes, as an evaluation needs, for any chunks and number of micro-batches.
 
-    Micro-batch k is in chunk c in step k + c, so every message is needed in the step after the one that makes
-    it.
+    Micro-batch k is in chunk c in step k + c, so every message is needed one step after its pass.
     """
 
     def add_steps(rank: int, steps: _Steps) -> None:
@@ -224,7 +224,7 @@ def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Schedu
 
 
 def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], None]) -> ScheduleActions:
-    """The steps of all ranks. add_steps: adds those of one rank."""
+    """Returns the steps of all ranks. add_steps: adds the steps of one rank."""
     of_ranks = [_Steps(rank, rank_of_chunk) for rank in range(max(rank_of_chunk) + 1)]
     for rank, steps in enumerate(of_ranks):
         add_steps(rank, steps)
@@ -232,7 +232,7 @@ def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], N
 
 
 def _passes(chunk: int, num_micro_batches: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
-    """The forward and the backward passes through a chunk."""
+    """Returns the forward and the backward passes through a chunk."""
     kinds: tuple[Kind, Kind] = "forward", "backward"
     forwards, backwards = (
         [PipelineAction(kind, k, chunk) for k in range(num_micro_batches)] for kind in kinds
@@ -284,12 +284,12 @@ class _Steps:
             self.add(action)
 
     def finished(self) -> list[Step]:
-        """All steps; a last step without passes sends the remaining outputs."""
+        """Returns all steps; a last step without passes sends the remaining outputs."""
         return [*self._steps, Step(self._unsent + self._held, (), (), ())]
 
 
 def _select(actions: tuple[PipelineAction, ...], places: set[tuple[Kind, int]]) -> tuple[PipelineAction, ...]:
-    """The passes whose kind and chunk are among `places`."""
+    """Returns the passes whose kind and chunk are among `places`."""
     selected = [action for action in actions if (action.kind, action.chunk) in places]
-    # Large plans have millions of these: reuse the tuple if nothing is removed.
+    # Large plans have millions of tuples: reuse this one if nothing is removed.
     return actions if len(selected) == len(actions) else tuple(selected)

@@ -56,28 +56,27 @@ class StagePlan:
         return self.num_ranks == len(self.rank_of_stage)
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds the stage."""
+        """Returns the pipeline rank that holds the stage."""
         return self.rank_of_stage[stage]
 
     def sum_by_rank(self, values: Sequence[float]) -> list[float]:
-        """The sums over the stages of each pipeline rank. values: one per stage."""
+        """Returns the sums over the stages of each pipeline rank. values: one per stage."""
         sums = [0.0] * self.num_ranks
         for rank, value in zip(self.rank_of_stage, values, strict=True):
             sums[rank] += value
         return sums
 
     def rank_weights(self) -> list[float]:
-        """Weight per pipeline rank."""
+        """Returns the weight of each pipeline rank."""
         return self.sum_by_rank(self.partition.weights)
 
     def layer_range(self, stage: int) -> str:
-        """The indices of the stage's layers, such as '3-8'; '-' for a stage without layers."""
+        """Returns the indices of the stage's layers, such as '3-8'; '-' for a stage without layers."""
         first, last = self.bounds[stage], self.bounds[stage + 1] - 1
         return f"{first}-{last}" if last > first else str(first) if last == first else "-"
 
     def stage_parameters(self, stage: int) -> int:
-        """Parameters that one rank of the stage holds. A tied embedding and head on one rank are one
-        matrix."""
+        """Returns the stage's parameters on one rank. A tied embedding and head on the rank count once."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         held = sum(self.parameters[first:last])
         _, head = embedding_and_head(self.names)
@@ -85,7 +84,7 @@ class StagePlan:
         return held - (self.parameters[head] if first <= head < last and shares_embedding else 0)
 
     def layer_titles(self) -> list[str]:
-        """The name of each layer for the report; '' for the functions between layers."""
+        """Returns the name of each layer for the report; '' for the functions between layers."""
         first, head = embedding_and_head(self.names)
         titles = {first: "embedding", head: "LM head"}
         kinds = {name: "final norm" if name[0].isupper() else "" for name in self.names}
@@ -99,7 +98,7 @@ def plan_stages(
     seconds: dict[str, float] | None = None,
     memory: MemoryCosts | None = None,
 ) -> StagePlan:
-    """Partitions the layer list by `--partition-method`; ConfigError if that is not possible.
+    """Partitions the layer list by `--partition-method`. Raises ConfigError if that is not possible.
 
     seconds: measured time per kind of layer (see `layer_kinds`), for the method 'profile'. memory: for the
     method 'memory'; None to compute it in this process, see `find_memory_costs`.
@@ -124,33 +123,33 @@ def plan_stages(
 
 
 def layer_list(config: Config, vocab_size: int) -> list[LayerSpec | Callable]:
-    """The list of the model's layers on a tensor-parallel rank."""
+    """Returns the list of the model's layers on a tensor-parallel rank."""
     tp_group = TPGroup(size=config.parallel.tensor_model_parallel_size)
     context = LayerContext(config, tp_group, DropoutRNG(config.training.seed))
     return pipeline_layers(context, vocab_size, eod=0)
 
 
 def needs_memory_costs(config: Config) -> bool:
-    """Whether `plan_stages` needs the memory of the layers."""
+    """Returns whether `plan_stages` needs the memory of the layers."""
     kind = parse_partition_method(config.parallel.partition_method).kind
     return bool(PARTITION_METHODS[kind].memory_costs)
 
 
 def find_memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
-    """The memory of the layers, from the function that the registry names for --partition-method."""
+    """Returns the memory of the layers, from the registry's function for --partition-method."""
     kind = parse_partition_method(config.parallel.partition_method).kind
     costs: MemoryCosts = load_object(PARTITION_METHODS[kind].memory_costs)(config, vocab_size)
     return costs
 
 
 def stage_flops(config: Config, plan: StagePlan, vocab_size: int) -> list[float]:
-    """FLOPs of a micro-batch per stage, forward and backward, on one rank."""
+    """Returns the FLOPs of a micro-batch per stage, forward and backward, on one rank."""
     flops_of = layer_table(config, vocab_size, plan.names, plan.parameters).flops
     return [sum(flops_of[first:last]) for first, last in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)]
 
 
 def layer_table(config: Config, vocab_size: int, names: list[str], parameters: list[int]) -> LayerTable:
-    """Parameters and FLOPs of each layer on one rank."""
+    """Returns the parameters and FLOPs of each layer on one rank."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
     _, head = embedding_and_head(names)
     work = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
@@ -160,8 +159,7 @@ def layer_table(config: Config, vocab_size: int, names: list[str], parameters: l
 
 
 def held_parameters(config: Config, names: list[str], parameters: list[int]) -> list[int]:
-    """The parameters of each layer on one rank. A tied head on the rank of the embedding has none: they are
-    one matrix."""
+    """Returns each layer's parameters on one rank; 0 for a tied head on the embedding's rank (one matrix)."""
     held = list(parameters)
     if config.parallel.rank_of_stage[-1] == 0 and not is_untied(names):
         held[embedding_and_head(names)[1]] = 0
@@ -174,12 +172,12 @@ def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float
     missing = set(layer_kinds(names)) - seconds.keys()
     if missing:
         raise ConfigError(
-            f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file, the next run "
-            "measures and writes it"
+            f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file; the next run "
+            "measures again and writes it"
         )
     times, of_functions = [], 0.0
     for kind in layer_kinds(names):
-        # The time of a function is added to the layer after it; functions are not partitioned on their own.
+        # The time of a function is added to the next layer, since functions are not partitioned separately.
         if kind[0].isupper():
             times.append(seconds[kind] + of_functions)
             of_functions = 0.0
@@ -191,7 +189,7 @@ def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float
 
 
 def layer_kinds(names: list[str]) -> list[str]:
-    """The kind of each layer: its name, with @first for the embedding and @last for the head."""
+    """Returns the kind of each layer: its name, with @first for the embedding and @last for the head."""
     first = names.index(EMBEDDING)
     return [
         f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
@@ -200,5 +198,5 @@ def layer_kinds(names: list[str]) -> list[str]:
 
 
 def head_kind(names: list[str]) -> str:
-    """The kind of the LM head."""
+    """Returns the kind of the LM head."""
     return layer_kinds(names)[embedding_and_head(names)[1]]

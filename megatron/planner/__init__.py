@@ -1,1 +1,1 @@
-"""The plan of a run: memory, FLOPs and time of each layer, pipeline stages, the report of a dry run."""
+"""Plans a run before it starts: memory and time of its layers and stages, searches, sweeps, --dry-run."""

@@ -1,6 +1,7 @@
-"""The flags of a planned run: from a command line or an sbatch script, and with other settings.
+"""Reads the flags of a run to plan, from a command line or an sbatch script, and replaces some of them.
 
-A script is executed, with the rights of the user: only what it does with DRY_RUN=1 decides what happens.
+To read a script, this module executes it with DRY_RUN=1 and with the rights of the user. A script that
+ignores DRY_RUN does whatever it usually does.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ PROGRAM = "pretrain_gpt.py"
 _TIMEOUT_S = 60
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_SHOWN = 200
-# Of a job that this program may run in. The sizes that the example scripts read, as NNODES, are the user's.
+# Prefixes of variables that Slurm sets. This program may itself run in a job, whose variables a script must
+# not see. Variables such as NNODES, with which users set sizes of the example scripts, are passed on.
 _JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:
-    """The flags of a dry run: those of the script's training command and of its launcher, then the given
-    ones, which override them."""
+    """Returns the flags of a dry run: the script's training command and its number of processes, then
+    `flags`, which override the script's. script: path of the script. gpus: overrides --world-size."""
     words: list[str] = []
     if script is not None:
         command = read_script("--script", script, [], script_environment())
         if command.processes is not None:
             words += ["--world-size", str(command.processes), "--node-size", str(command.processes_per_node)]
         words += command.flags
-    # Flags of other frameworks are rewritten, so that a change of the flags that they stand for finds them.
+    # Flags of other frameworks are translated first, so that `_without` finds the settings that they change.
     words, flags = rewrite(words)[0], rewrite(flags)[0]
     words = [*_without(words, _given(flags)), *flags]
     if gpus is not None:
@@ -51,16 +53,13 @@ def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> lis
 
 
 def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags with those that a search needs and that its result does not depend on, or hardly; and a note
-    on each."""
+    """Returns the flags with defaults for those that a search needs and that hardly affect its result, such
+    as --lr; and notes on the defaults that a user should know."""
     given, words, notes = _given(words), list(words), []
-    defaults = {
-        "schedule.lr": ("--lr", "1e-4"),
-        "batch.micro_batch_size": ("--micro-batch-size", "1"),
-    }
+    defaults = {"schedule.lr": ("--lr", "1e-4"), "batch.micro_batch_size": ("--micro-batch-size", "1")}
     if not {"training.train_iters", "training.train_samples"} & given:
         defaults["training.train_iters"] = ("--train-iters", "1000")
-        notes.append("no length of the run is given: the days are those of 1,000 iterations")
+        notes.append("neither --train-iters nor --train-samples is set: the days are for 1,000 iterations")
     for name, flag in defaults.items():
         if name not in given:
             words += flag
@@ -69,12 +68,12 @@ def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if not {"precision.bf16", "precision.fp16"} & given:
         v100 = "--gpu" in words and words[words.index("--gpu") + 1].startswith("v100")
         words.append("--fp16" if v100 else "--bf16")
-        notes.append(f"no precision is given: planned with {words[-1]}")
+        notes.append(f"neither --bf16 nor --fp16 is set: planned with {words[-1]}")
     return words, notes
 
 
 def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
-    """The flags with other values. change: 'section.field' -> value."""
+    """Returns the flags with the changed settings. change: 'section.field' -> value."""
     flags: list[str] = []
     for name, value in change.items():
         option = setting_option(name)
@@ -87,7 +86,7 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
 
 @cache
 def _options() -> dict[str, str]:
-    """Option string -> 'section.field'."""
+    """Returns the flags of the configuration: option string -> 'section.field'."""
     parser = make_parser()
     names = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in fields(kind)}
     return {
@@ -99,13 +98,13 @@ def _options() -> dict[str, str]:
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """'section.field' of the flags."""
+    """Returns the settings, as 'section.field', that the flags set."""
     options = _options()
     return {options[word.partition("=")[0]] for word in words if word.partition("=")[0] in options}
 
 
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
-    """The words without these flags and their values."""
+    """Returns the words without the flags of the settings `names`, and without their values."""
     options, kept, skips = _options(), [], False
     for word in words:
         if word.startswith("--"):
@@ -117,7 +116,7 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """The flags of PROGRAM, and how many processes the script starts; None without torch's launcher."""
+    """The flags of PROGRAM, and the processes that a script starts; None without torch's launcher."""
 
     flags: list[str]
     nodes: int | None
@@ -125,14 +124,15 @@ class ScriptCommand:
 
     @property
     def processes(self) -> int | None:
-        """On all nodes."""
+        """Number of processes on all nodes; None without torch's launcher."""
         if self.nodes is None or self.processes_per_node is None:
             return None
         return self.nodes * self.processes_per_node
 
 
 def script_environment() -> dict[str, str]:
-    """This environment without the job that this program may run in. How to reach Slurm stays."""
+    """Returns this process's environment without the variables of the job that it may run in. SLURM_CONF
+    stays, since the script needs it to reach Slurm."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -141,24 +141,22 @@ def script_environment() -> dict[str, str]:
 
 
 def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str, str]) -> ScriptCommand:
-    """The last training command of a script like those of examples/slurm, which is executed with `flags`.
-
-    option: the flag that names the script. env: see `script_environment`. ConfigError if the script does not
-    print a command, or not in time, or prints without end.
-    """
+    """Executes a script like those of examples/slurm with `flags`, and returns the last training command that
+    it prints. option: the flag that names the script, for error messages. env: see `script_environment`.
+    Raises ConfigError if the script prints no command, runs too long, or prints too much."""
     path = Path(script).resolve()
     if not path.is_file():
         raise ConfigError(
-            f"{option} {script}: the file does not exist; expected a script like those in examples/slurm"
+            f"{option} {script}: the file does not exist. Expected a script like those in examples/slurm."
         )
-    expected = "expected a script that prints its command with DRY_RUN=1, like those in examples/slurm"
+    expected = "Expected a script that prints its command with DRY_RUN=1, like those in examples/slurm."
     try:
         exit_code, stdout, stderr = _run(["bash", str(path), *flags], {**env, "DRY_RUN": "1"})
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{option} {script} has not ended after {_TIMEOUT_S} s: {expected}") from None
+        raise ConfigError(f"{option} {script} has not ended after {_TIMEOUT_S} s. {expected}") from None
     except _TooLong:
         raise ConfigError(
-            f"{option} {script} prints more than {_MAX_OUTPUT_BYTES:,} bytes: {expected}"
+            f"{option} {script} prints more than {_MAX_OUTPUT_BYTES:,} bytes. {expected}"
         ) from None
     lines = re.sub(r" \\\n +", " ", stdout).splitlines()
     commands = [line for line in lines if PROGRAM in line and not line.lstrip().startswith("#")]
@@ -167,7 +165,7 @@ def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str
         output = (stderr.strip().splitlines() or ["nothing"])[-1].removeprefix("error: ")
         raise ConfigError(
             f"{option} {script} prints no command with {PROGRAM} when run with DRY_RUN=1 (exit code "
-            f"{exit_code}, output: {output[:_MAX_SHOWN]}): expected a script like those in examples/slurm"
+            f"{exit_code}, output: {output[:_MAX_SHOWN]}). Expected a script like those in examples/slurm."
         )
     launcher = [word.replace("-", "_") if word.startswith("--") else word for word in words[:place]]
     nodes, per_node = (_number_after(launcher, name) for name in ("__nnodes", "__nproc_per_node"))
@@ -175,12 +173,13 @@ def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str
 
 
 class _TooLong(Exception):
-    """The output of a script has no end."""
+    """A script prints more than _MAX_OUTPUT_BYTES."""
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
-    """Exit code, standard output and error. The command has a session of its own, and all processes of it are
-    killed at the end. TimeoutExpired after _TIMEOUT_S, _TooLong for more output than a script prints."""
+    """Runs a command, and returns its exit code, standard output and standard error. The command runs in a
+    new session, whose processes are all killed at the end. Raises TimeoutExpired after _TIMEOUT_S, and
+    _TooLong for more than _MAX_OUTPUT_BYTES of output."""
     process = subprocess.Popen(
         command,
         env=env,
@@ -219,7 +218,7 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]
 
 
 def _words(command: str) -> tuple[list[str], int | None]:
-    """The words of a command and the place of PROGRAM among them; None if it is not a word of its own."""
+    """Returns the words of a command, and the index of the word that ends with PROGRAM; None without one."""
     try:
         words = shlex.split(command)
     except ValueError:  # an open quotation mark

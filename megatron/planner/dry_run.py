@@ -1,4 +1,4 @@
-"""--dry-run: the report of a run, and the plan of its memory and time."""
+"""--dry-run: the startup report of a run, with its planned memory and predicted time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from megatron.units import GIB
 
 
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:
-    """Prints the plan, and with --simulate the simulated step; returns FINISHED, or USER_ERROR if the plan
-    does not fit the device.
-
-    notes: sentences about the flags, for the start of the report.
-    """
+    """Prints the plan, and with --simulate also the simulated step. Returns FINISHED, or USER_ERROR if the
+    plan does not fit the device. notes: sentences about the flags, printed at the start of the report."""
     setup = Setup.from_config(config)
     assert setup.plan is not None
     memory = plan_memory(config, setup.vocab.size, setup.plan)
@@ -67,8 +64,8 @@ def planned_run_report(
     memory: Sequence[StageMemory],
     step: StepTime | None = None,
 ) -> str:
-    """The report that a run would print at its start, and the plan. memory: by pipeline rank. step: the
-    predicted one; None if it is not shown."""
+    """Returns the report that a run prints at its start, followed by the planned memory and time. memory: one
+    entry per pipeline rank. step: the predicted step; None hides the lines about time."""
     parts = [
         run_report(config, plan, vocab_size, notes, learning_rate, _network_lines(config)),
         "planned memory of a device in GiB\n" + memory_table(config, plan, vocab_size, memory),
@@ -78,28 +75,29 @@ def planned_run_report(
 
 
 def _network_lines(config: Config) -> list[str]:
-    """The measured rates of the network that the predicted time uses."""
+    """Returns the line on --network-figures, the measured rates that the prediction uses; [] without them."""
     figures = None if config.training.gpu is None else read_network_figures(config)
     return [] if figures is None else [f"network    {figures.describe()} ({config.parallel.network_figures})"]
 
 
 def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Sequence[StageMemory]) -> str:
-    """A row per pipeline rank: the parts of `StageMemory` in GiB, and the rank's share of the FLOPs."""
+    """Returns a table: for each pipeline rank the parts of `StageMemory` in GiB, and its share of the
+    FLOPs."""
     work = plan.sum_by_rank(stage_flops(config, plan, vocab_size))
     parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")
     rows = [["stage" if plan.has_one_stage_per_rank else "rank", *parts, "work"]]
-    for rank, of_rank in enumerate(memory):
-        sizes = [f"{getattr(of_rank, part) / GIB:.3f}" for part in parts]
+    for rank, planned in enumerate(memory):
+        sizes = [f"{getattr(planned, part) / GIB:.3f}" for part in parts]
         rows.append([str(rank), *sizes, f"{100 * work[rank] / sum(work):.1f} %"])
     return format_table(rows)
 
 
 def ramp_up_notes(config: Config) -> list[str]:
-    """With --load and --rampup-batch-size: one sentence on the batch sizes that remain, or [].
+    """Returns a note on the batch sizes that remain of --rampup-batch-size after --load; [] without both.
 
-    Raises ConfigError if the checkpoint of --load cannot be opened, or if the layout does not support a batch
-    size that remains after it. Without a checkpoint on this machine the note has the sizes that the layout
-    supports, and the number of samples from which on a run can resume.
+    If --load has no checkpoint on this machine, the note names the batch sizes that the layout supports, and
+    the number of consumed samples from which a run can resume. Raises ConfigError if the checkpoint cannot be
+    opened, or if the layout does not support a batch size that remains.
     """
     load = config.checkpoint.load
     if load is None or config.batch.rampup_batch_size is None:
@@ -110,15 +108,16 @@ def ramp_up_notes(config: Config) -> list[str]:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)
         return [
-            f"a run resumes {checkpoint.folder} at {consumed:,} samples: {_sizes(schedule, consumed)} remain"
+            f"a run resumes {checkpoint.folder} at {consumed:,} consumed samples: "
+            f"{_sizes(schedule, consumed)} remain"
         ]
     first = first_supported_sample(config)
     if first == 0:
         return []
     return [
-        f"--load {load} holds no checkpoint here, and the layout does not support the smaller batches of the "
-        f"ramp-up: a run is refused unless it resumes from at least {first:,} consumed samples, when "
-        f"{_sizes(schedule, first)} remain"
+        f"--load {load} has no checkpoint on this machine, and the layout does not support the smaller "
+        f"batches of the ramp-up: a run fails at startup unless its checkpoint has at least {first:,} "
+        f"consumed samples; {_sizes(schedule, first)} remain after that"
     ]
 
 

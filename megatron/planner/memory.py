@@ -1,9 +1,9 @@
-"""The planned memory of each pipeline rank, and whether it fits the device.
+"""Plans the memory of each pipeline rank, and whether it fits the device.
 
-The memory is a replay of the rank's instructions over the costs of its stages: `simulation.stage_costs` has
-the bytes that a pass through a layer allocates, keeps and frees. The replay adds what the engine holds
-between passes (received and sent activations and gradients) and the weights, gradients and optimizer state.
-`tests/simulated` compares the sums with a whole simulated step.
+The plan replays the rank's instructions. For each pass, `simulation.stage_costs` has the bytes that every
+layer allocates, keeps and frees. The replay adds the activations and gradients that the engine holds between
+passes (received, or being sent), the weights, the gradients and the optimizer state. `tests/simulated`
+compares the planned memory with a whole simulated step.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from megatron.training.out_of_memory import memory_flags
 from megatron.units import GIB
 
 _LABEL_BYTES = 8 + 4
-"""A token's label and its weight in the loss."""
-# What a device needs beside the tensors of the plan: the CUDA context with the kernels of PyTorch and cuBLAS,
-# and the buffers of NCCL's communicators, for which 0.5 to 0.7 GB each were published for A100s. Assumptions,
-# never measured here.
+"""Bytes of a token's label and of its weight in the loss."""
+# A device needs memory in addition to the planned tensors. The three figures below are assumptions, which
+# this repository has never measured. First, the CUDA context with the kernels of PyTorch and cuBLAS.
 CONTEXT_BYTES = GIB
+# The buffers of each NCCL communicator: published figures for A100s are 0.5 to 0.7 GB.
 COMMUNICATOR_BYTES = 600_000_000
-# Memory that the allocator has reserved and cannot use, as a share of the plan, with expandable segments,
-# which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
+# Memory that the allocator has reserved and cannot use, as a share of the planned memory. It assumes
+# expandable segments, which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
 FRAGMENTATION = 0.05
 _MAX_FLAGS = 3
-# A flag must reduce the planned memory by this share to be named.
+# A flag is suggested only if it reduces the planned memory by at least this share.
 _MIN_SAVING = 0.02
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one pipeline rank when most is allocated, as PyTorch's allocator counts them."""
+    """Bytes of one pipeline rank at the peak of a step, as PyTorch's allocator counts them."""
 
     state: float
     """Weights, gradients, master weights, moments."""
     activations: float
-    """Of all micro-batches in flight, and messages."""
+    """Activations of all micro-batches in flight, and messages between stages."""
     head: float
-    """Of LM head and loss, if most is allocated while they run."""
+    """Temporaries of LM head and loss, if the peak occurs while they run; otherwise 0."""
     temporaries: float
-    """Of another layer that runs, and of the optimizer step."""
+    """Temporaries of another layer, or of the optimizer step, if the peak occurs while it runs."""
     tables: float
     """Attention bias, rotary angles."""
     host: float
-    """In host memory: with --cpu-offload master weights, moments and gradients; with --checkpoint-in-cpu the
-    inputs of layers."""
+    """Bytes in host memory: with --cpu-offload master weights, moments and gradients; with
+    --checkpoint-in-cpu the inputs of layers."""
 
     @property
     def total(self) -> float:
-        """On the device."""
+        """All bytes on the device."""
         return self.state + self.activations + self.head + self.temporaries + self.tables
 
 
 def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageMemory]:
-    """By pipeline rank. The device also needs `reserve_bytes`."""
+    """Returns the peak memory of each pipeline rank. The device also needs `reserve_bytes`."""
     return [
         _plan_rank(config, vocab_size, plan, rank)
         for rank in range(config.parallel.pipeline_model_parallel_size)
@@ -72,7 +72,7 @@ def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageM
 
 
 def planned_bytes(config: Config, vocab_size: int, plan: StagePlan) -> list[float]:
-    """Planned bytes per device, by pipeline rank."""
+    """Returns the planned bytes per device of each pipeline rank."""
     return [part.total for part in plan_memory(config, vocab_size, plan)]
 
 
@@ -98,8 +98,8 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
 class _Stage:
     """A stage of a rank.
 
-    inputs, outputs, labels: bytes of what it receives and returns, and of labels and loss mask.
-    shares_output, input_is_shared: whether the next stage, and the stage before, is on the same rank.
+    inputs, outputs, labels: bytes of the stage's input, of its output, and of labels with loss mask.
+    shares_output: whether the next stage is on the same rank. input_is_shared: whether the previous stage is.
     """
 
     costs: StageCosts
@@ -111,11 +111,9 @@ class _Stage:
 
     @classmethod
     def of(cls, config: Config, costs: StageCosts, stage: int) -> _Stage:
-        """Stage `stage` of the run."""
-        holders, tokens = (
-            config.parallel.rank_of_stage,
-            config.batch.micro_batch_size * config.model.seq_length,
-        )
+        """Makes stage number `stage` of the run, from its costs."""
+        holders = config.parallel.rank_of_stage
+        tokens = config.batch.micro_batch_size * config.model.seq_length
         return cls(
             costs,
             spec_bytes(costs.inputs),
@@ -135,9 +133,11 @@ class _Stage:
 
 
 class _Replay:
-    """Runs the instructions of a rank. Afterwards `kept` and `extra` are the bytes of the activations that
-    exist, and of what a pass needs beyond them, when their sum is largest; `is_loss`: whether the pass then
-    computes the loss."""
+    """Replays the instructions of a rank, and finds its peak memory.
+
+    At the peak, `kept` is the bytes of all activations, `extra` the further bytes that the running pass
+    needs, and `is_loss` whether that pass computes the loss.
+    """
 
     def __init__(self, stages: Sequence[_Stage], micro_batches: int) -> None:
         self._stages, self._micro_batches = stages, micro_batches
@@ -150,19 +150,20 @@ class _Replay:
         self.is_loss = False
 
     def run(self, name: str, buffer_id: int = -1, model_chunk_id: int = 0) -> None:
-        """Runs the instruction of this name."""
+        """Replays an instruction, named as in DeepSpeed, such as 'ForwardPass'."""
         method = getattr(self, f"_{name}", None)
         if method is not None:
             method(self._stages[model_chunk_id], buffer_id)
 
     def _hold(self, what: str, buffer_id: int, size: int) -> None:
-        """`size`: 0 frees it."""
+        """Sets the bytes of the tensors `what` in the buffer; 0 frees them."""
         self._total += size - self._held.get((what, buffer_id), 0)
         self._held[what, buffer_id] = size
 
     def _note(self, level: int, extra: int, is_loss: bool) -> None:
-        """level: bytes of the running micro-batch's activations that are not held yet, or not any more.
-        extra: what its layer needs beyond them."""
+        """Compares the memory of a layer's pass with the peak so far. level: bytes that earlier layers of the
+        pass have allocated (or, if negative, freed), which `_hold` does not count yet. extra: bytes that this
+        layer needs in addition."""
         kept = self._total + level
         if kept + extra > self.kept + self.extra:
             self.kept, self.extra, self.is_loss = kept, extra, is_loss
@@ -187,7 +188,7 @@ class _Replay:
             level += layer.forward.change
         if layers:
             level += layers[0].frees_input  # the buffer holds it
-        if stage.costs.sends > 1:  # the output is freed but for its part
+        if stage.costs.sends > 1:  # this rank keeps only its part of the output, until it is sent
             level -= stage.outputs
             self._hold("message", buffer_id, stage.outputs // stage.costs.sends)
         self._hold("kept", buffer_id, level)
@@ -239,10 +240,11 @@ class _Replay:
 
 
 def communicators(config: Config) -> int:
-    """NCCL's communicators of the rank that has most.
+    """Returns the number of NCCL communicators of the rank that has most of them.
 
-    One for each process group of several ranks: all ranks; tensor parallel; data parallel; pipeline parallel;
-    model parallel (TP x PP); the two stages of the tied embedding. One for each neighbour in the pipeline.
+    A rank has one for each process group of several ranks: all ranks; tensor parallel; data parallel;
+    pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding. It also has one for
+    each neighbor in the pipeline.
     """
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -257,19 +259,19 @@ def communicators(config: Config) -> int:
 
 
 def reserve_bytes(config: Config, planned: float) -> float:
-    """Memory that a device needs beside `planned` bytes of tensors: see the constants of this module."""
+    """Returns the bytes that a device needs in addition to `planned` bytes of tensors: see CONTEXT_BYTES."""
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators(config) + FRAGMENTATION * planned
 
 
 def fits(config: Config, planned: float) -> bool:
-    """Whether a rank with `planned` bytes of tensors fits the device of --gpu or --device-memory; any does
-    without both."""
+    """Returns whether a rank with `planned` bytes of tensors fits the device; True if the device is not
+    known."""
     device = device_memory_bytes(config)
     return device is None or planned + reserve_bytes(config, planned) <= device
 
 
 def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
-    """(whether the plan fits the device, a sentence); (True, '') without --gpu and --device-memory."""
+    """Returns whether the plan fits the device, and a sentence; (True, '') if the device is not known."""
     device = device_memory_bytes(config)
     if device is None:
         return True, ""
@@ -277,9 +279,10 @@ def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) 
     largest = max(planned)
     reserve = reserve_bytes(config, largest)
     name = config.training.gpu or f"{config.training.device_memory:g} GiB"
+    what = "stage" if config.parallel.stages_per_rank == 1 else "rank"
     needs = (
-        f"stage {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
-        f"NCCL ({communicators(config)} communicators) and the allocator, the device ({name}) has "
+        f"{what} {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
+        f"NCCL ({communicators(config)} communicators) and the allocator; the device ({name}) has "
         f"{_gib(device)}"
     )
     spare = device - largest - reserve
@@ -290,8 +293,8 @@ def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) 
         f"{flag} ({_gib(size)}{', fits' if fits(config, size) else ''})"
         for flag, size in most_effective_flags(config, vocab_size, largest)
     )
-    stages = f"stage {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} stages"
-    return False, f"does not fit ({stages}), {_gib(-spare)} too much: {needs}; try {flags or 'more devices'}"
+    places = f"{what} {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} {what}s"
+    return False, f"does not fit ({places}), {_gib(-spare)} too much: {needs}. Try {flags or 'more devices'}"
 
 
 def _gib(size: float) -> str:
@@ -299,11 +302,9 @@ def _gib(size: float) -> str:
 
 
 def most_effective_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
-    """The flags that reduce the planned memory of the largest stage most: (flag and value, planned bytes with
-    it).
-
-    planned: bytes now. At most three, in the order of their effect. They keep the model and the batches.
-    """
+    """Returns up to three flags that reduce the peak memory most, best first: (flag and value, planned bytes
+    of the most loaded rank with it). The flags do not change the model or the global batch. planned: bytes of
+    the most loaded rank without these flags."""
     found = []
     for flag, changed in memory_flags(config):
         with suppress(UserError):

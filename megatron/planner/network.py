@@ -1,22 +1,22 @@
-"""Time of collectives and messages on a cluster of equal nodes, by topology.
+"""Predicts the time of collectives and messages on a cluster of equal nodes.
 
-A node has `node_size` devices that are connected with each other, and one connection to other nodes that they
-share. Ranks fill the nodes in order. A ring collective of n ranks moves (all-reduce: 2) x (n - 1) / n of its
-bytes over every link of the ring (arXiv 1909.08053 and NVIDIA's nccl-tests, "Performance reported by NCCL
-tests", call this factor that of the bus bandwidth). If the ring leaves the node, the rings of all groups that
-the node's devices belong to share the node's connection.
+A node has `node_size` devices that are connected with each other, and that share one connection to the other
+nodes. Ranks fill the nodes in order. A ring collective of n ranks moves (n - 1) / n of its bytes over every
+link of the ring, an all-reduce twice as much: the factor of the bus bandwidth (arXiv 1909.08053; NVIDIA's
+nccl-tests, "Performance reported by NCCL tests"). If rings extend over several nodes, all rings of a node's
+devices share the node's connection.
 
 The default rates are those of the vendors' systems, per direction:
 
     V100   DGX-1: 6 NVLinks of 25 GB/s per device, 4 x 100 Gbit/s per node
     A100   DGX A100: 12 NVLinks of 25 GB/s, 8 x 200 Gbit/s
-    H100   DGX H100: 18 NVLinks of 25 GB/s, 8 x 400 Gbit/s; H200 the same
+    H100   DGX H100 (and H200): 18 NVLinks of 25 GB/s, 8 x 400 Gbit/s
     B200   DGX B200: 18 NVLinks of 50 GB/s, 8 x 400 Gbit/s
     GB200  GB200 NVL72: 72 devices with 18 NVLinks of 50 GB/s, 72 x 400 Gbit/s
 
-Collectives reach a part of these rates only; `ACHIEVED` is an assumption, as the latencies are. With
---network-figures the rates are those that preflight has measured, and nothing is taken off. Not modelled:
-congestion, rings over a part of the links, trees, and SHARP.
+Collectives reach only a part of these rates: `ACHIEVED` and the latencies are assumptions. --network-figures
+replaces the default rates by the ones that preflight has measured, to which `ACHIEVED` does not apply. Not
+modeled: congestion, rings over a part of the links, trees, and SHARP.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron.planner.simulation.passes import Collective, Group
 ALL_REDUCE = "allreduce_"
 
 ACHIEVED = 0.75
-"""Part of a link's rate that collectives reach."""
+"""Fraction of a link's rate that collectives reach."""
 LATENCY_S = {"intra": 5e-6, "inter": 15e-6}
-"""Of a step of a collective."""
+"""Seconds per step of a collective, within a node and between nodes."""
 _BITS = 8e-9
 
 
@@ -46,8 +46,8 @@ def _reached(gbps: float) -> float:
 class Network:
     """The connections of a cluster, per direction.
 
-    node_size: devices per node. intra_bytes_per_s: what a device reaches within its node. inter_bytes_per_s:
-    what the devices of a node reach together, to other nodes.
+    node_size: devices per node. intra_bytes_per_s: rate of one device within its node. inter_bytes_per_s:
+    rate of all devices of a node together, to other nodes.
     """
 
     node_size: int
@@ -56,18 +56,20 @@ class Network:
 
     @classmethod
     def of_links(cls, node_size: int, intra_node_gbps: float, inter_node_gbps: float) -> Network:
-        """From the rates of the links in Gbit/s: of a device, and of a node."""
+        """Makes a network from the nominal rates of its links in Gbit/s: of a device within its node, and of
+        a node to other nodes."""
         return cls(node_size, _reached(intra_node_gbps), _reached(inter_node_gbps))
 
     def seconds(self, call: Collective, layout: ParallelLayout) -> float:
-        """Time of a collective of the rank of `layout`, if all ranks of the run make such a call at once."""
+        """Returns the seconds of a collective of the rank of `layout`, if all ranks of the run call it in
+        their own groups at the same time."""
         ranks, in_node = self._members(call.group, layout)
         all_reduce = call.operation == ALL_REDUCE
         return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, layout.world_size)
 
     def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
-        """Ranks of a group, and those of them in one node. (Consecutive ranks differ in their tensor-parallel
-        rank, then in their replica.)"""
+        """Returns the number of ranks in a group, and how many of them are in one node. (Consecutive ranks
+        differ in their tensor-parallel rank, then in their data-parallel rank.)"""
         sizes = {"tensor": layout.tp_size, "data": layout.dp_size, "pipeline": layout.pp_size}
         strides = {"tensor": 1, "data": layout.tp_size, "pipeline": layout.tp_size * layout.dp_size}
         if not isinstance(group, str):  # some pipeline ranks
@@ -80,8 +82,9 @@ class Network:
     def collective_seconds(
         self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int
     ) -> float:
-        """Time of an all-reduce, or else of an all-gather or a reduce-scatter, of `size` bytes by a group of
-        `ranks`, of which up to `in_node` are in one node, if all groups of the run communicate at once."""
+        """Returns the seconds of a collective of `size` bytes, if all groups of the run communicate at once.
+        all_reduce: False for an all-gather or a reduce-scatter. ranks: size of the group. in_node: its
+        members in one node, at most."""
         if ranks == 1:
             return 0.0
         share = (2 if all_reduce else 1) * (ranks - 1) / ranks
@@ -93,7 +96,8 @@ class Network:
         return share * size / rate + steps * LATENCY_S["inter"]
 
     def message_seconds(self, size: float, source: int, destination: int, layout: ParallelLayout) -> float:
-        """Time of a message between two ranks, if all ranks of the two stages exchange one at once."""
+        """Returns the seconds of a message of `size` bytes, if all ranks of the two stages exchange one at
+        once."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
         senders = min(self.node_size, layout.tp_size * layout.dp_size)
@@ -112,11 +116,9 @@ KINDS = {
 
 
 def find_network(config: Config) -> Network | None:
-    """The network of the run: by --node-size, --intra-node-gbps and --inter-node-gbps; what they leave open
-    as measured in --network-figures; what that has not measured by --gpu. None without --gpu.
-
-    ConfigError if the file cannot be used.
-    """
+    """Returns the network of the run; None without --gpu. --node-size, --intra-node-gbps and
+    --inter-node-gbps have priority, then the rates measured in --network-figures, then the defaults of the
+    kind of GPU. Raises ConfigError if the file of --network-figures cannot be used."""
     if config.training.gpu is None:
         return None
     usual = KINDS[config.training.gpu.partition("-")[0]]

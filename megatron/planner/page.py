@@ -1,8 +1,8 @@
-"""The page of `tools/plan.py --html` and `tools/sweep.py --html`: one HTML file that needs no network.
+"""The HTML page of `tools/plan.py --html` and `tools/sweep.py --html`: one file that loads nothing else.
 
-The data, page.css and the scripts are put into page.html. The scripts run in this order: base.js (elements,
-numbers, sortable tables), chart.js (stacked bars, axes, legends), timeline.js (the schedule), plan.js and
-sweep.js (the sections), main.js.
+The data, page.css and the scripts are inserted into page.html. The scripts run in this order: base.js
+(elements, numbers, sortable tables), chart.js (stacked bars, axes, legends), timeline.js (the schedule),
+plan.js and sweep.js (the sections), main.js.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ _SOURCES = Path(__file__).parent / "assets"
 _SCRIPTS = ("base.js", "chart.js", "timeline.js", "plan.js", "sweep.js", "main.js")
 _TITLES: dict[Kind, str] = {
     "plan": "Plan of a run",
-    "search": "Search of a layout",
+    "search": "Search for a layout",
     "recipe": "Recipe for a layout",
     "sweep": "Sweep",
 }
-# Inside a <script> element only these could end the element or begin a comment in it.
+# Only these characters could end a <script> element or begin a comment in it.
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) -> None:
-    """Writes the page. command: the command line that made it. data: of a plan `Plan.as_dict()`; of a search,
-    a recipe or a sweep the object of --json. UserError if the file cannot be written."""
+    """Writes the page to `path`. Raises UserError if the file cannot be written. command: the command line
+    that produced the data. data: for a plan `Plan.as_dict()`; for a search, a recipe or a sweep the object
+    that --json writes."""
     text = page_text(kind, command, data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
-        raise UserError(f"--html {path} cannot be written ({error.strerror}): give another file") from None
+        raise UserError(f"--html {path} cannot be written ({error.strerror}). Set another file.") from None
 
 
 def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
-    """The page as text."""
+    """Returns the HTML of the page; the arguments are those of `write_page`."""
     title = _TITLES[kind]
     parts = {
         "title": html.escape(title),
@@ -53,12 +54,12 @@ def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
         "script": "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
     template = (_SOURCES / "page.html").read_text(encoding="utf-8")
-    # In one pass: a placeholder inside the data stays as it is.
+    # All placeholders are replaced in one pass, so that text like {{data}} inside the data stays as it is.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def _script_json(value: Any) -> str:
-    """JSON that may stand inside a <script> element. JSON has no NaN and no infinity: they become texts."""
+    """Returns JSON that is safe inside a <script> element. NaN and infinity become strings."""
     text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
     return "".join(_ESCAPES.get(character, character) for character in text)
 

@@ -21,7 +21,8 @@ from megatron.planner.simulation.stage_costs import rank_update, stage_costs
 from megatron.planner.step_time import StepTime, planned_step, timeline
 
 _MOST_EVENTS = 4000
-NO_GPU = "the time of a step depends on the device: give its kind with --gpu, as a100-80gb"
+"""Passes that a timeline shows, at most."""
+NO_GPU = "the time of a step depends on the device. Set its kind with --gpu, such as --gpu a100-80gb."
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,20 @@ class Event:
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """All calls of one kind that a rank makes in a step."""
+    """All communication calls of one kind that a rank makes in a step, with their number and total bytes."""
 
     rank: int
     group: str
     operation: str
     during: str
-    """A forward, backward or weight pass, or the step after the passes."""
+    """'forward', 'backward', 'weight', or 'step', which is the part of the step after the passes."""
     calls: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One change to the plan and what it gives; None if the change is refused, with the reason."""
+    """The effect of one change to the plan. A rejected change has a reason, and None for all figures."""
 
     change: str
     fits: bool | None
@@ -72,12 +73,12 @@ class Plan:
     step: StepTime | None
     """None without --gpu."""
     change: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that a search has changed: 'section.field' -> value."""
+    """Settings that a search has changed: 'section.field' -> value."""
     what_if: tuple[WhatIf, ...] = ()
 
     @property
     def prediction(self) -> StepTime:
-        """The predicted step; ConfigError without --gpu."""
+        """The predicted step. Raises ConfigError without --gpu."""
         if self.step is None:
             raise ConfigError(NO_GPU)
         return self.step
@@ -88,33 +89,33 @@ class Plan:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Peak memory of the most loaded rank, in bytes."""
         return max(part.total for part in self.memory)
 
     @property
     def device_bytes(self) -> int | None:
-        """Memory of the device of --gpu or --device-memory; None without both."""
+        """Memory of the device of --gpu or --device-memory, in bytes; None without both flags."""
         return device_memory_bytes(self.config)
 
     @property
     def reserve_bytes(self) -> float:
-        """What the fullest rank needs beside its tensors."""
+        """Memory that the most loaded rank needs in addition to its tensors, in bytes."""
         return reserve_bytes(self.config, self.peak_bytes)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the fullest rank fits; None if the device is not known."""
+        """Whether the most loaded rank fits the device; None if the device is not known."""
         return None if self.device_bytes is None else fits(self.config, self.peak_bytes)
 
     @cached_property
     def communication(self) -> list[CommunicationRow]:
-        """Of each pipeline rank's first tensor and data rank."""
+        """Communication in a step, of the first device (TP rank 0, DP rank 0) of each pipeline rank."""
         ranks = range(self.config.parallel.pipeline_model_parallel_size)
         return [row for rank in ranks for row in _communication(self, rank)]
 
     @property
     def timeline_micro_batches(self) -> int:
-        """Micro-batches of the timeline: those of the step, or as many as a picture can show."""
+        """Number of micro-batches in the timeline: all of the step, or as many as a plot can show."""
         if self.step is None:
             return 0
         parallel = self.config.parallel
@@ -133,12 +134,12 @@ class Plan:
         pipeline = timeline(parallel, step.stages, step.transfers, self.timeline_micro_batches)
         return [
             Event(rank, span.action.chunk, span.action.kind, span.action.micro_batch, span.start, span.end)
-            for rank, of_rank in enumerate(pipeline.spans)
-            for span in of_rank
+            for rank, spans in enumerate(pipeline.spans)
+            for span in spans
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan in JSON types: what `tools/plan.py --json` writes, and what pages are made of."""
+        """Returns the plan in JSON types, as `tools/plan.py --json` writes it and --html shows it."""
         memory = [
             {**asdict(part), "rank": rank, "total": part.total} for rank, part in enumerate(self.memory)
         ]
@@ -163,7 +164,8 @@ class Plan:
 def make_plan(
     config: Config, vocab_size: int, stages: StagePlan | None = None, change: Mapping[str, Any] | None = None
 ) -> Plan:
-    """The plan of a configuration. ConfigError if its layers cannot be partitioned."""
+    """Plans a run. Raises ConfigError if its layers cannot be partitioned. stages: the stages, if they are
+    known already. change: see `Plan.change`."""
     stages = stages or plan_stages(config, vocab_size)
     step = planned_step(config, stages, vocab_size)
     memory = tuple(plan_memory(config, vocab_size, stages))
@@ -171,7 +173,7 @@ def make_plan(
 
 
 def _layout(config: Config) -> dict[str, Any]:
-    """The settings that a search varies, and those that they are read with."""
+    """Returns the settings that a search varies, and further ones that a reader needs to understand them."""
     parallel, batch, training = config.parallel, config.batch, config.training
     return {
         "world_size": parallel.world_size,
@@ -193,14 +195,14 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def recomputation_of(config: Config) -> str:
-    """'full', 'selective' or 'none'."""
+    """Returns which activations are recomputed: 'full', 'selective' or 'none'."""
     if config.training.recomputes_layers:
         return "full"
     return "selective" if config.training.recomputes_attention else "none"
 
 
 def _stages(config: Config, plan: StagePlan) -> list[dict[str, Any]]:
-    """A row per stage. layers: indices in the layer list, as '3-8'."""
+    """Returns a dictionary per stage. Its 'layers' are indices in the layer list, such as '3-8'."""
     in_flight, titles = in_flight_micro_batches(config), plan.layer_titles()
     stages = []
     for stage, weight in enumerate(plan.partition.weights):
@@ -233,17 +235,17 @@ def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:
 def _calls(
     config: Config, plan: StagePlan, vocab_size: int, rank: int
 ) -> Iterator[tuple[str, int, Collective]]:
-    """(during what, number of times, collective or message) of a rank in a step."""
+    """Yields the calls of a rank in a step: (`CommunicationRow.during`, number of calls, call)."""
     micro_batches, update = config.micro_batches_per_step, rank_update(config, plan, vocab_size, rank)
     for stage in [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]:
         costs = stage_costs(config, plan, vocab_size, stage)
         for during, actions in costs.passes.items():
-            yield from ((during, micro_batches, one) for one in actions if isinstance(one, Collective))
-        for neighbour, specs, parts, operations in (
+            yield from ((during, micro_batches, call) for call in actions if isinstance(call, Collective))
+        for neighbor, specs, parts, operations in (
             (stage - 1, costs.inputs, costs.receives, (("forward", "recv_"), ("backward", "send"))),
             (stage + 1, costs.outputs, costs.sends, (("forward", "send"), ("backward", "recv_"))),
         ):
-            if parts and plan.rank_of(neighbour) != rank:
+            if parts and plan.rank_of(neighbor) != rank:
                 size = spec_bytes(specs) / parts
                 for during, operation in operations:
                     yield during, micro_batches, Collective("stages", operation, size)

@@ -1,10 +1,10 @@
-"""What `tools/plan.py` prints and writes: plans and searches in words and tables, and two classic recipes.
+"""The reports of `tools/plan.py`: the plan of a run, a search, and two recipes.
 
-nodes        TP = devices per node, PP = nodes, micro-batch 1, 8 to 16 x PP accumulation steps; then the
-             micro-batch grows as long as the plan fits and gets faster.
-micro-batch  First a few layers of full width on one device, without communication, with the largest
-             micro-batch that fits: the rate that no layout can beat. Then the whole model on as few devices
-             per replica as it fits on, and data parallelism for the rest.
+nodes        TP = devices per node, PP = nodes, micro-batch 1, 8 to 16 x PP accumulation steps. Then the
+             micro-batch is doubled as long as the plan fits and gets faster.
+micro-batch  Starts with a few layers of full width on one device, without communication, and the largest
+             micro-batch that fits: no layout can be faster per device. Then the whole model runs on as few
+             devices per replica as it fits on, with data parallelism over the other devices.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ from megatron.planner.dry_run import planned_run_report
 from megatron.planner.memory import fit_summary
 from megatron.planner.network import find_network
 from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation_of
-from megatron.planner.search import (
-    PARTITION_METHODS,
-    Change,
-    SearchResult,
-    evaluate,
-    search,
-)
+from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, search
 from megatron.planner.step_time import time_lines
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 
 _IN_JSON = 20
+"""Layouts of a search that --json and --html contain."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The text, the data of --json, and the plan of --plot: of a search, the fastest."""
+    """A report: the text, the data for --json, and the plan for --plot (the fastest layout of a search)."""
 
     text: str
     data: dict[str, Any]
@@ -47,13 +42,13 @@ class Report:
 
 
 def plan_report(config: Config) -> Report:
-    """The plan of a run, and what one change at a time would give."""
+    """Returns the plan of a run, and the effect of changing one setting at a time."""
     vocab_size = find_vocabulary(config).size
     plan = make_plan(config, vocab_size)
-    # Without the step, which follows the line on the memory.
+    # The predicted step is printed below the line on the memory instead.
     parts = [planned_run_report(config, plan.stages, vocab_size, [], "", plan.memory)]
     _, sentence = fit_summary(config, vocab_size, plan.memory)
-    lines = f"memory     {sentence or 'with --gpu the plan says whether it fits'}"
+    lines = f"memory     {sentence or 'set --gpu to check whether the plan fits'}"
     if plan.step is not None:
         plan = replace(plan, what_if=what_if(config, vocab_size))
         parts += [f"{lines}\n{time_lines(plan.prediction)}", what_if_table(plan)]
@@ -63,7 +58,8 @@ def plan_report(config: Config) -> Report:
 
 
 def search_report(config: Config, words: Sequence[str], top: int) -> Report:
-    """The fastest layouts that fit, explained. ConfigError if none fits. words: the flags of `config`."""
+    """Returns the fastest layouts that fit. Raises ConfigError if none fits. words: the flags of `config`.
+    top: number of layouts to explain."""
     vocab_size = find_vocabulary(config).size
     result = search(config, vocab_size)
     if not result.candidates:
@@ -73,54 +69,54 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
         f"{result.combinations:,} combinations for {config.parallel.world_size} devices, "
         f"{result.planned} planned in full, {len(result.candidates)} fit",
         search_table(best[: max(top, 10)]),
-        *(explain(number, one, result, words) for number, one in enumerate(best[:top], 1)),
+        *(explain(number, plan, result, words) for number, plan in enumerate(best[:top], 1)),
     ]
     best[0] = replace(best[0], what_if=what_if(best[0].config, vocab_size))
-    text.append(f"layout 1, {what_if_table(best[0])}")
+    text.append(f"layout 1: {what_if_table(best[0])}")
     data = {
         "combinations": result.combinations,
         "planned": result.planned,
-        "candidates": [{**one.as_dict(), "flags": replaced(words, one.change)} for one in best],
+        "candidates": [{**plan.as_dict(), "flags": replaced(words, plan.change)} for plan in best],
     }
     return Report("\n\n".join(text), data, best[0])
 
 
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
-    """The steps of a recipe. ConfigError if it cannot be followed. words: the flags of `config`."""
+    """Returns the steps of a recipe. Raises ConfigError if the recipe fails. words: the flags of `config`."""
     vocab_size = find_vocabulary(config).size
     steps = RECIPES[recipe](config, vocab_size)
     text = [f"recipe {recipe}"]
     data = []
-    for number, (step, one) in enumerate(steps, 1):
-        flags = replaced(words, one.change)
+    for number, (step, plan) in enumerate(steps, 1):
+        flags = replaced(words, plan.change)
         text.append(
-            f"{number}. {step}\n{layout_words(one.config)}\n{_figures(one)}\nflags      {' '.join(flags)}"
+            f"{number}. {step}\n{layout_words(plan.config)}\n{_figures(plan)}\nflags      {' '.join(flags)}"
         )
-        data.append({"text": step, "flags": flags, **one.as_dict()})
-    # The first step of the micro-batch recipe is a part of the model on one device.
-    whole = [one for _, one in steps if one.config.model == config.model]
-    kept = max((one for one in whole if one.fits), key=lambda one: one.tokens_per_second, default=whole[-1])
+        data.append({"text": step, "flags": flags, **plan.as_dict()})
+    # The first step of the micro-batch recipe plans only a few layers of the model.
+    whole = [plan for _, plan in steps if plan.config.model == config.model]
+    kept = max(
+        (plan for plan in whole if plan.fits), key=lambda plan: plan.tokens_per_second, default=whole[-1]
+    )
     return Report("\n\n".join(text), {"steps": data}, kept)
 
 
-def _figures(one: Plan) -> str:
-    """The lines on the memory and the time of a layout."""
-    _, memory = fit_summary(one.config, one.vocab_size, one.memory)
-    return f"memory     {memory}\n{time_lines(one.prediction)}"
+def _figures(plan: Plan) -> str:
+    """Returns the report's lines on the memory and the time of a layout."""
+    _, memory = fit_summary(plan.config, plan.vocab_size, plan.memory)
+    return f"memory     {memory}\n{time_lines(plan.prediction)}"
 
 
 def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
     text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
     if planned:
-        least = min(planned, key=lambda one: one.peak_bytes)
-        text += (
-            f": the smallest planned needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
-        )
-    return f"{text}; add devices, or --checkpoint-activations, --sequence-parallel or --cpu-offload"
+        least = min(planned, key=lambda plan: plan.peak_bytes)
+        text += f": the smallest one needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
+    return f"{text}. Add devices, or set --checkpoint-activations, --sequence-parallel or --cpu-offload."
 
 
 def layout_words(config: Config) -> str:
-    """The settings that a search varies, in one line."""
+    """Returns the settings that a search varies, in one line."""
     parallel = config.parallel
     return (
         f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
@@ -131,67 +127,63 @@ def layout_words(config: Config) -> str:
 
 
 def search_table(candidates: Sequence[Plan]) -> str:
-    """A row per layout, fastest first."""
+    """Returns a table with a row per layout, fastest first."""
     rows = [["", "layout", "tokens/s", "step s", "MFU %", "bubble %", "GiB"]]
-    for number, one in enumerate(candidates, 1):
-        step = one.prediction
-        rows.append([str(number), layout_words(one.config), f"{one.tokens_per_second:,.0f}"])
+    for number, plan in enumerate(candidates, 1):
+        step = plan.prediction
+        rows.append([str(number), layout_words(plan.config), f"{plan.tokens_per_second:,.0f}"])
         rows[-1] += [f"{step.total:.2f}", f"{100 * step.mfu:.1f}", f"{100 * step.bubble:.1f}"]
-        rows[-1].append(f"{one.peak_bytes / GIB:.1f}")
+        rows[-1].append(f"{plan.peak_bytes / GIB:.1f}")
     return format_table(rows, left_align=(1,))
 
 
-def explain(number: int, one: Plan, result: SearchResult, words: Sequence[str]) -> str:
-    """Why this layout: its tensor-parallel size, its memory, its time; and its flags."""
+def explain(number: int, plan: Plan, result: SearchResult, words: Sequence[str]) -> str:
+    """Returns the lines on a layout: its TP size compared with other sizes, its memory, time and flags."""
     return (
-        f"{number}. {layout_words(one.config)}\n"
-        f"{_tensor_parallel_line(one, result)}\n"
-        f"{_figures(one)}\n"
-        f"flags      {PROGRAM} {shlex.join(replaced(words, one.change))}"
+        f"{number}. {layout_words(plan.config)}\n"
+        f"{_tensor_parallel_line(plan, result)}\n"
+        f"{_figures(plan)}\n"
+        f"flags      {PROGRAM} {shlex.join(replaced(words, plan.change))}"
     )
 
 
-def _tensor_parallel_line(one: Plan, result: SearchResult) -> str:
-    """What the next smaller and larger tensor-parallel sizes would give."""
-    own = one.config.parallel.tensor_model_parallel_size
+def _tensor_parallel_line(plan: Plan, result: SearchResult) -> str:
+    """Returns a line that compares the layout with the best layouts of the other tensor-parallel sizes."""
+    own = plan.config.parallel.tensor_model_parallel_size
     parts = []
     sizes = {c.config.parallel.tensor_model_parallel_size for c in (*result.candidates, *result.too_large)}
     for size in sorted(sizes - {own}):
         fitting = [c for c in result.candidates if c.config.parallel.tensor_model_parallel_size == size]
         if fitting:
-            ratio = max(c.tokens_per_second for c in fitting) / one.tokens_per_second
+            ratio = max(c.tokens_per_second for c in fitting) / plan.tokens_per_second
             word = "slower" if ratio < 1 else "faster"
             parts.append(f"TP {size} at best {100 * abs(1 - ratio):.1f} % {word}")
         else:
             large = [c for c in result.too_large if c.config.parallel.tensor_model_parallel_size == size]
             least = min(c.peak_bytes for c in large) / GIB
-            parts.append(f"TP {size} needs at least {least:.0f} GiB among the layouts planned")
-    alone = "no other size is among the fastest estimates"
+            parts.append(f"no planned layout of TP {size} fits (the smallest needs {least:.0f} GiB)")
+    alone = "no other TP size is among the fastest estimates"
     return f"TP {own}       {'; '.join(parts) or alone}"
 
 
 def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
-    """One change at a time: twice and half of each size, the other choices of each setting."""
+    """Plans the run with one change at a time: sizes doubled and halved, other choices of settings."""
     parallel, batch, model = config.parallel, config.batch, config.model
     changes: list[tuple[str, dict[str, object]]] = []
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     for name, field, value in (
-        ("tensor-parallel size", "parallel.tensor_model_parallel_size", parallel.tensor_model_parallel_size),
-        (
-            "pipeline-parallel size",
-            "parallel.pipeline_model_parallel_size",
-            parallel.pipeline_model_parallel_size,
-        ),
+        ("tensor-parallel size", "parallel.tensor_model_parallel_size", tp_size),
+        ("pipeline-parallel size", "parallel.pipeline_model_parallel_size", pp_size),
         ("micro-batch size", "batch.micro_batch_size", batch.micro_batch_size),
     ):
         changes += [(f"{name} {2 * value}", {field: 2 * value})]
         changes += [(f"{name} {value // 2}", {field: value // 2})] if value % 2 == 0 else []
     recomputes = not config.training.recomputes_layers
-    changes.append(
-        (
-            f"recompute {'full' if recomputes else 'none'}",
-            {"training.checkpoint_activations": recomputes, "training.recompute_granularity": None},
-        )
-    )
+    change: dict[str, object] = {
+        "training.checkpoint_activations": recomputes,
+        "training.recompute_granularity": None,
+    }
+    changes.append((f"recompute {'full' if recomputes else 'none'}", change))
     changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
     own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
     schedules = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1), ("zero-bubble", 1))
@@ -203,57 +195,60 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     for method in PARTITION_METHODS:
         if method != parallel.partition_method:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))
-    if parallel.tensor_model_parallel_size > 1:
+    if tp_size > 1:
         flag = not parallel.sequence_parallel
         change = {"parallel.sequence_parallel": flag, "parallel.tp_comm_overlap": False}
         changes.append((f"sequence parallel {'on' if flag else 'off'}", change))
-    if parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel:
+    if tp_size > 1 and parallel.sequence_parallel:
         flag = not parallel.tp_comm_overlap
         title = f"TP communication overlap {'on' if flag else 'off'}"
         changes.append((title, {"parallel.tp_comm_overlap": flag}))
     if model.hidden_dropout > 0 or model.attention_dropout > 0:
         changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
-    with ThreadPoolExecutor() as pool:  # most of the time is that of the processes that record
-        return tuple(pool.map(lambda one: _what_if(config, vocab_size, *one), changes))
+    with ThreadPoolExecutor() as pool:  # recording, which takes most of the time, runs in other processes
+        return tuple(pool.map(lambda change: _what_if(config, vocab_size, *change), changes))
 
 
 def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, object]) -> WhatIf:
     try:
-        one = evaluate(config, change, vocab_size)
+        plan = evaluate(config, change, vocab_size)
     except UserError as error:
         return WhatIf(text, None, None, None, str(error))
-    return WhatIf(text, one.fits, one.peak_bytes, one.tokens_per_second)
+    return WhatIf(text, plan.fits, plan.peak_bytes, plan.tokens_per_second)
 
 
 def what_if_table(plan: Plan) -> str:
-    """A row per change; refused ones last, with the reason."""
+    """Returns a table with a row per change, followed by the rejected changes and the reason for each."""
     rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
-    for one in plan.what_if:
-        if one.tokens_per_second is not None and one.peak_bytes is not None:
-            relative = f"{100 * (one.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
-            rows.append([one.change, f"{one.tokens_per_second:,.0f}", relative])
-            rows[-1] += [f"{one.peak_bytes / GIB:.1f}", "yes" if one.fits else "no"]
-    refused = [f"refused: {one.change}: {one.reason}" for one in plan.what_if if one.reason]
-    return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in refused)
+    for row in plan.what_if:
+        if row.tokens_per_second is not None and row.peak_bytes is not None:
+            relative = f"{100 * (row.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
+            rows.append([row.change, f"{row.tokens_per_second:,.0f}", relative])
+            rows[-1] += [f"{row.peak_bytes / GIB:.1f}", "yes" if row.fits else "no"]
+    rejected = [f"rejected: {row.change}: {row.reason}" for row in plan.what_if if row.reason]
+    return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in rejected)
 
 
 _FEW_LAYERS = 4
+"""Transformer layers in the first step of the micro-batch recipe."""
 _ACCUMULATION = (8, 16)
+"""Range of the accumulation steps in the nodes recipe, per pipeline rank."""
 
 
 RecipeStep = tuple[str, Plan]
-"""What a step does, and its plan."""
+"""A sentence on what the step does, and its plan."""
 
 
 def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
-    """ConfigError if the number of devices is not a multiple of the node, or the model cannot be divided."""
+    """Returns the steps of --recipe nodes. Raises ConfigError if the number of devices is not a multiple of
+    the node size, or the model cannot be split over the devices of a node."""
     network = find_network(config)
     if network is None:
         raise ConfigError(NO_GPU)
     world, node = config.parallel.world_size, network.node_size
     if world % node:
         raise ConfigError(
-            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}: change one of them"
+            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}. Change one of them."
         )
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
@@ -266,28 +261,25 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     first = evaluate(config, change, vocab_size)
     least, most = (factor * ranks for factor in _ACCUMULATION)
     count = first.prediction.micro_batches
-    advice = "as the recipe requires"
+    advice = "as the recipe recommends"
     if not least <= count <= most:
         batch = 12 * ranks * first.config.parallel.data_parallel_size
-        advice = (
-            f"the recipe requires {least} to {most}, as a global batch of about {batch} samples would give"
-        )
-    text = f"TP = {node} devices of a node, PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
+        advice = f"the recipe recommends {least} to {most} (a global batch of about {batch} samples)"
+    text = (
+        f"TP = {node} (devices per node), PP = {ranks}, micro-batch 1: {count} accumulation steps; {advice}"
+    )
     steps = [(text, first)]
     return steps + _grow(config, vocab_size, change, first)
 
 
 def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[RecipeStep]:
-    """Doubles the micro-batch while the plan fits and is faster; recomputes first if it does not fit."""
+    """Doubles the micro-batch as long as the plan fits and is faster. If the plan `last` does not fit, all
+    layers are recomputed first."""
     steps: list[RecipeStep] = []
     if not last.fits and not config.training.recomputes_layers:
-        change = {
-            **change,
-            "training.checkpoint_activations": True,
-            "training.recompute_granularity": None,
-        }
+        change = {**change, "training.checkpoint_activations": True, "training.recompute_granularity": None}
         last = evaluate(config, change, vocab_size)
-        steps.append(("it does not fit: all layers are recomputed", last))
+        steps.append(("the first step does not fit: all layers are recomputed", last))
     while True:
         size = 2 * last.config.batch.micro_batch_size
         try:
@@ -298,15 +290,16 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
             steps.append((f"micro-batch {size} does not fit", larger))
             return steps
         if larger.tokens_per_second <= last.tokens_per_second:
-            steps.append((f"micro-batch {size} fits and is slower: the one before is kept", larger))
+            steps.append((f"micro-batch {size} fits but is slower: the previous micro-batch is kept", larger))
             return steps
         steps.append((f"micro-batch {size} fits and is faster", larger))
         last = larger
 
 
 def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
-    """ConfigError if the whole model fits on no number of devices of a node x pipeline ranks."""
-    one = {
+    """Returns the steps of --recipe micro-batch. Raises ConfigError if the whole model does not fit with any
+    size of tensor parallelism within a node and pipeline parallelism."""
+    few_layers = {
         "parallel.tensor_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.zero_stage": 0,
@@ -315,14 +308,16 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
         "parallel.tp_comm_overlap": False,
         "model.num_layers": min(_FEW_LAYERS, config.model.num_layers),
     }
-    largest = _largest(config, vocab_size, one, (64, 32, 16, 8, 4, 2, 1))
+    largest = _largest(config, vocab_size, few_layers, (64, 32, 16, 8, 4, 2, 1))
     if largest is None:
         raise ConfigError(
-            f"--recipe micro-batch: {one['model.num_layers']} layers do not fit on one device: use "
-            "--recipe nodes"
+            f"--recipe micro-batch: {few_layers['model.num_layers']} layers do not fit on one device. Set "
+            "--recipe nodes."
         )
     size = largest.config.batch.micro_batch_size
-    steps = [(f"{one['model.num_layers']} layers on one device, the largest micro-batch: {size}", largest)]
+    steps = [
+        (f"the largest micro-batch of {few_layers['model.num_layers']} layers on one device: {size}", largest)
+    ]
     network = find_network(config)
     assert network is not None
     world = config.parallel.world_size
@@ -344,20 +339,21 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
             return [*steps, (text, whole)]
     raise ConfigError(
-        f"--recipe micro-batch: the model fits on no part of {world} devices: give more devices, or "
-        "--checkpoint-activations"
+        f"--recipe micro-batch: the model does not fit on {world} devices or any part of them. Add devices, "
+        "or set --checkpoint-activations."
     )
 
 
 def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, ...]) -> Plan | None:
-    """The layout with the largest micro-batch that fits and divides the batch."""
+    """Returns the plan with the first of the micro-batch sizes, largest first, that is valid and fits; None
+    if none does."""
     for size in sizes:
         try:
-            one = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
+            plan = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)
         except UserError:
             continue
-        if one.fits:
-            return one
+        if plan.fits:
+            return plan
     return None
 
 

@@ -1,25 +1,25 @@
-"""How long a kernel runs on a GPU: the rates that kernels reach, as parts of the peaks of the data sheet.
+"""Predicts how long a kernel runs on a GPU, from fractions of the peak rates in the GPU's data sheet.
 
-    matrix product    the multiprocessors compute tiles of the result, one each at a time; a last round that
-                      is not full takes as long as a full one (NVIDIA, "Matrix Multiplication Background
-                      User's Guide"), and each tile takes a time to start and to be written
-    fused attention   a part of the peak by implementation, pass, size of a head and length of the sequence
-    other kernels     a part of the memory bandwidth
+    matrix product    each multiprocessor computes one tile of the result at a time; a last round that does
+                      not fill all multiprocessors takes as long as a full one (NVIDIA, "Matrix Multiplication
+                      Background User's Guide"); starting and writing a tile takes `Rates.tile_s`
+    fused attention   a fraction of the peak, which depends on implementation, pass, head size and sequence
+                      length
+    other kernels     a fraction of the memory bandwidth
 
-No kernel is faster than its bytes allow, nor shorter than `Rates.shortest_s`.
+No kernel is faster than its memory traffic allows, nor shorter than `Rates.shortest_s`.
 
-`benchmarks/planner_accuracy.py --fit` fits `products`, `tile_s` and `contention` on published training runs.
-They stay below what measurements of single products reach: 0.87 of the peak on an A100, 0.80 on an H100 and
-0.78 on a B200 (S. Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS), which no GPU
-keeps up for hours at its power limit. Attention on the A100: arXiv 2307.08691, figures 4 to 7, and on the
-H100: arXiv 2407.08608, figures 5 to 7. Those of the B200, the Triton kernels' backward pass, and `memory` are
-assumptions; this repository has measured none of the rates.
+This repository has measured none of the rates. `benchmarks/planner_accuracy.py --fit` fits `products`,
+`tile_s` and `contention` to published training runs. The fitted `products` are below the best single matrix
+product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman, "Machine Learning
+Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its power limit.
+Attention rates are from arXiv 2307.08691, figures 4 to 7 (A100), and arXiv 2407.08608, figures 5 to 7 (H100).
+Attention on the B200, the Triton kernels' backward pass, and `memory` are assumptions.
 
-This program belongs to the plain PyTorch programs of the benchmark
-(`benchmarks.published_programs.classes`): eager PyTorch, cuBLAS, and Triton kernels of its own for
-attention, norms, dropout and loss, without CUDA graphs and without the cuDNN attention of Transformer Engine.
-The best published MFU of such programs is 46.4 % on an H100 (7B), where Transformer Engine reaches 62.5 %.
-The norms and the loss of this program move fewer bytes than theirs.
+The benchmark counts this program among the plain PyTorch programs (`benchmarks.published_programs.classes`):
+eager PyTorch, cuBLAS, and its own Triton kernels for attention, norms, dropout and loss, without CUDA graphs
+and without Transformer Engine's cuDNN attention. The best published MFU of such programs is 46.4 % on an H100
+(7B), where Transformer Engine reaches 62.5 %. This program's norms and loss move fewer bytes than theirs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron.planner.simulation.passes import Kernel
 
 NO_TENSOR_CORES = 0
 UNALIGNED = {8: 1.0, 4: 0.7, 2: 0.5, 1: 0.35, NO_TENSOR_CORES: 1 / 16}
-"""Rate of 16-bit matrix products by the alignment of their rows, in elements, relative to rows of multiples
-of 16 bytes, an assumption: since cuBLAS 11 tensor cores multiply others too, and load them in smaller parts
-(NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores: 19.5 instead of 312 TFLOP/s
-on an A100, about as much less on a V100 (`megatron.cluster.devices`)."""
+"""Alignment of a matrix's rows in elements -> rate of 16-bit matrix products, relative to rows of multiples
+of 16 bytes. An assumption: since cuBLAS 11, tensor cores also multiply less aligned rows, but load them in
+smaller parts (NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores an A100 reaches
+19.5 instead of 312 TFLOP/s, and a V100 loses about the same factor (`megatron.cluster.devices`)."""
 LAUNCH_S = 8e-6
-"""Host time of one operation in eager PyTorch, an assumption."""
+"""Assumed host time per operation in eager PyTorch."""
 EAGER_TRAFFIC = 1.55
-"""How much longer the kernels of an eager PyTorch program that are neither products nor attention take than
-their bytes say: fitted on runs of MosaicML's llm-foundry (the class 'fsdp eager' of the benchmark)."""
+"""Time of an eager PyTorch kernel that is neither a matrix product nor attention, relative to the time that
+its bytes predict. Fitted to runs of MosaicML's llm-foundry (the benchmark's class 'fsdp eager')."""
 
 _TILES = (
     (256, 128, 1.0),
@@ -52,18 +52,17 @@ _TILES = (
     (64, 128, 0.75),
     (64, 64, 0.55),
 )
-"""Rows and columns of a tile, and its rate relative to the largest, an assumption: smaller tiles read more
-operands per FLOP."""
+"""Rows and columns of a tile, and its assumed relative rate: smaller tiles read more bytes per FLOP."""
 _LARGEST_TILE = 256 * 128
 
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """The parts of the peak that a fused attention kernel reaches with heads of 128 elements and long
+    """Fractions of the peak that a fused attention kernel reaches, with heads of 128 elements and long
     sequences.
 
-    half_length: length of the sequence at which it reaches half of that. narrow: factor for heads of 64
-    elements.
+    half_length: sequence length at which the kernel reaches half of these fractions. narrow: factor for heads
+    of 64 elements.
     """
 
     forward: float
@@ -74,12 +73,12 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class Rates:
-    """What kernels of one kind of GPU reach.
+    """Rates that kernels reach on one kind of GPU.
 
-    processors: number of multiprocessors. products: part of the peak rate within the tiles of large matrix
-    products. tile_s: time to start and to write a tile of the largest size. memory: part of the memory
-    bandwidth. shortest_s: time of the smallest kernel. contention: by how much a second of a collective
-    lengthens the kernels beside it, whose multiprocessors and bandwidth it shares.
+    processors: number of multiprocessors. products: fraction of the peak rate within the tiles of large
+    matrix products. tile_s: seconds to start and to write a tile of the largest size. memory: fraction of the
+    memory bandwidth. shortest_s: seconds of the smallest kernel. contention: seconds that one second of a
+    concurrent collective adds to the kernels, since both share multiprocessors and bandwidth.
     """
 
     processors: int
@@ -120,16 +119,15 @@ RATES = {
     "b200": Rates(148, 0.56, _B200_ATTENTION),
     "gb200": Rates(152, 0.56, _B200_ATTENTION),
 }
-"""By kind of GPU, which is the part of --gpu before its memory."""
+"""Kind of GPU -> its rates. The kind is the value of --gpu up to the dash, such as a100 of a100-80gb."""
 
 
 def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
-    """The time of a kernel whose operands have this dtype: 'fp32', 'tf32', 'fp16' or 'bf16'.
+    """Returns the seconds of a kernel whose operands have this dtype: 'fp32', 'tf32', 'fp16' or 'bf16'.
 
-    Fused attention: `flops` are those that the kernel computes, for causal attention half of the full
-    products' (a backward pass computes 2.5 times as many as the forward pass), and `product` is (queries,
-    keys, elements of a head). Without `product` the sequence is taken to be long, and the heads to have 128
-    elements.
+    For fused attention, `flops` are the FLOPs that the kernel really computes: with causal attention half of
+    the full products, and in the backward pass 2.5 times the forward pass. `product` is then (queries, keys,
+    elements of a head); None assumes a long sequence and heads of 128 elements.
     """
     seconds = max(kernel.bytes / (rates.memory * gpu.bandwidth), rates.shortest_s)
     if not kernel.flops:
@@ -141,12 +139,12 @@ def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
 
 
 def is_attention(kernel: Kernel) -> bool:
-    """Whether the kernel is fused attention, by its name."""
+    """Returns whether the kernel's name is that of fused attention."""
     return "attention" in kernel.name
 
 
 def attention_part(kernel: Kernel, rates: Rates) -> float:
-    """The part of the peak rate that a fused attention kernel reaches."""
+    """Returns the fraction of the peak rate that a fused attention kernel reaches."""
     rate = rates.attention[_implementation(kernel.name, rates)]
     part = rate.backward if "backward" in kernel.name else rate.forward
     if kernel.product is None:
@@ -154,21 +152,20 @@ def attention_part(kernel: Kernel, rates: Rates) -> float:
     _, keys, head = kernel.product
     # Between heads of 64 and 128 elements the rate grows with their size.
     width = min(rate.narrow + (1 - rate.narrow) * (head - 64) / 64, 1.0)
-    return (
-        part * width * keys / (keys + rate.half_length) * head / (8 * math.ceil(head / 8))
-    )  # kernels pad it
+    padded = 8 * math.ceil(head / 8)  # kernels pad heads to a multiple of 8 elements
+    return part * width * keys / (keys + rate.half_length) * head / padded
 
 
 def _implementation(name: str, rates: Rates) -> str:
-    """The implementation of an attention kernel. PyTorch's kernels have it in their names, others are Triton
-    kernels. A GPU that lacks the implementation has only one."""
+    """Returns the implementation of an attention kernel. PyTorch's kernels have it in their names; all others
+    are Triton kernels. A GPU without rates for it has a single implementation, which is returned."""
     kinds = (_FLASH, _CUDNN, _EFFICIENT)
     kind = next((kind for kind in kinds if kind in name), _TRITON)
     return kind if kind in rates.attention else next(iter(rates.attention))
 
 
 def _product_seconds(kernel: Kernel, rate: float, rates: Rates, dtype: str) -> float:
-    """The time of a matrix product, or of a batch of equal products, at `rate` FLOP/s within the tiles."""
+    """Returns the seconds of a matrix product, or a batch of equal ones, at `rate` FLOP/s in a tile."""
     if kernel.product is None:
         return kernel.flops / rate
     rows, columns, inner = kernel.product
@@ -181,8 +178,8 @@ def _product_seconds(kernel: Kernel, rate: float, rates: Rates, dtype: str) -> f
 
 @cache
 def _elements_per_processor(processors: int, rows: float, columns: float, batch: int) -> float:
-    """Elements of the result that each multiprocessor computes one tile after the other, with the best tiles;
-    those of slower tiles count more."""
+    """Returns the elements of the result that each multiprocessor computes, one tile after the other, with
+    the best tile size. Elements of slower tiles count more."""
     return min(
         math.ceil(batch * math.ceil(rows / height) * math.ceil(columns / width) / processors)
         * (height * width / part)
@@ -221,12 +218,13 @@ _BEST = {
 
 
 def best_published_mfu(gpu: str, parameters: float) -> tuple[float, str] | None:
-    """The best model FLOPs utilisation that was published for the kind of GPU and the nearest size of a
-    model, in percent, and where: 16-bit runs until 2026 that say how they were laid out. The full attention
-    products count, not the causal half, and no recomputation. An H200 has the H100's rates, and a B200 nearly
-    the GB200's. None for kinds without published runs.
+    """Returns the best published model FLOPs utilization in percent, and its source, for a kind of GPU and
+    the model size nearest to `parameters`; None for kinds without published runs.
 
-    gpu: the kind, as 'a100', or a value of --gpu.
+    The runs are 16-bit runs until 2026 that state their layout. MFU counts the full attention products, not
+    the causal half, and no recomputation. The H200 uses the H100's runs, and the B200 the GB200's.
+
+    gpu: the kind, such as 'a100', or a value of --gpu.
     """
     rows = _BEST.get(gpu.partition("-")[0])
     if rows is None:

@@ -1,7 +1,7 @@
-"""Search of the fastest layout that fits: all sizes of TP (within a node), PP, DP, micro-batch, and more.
+"""Searches for the fastest layout that fits: all sizes of TP (within a node), PP, DP, micro-batch, and more.
 
-Every combination gets an estimate of memory and time from the costs of one layer. The best of them are
-planned in full (`megatron.planner.plan`): stages, memory of each rank, simulated schedule.
+Every combination gets an estimate of memory and time from the costs of one layer. The fastest estimates are
+then planned in full (`megatron.planner.plan`): stages, memory of each rank, simulated schedule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.validate import validate
 from megatron.errors import UserError
-from megatron.model.attention_choice import Implementation, attention_of
+from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.methods import TRANSFORMER_LAYER
@@ -36,40 +36,41 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
 VIRTUAL_STAGES = (2, 4)
 PLANNED = 30
-"""Combinations that are planned in full, per partition method at most."""
+"""A search ends when it has planned this many fitting layouts, or four times as many in all."""
 _MOST_PARTITIONS = 5
+"""Number of the fastest layouts that are also planned with the other partition methods."""
 _AT_ONCE = 6
 _FEWEST, _SLOWER = 12, 1.3
-"""A search ends when it has this many layouts and the next estimate is this much slower than the best."""
+"""It also ends when `_FEWEST` layouts fit, and the next estimate is `_SLOWER` times the fastest step."""
 
 Change = Mapping[str, Any]
-"""'section.field' -> value."""
+"""Settings that a layout changes in the configuration: 'section.field' -> value."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The fitting layouts, fastest first, and how many were looked at."""
+    """candidates: plans that fit, fastest first. too_large: plans that do not fit. combinations: number of
+    estimated combinations of settings. planned: number of layouts that were planned in full."""
 
     candidates: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
-    """Planned layouts that do not fit."""
     combinations: int
     planned: int
 
 
 def changed(config: Config, change: Change) -> Config:
-    """The configuration with other settings, checked; ConfigError if they do not go together."""
+    """Returns the configuration with the changed settings. Raises ConfigError if they are not compatible."""
     result = config.with_settings(change)
     validate(result)
     return result
 
 
 def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
-    """All changes to look at: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule, stages per
-    rank, and whether activations are sharded along the sequence."""
+    """Yields all changes to estimate: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule,
+    stages per rank, and sequence parallelism."""
     world, layers = config.parallel.world_size, config.model.num_layers
     own = config.parallel.virtual_pipeline_stages
-    has_scores = attention_of(config) == Implementation.UNFUSED
+    has_scores = training_attention(config) == Implementation.UNFUSED
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
     for tp_size in _divisors(world):
@@ -86,7 +87,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 if rest or not count:
                     continue
                 for schedule, virtual in _schedules(pp_size, layers, count):
-                    overlaps = wants_overlap and not PIPELINE_SCHEDULES[schedule].splits_backward
+                    overlaps = not PIPELINE_SCHEDULES[schedule].splits_backward
                     for zero_stage in (1, 2, 3) if pp_size == 1 and dp_size > 1 else (1,):
                         for (recomputes, granularity), sharded in product(recomputations, sequence):
                             yield {
@@ -108,7 +109,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
 
 
 def _schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """(schedule, --virtual-pipeline-stages) that the layers and micro-batches of a replica suffice for."""
+    """Yields (schedule, --virtual-pipeline-stages) if a replica has enough layers and micro-batches."""
     yield "1f1b", 1
     for name, schedule in PIPELINE_SCHEDULES.items() if pp_size > 1 else ():
         if name == "1f1b" or micro_batches < schedule.micro_batches_per_rank * pp_size:
@@ -121,28 +122,29 @@ def _schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[
 
 
 def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchResult:
-    """Searches the layouts of `config.parallel.world_size` devices. ConfigError without --gpu."""
+    """Searches the layouts of `config.parallel.world_size` devices; planned: see `PLANNED`. Raises
+    ConfigError without --gpu."""
     cluster, device = find_cluster(config), device_memory_bytes(config)
     if cluster is None or device is None:
         raise ConfigError(NO_GPU)
     estimates: list[tuple[float, float, dict[str, Any]]] = []
-    of_layers = _Estimates(config, vocab_size, cluster)
+    estimator = _Estimator(config, vocab_size, cluster)
     count = 0
     for change in combinations(config, cluster.network.node_size):
         count += 1
         try:
-            # The checks of a whole configuration take longer than the estimate.
-            seconds, size = of_layers.estimate(config.with_settings(change))
+            # Not validated: checking a whole configuration takes longer than the estimate.
+            seconds, size = estimator.estimate(config.with_settings(change))
         except UserError:
             continue
         estimates.append((seconds, size, change))
     estimates.sort(key=lambda estimate: estimate[0])
     found: list[Plan] = []
     too_large: list[Plan] = []
-    # The estimate of memory is a little too small or too large: those near the limit are planned too.
+    # The memory estimate is not exact, so layouts that exceed the device by up to 15 % are planned, too.
     near = [(seconds, change) for seconds, size, change in estimates if size <= 1.15 * device]
     for start in range(0, len(near), _AT_ONCE):
-        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(one.prediction.total for one in found):
+        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(plan.prediction.total for plan in found):
             break
         for made in _evaluate_all(
             config, [change for _, change in near[start : start + _AT_ONCE]], vocab_size
@@ -150,9 +152,9 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
             (found if made.fits else too_large).append(made)
         if len(found) >= planned or len(found) + len(too_large) >= 4 * planned:
             break
-    found.sort(key=lambda one: -one.tokens_per_second)
+    found.sort(key=lambda plan: -plan.tokens_per_second)
     found += _other_partitions(config, found[:_MOST_PARTITIONS], vocab_size)
-    found.sort(key=lambda one: -one.tokens_per_second)
+    found.sort(key=lambda plan: -plan.tokens_per_second)
     return SearchResult(tuple(found), tuple(too_large), count, len(found) + len(too_large))
 
 
@@ -161,7 +163,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
-    """The layout with other settings, planned in full. ConfigError if they do not go together."""
+    """Returns the full plan with the changed settings. Raises ConfigError if they are invalid, or without
+    --gpu."""
     plan = make_plan(changed(config, change), vocab_size, change=change)
     if plan.step is None:
         raise ConfigError(NO_GPU)
@@ -169,8 +172,8 @@ def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
 
 
 def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) -> list[Plan]:
-    """The layouts whose settings go together, in order. Threads: most of the time is that of the processes
-    that record."""
+    """Returns the plans of the changes that are valid, in order. Threads suffice, since recording, which
+    takes most of the time, runs in other processes."""
 
     def evaluate_one(change: Change) -> Plan | None:
         with suppress(UserError):
@@ -182,7 +185,7 @@ def _evaluate_all(config: Config, changes: Sequence[Change], vocab_size: int) ->
 
 
 def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> list[Plan]:
-    """The best layouts with the other partition methods, where these fit."""
+    """Returns the plans of the `best` layouts with the other partition methods, if they fit and differ."""
     found: list[Plan] = []
     for candidate in best:
         parallel = candidate.config.parallel
@@ -196,9 +199,9 @@ def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> 
     return found
 
 
-class _Estimates:
-    """Estimates of layouts, from one transformer layer of each tensor-parallel layout at two micro-batch
-    sizes: all costs of a layer are affine in the size."""
+class _Estimator:
+    """Estimates time and memory of layouts from one transformer layer per tensor-parallel layout, recorded at
+    two micro-batch sizes: all costs of a layer are affine in the micro-batch size."""
 
     def __init__(self, config: Config, vocab_size: int, cluster: Cluster) -> None:
         self._vocab_size, self._cluster = vocab_size, cluster
@@ -206,7 +209,7 @@ class _Estimates:
         self._state = bytes_per_parameter(config, vocab_size)
 
     def estimate(self, config: Config) -> tuple[float, float]:
-        """(seconds of a step, bytes of the fullest rank), with equal stages."""
+        """Returns (seconds of a step, bytes of the most loaded rank), assuming equal stages."""
         parallel, model, training = config.parallel, config.model, config.training
         ranks, tp_size = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
         layout, layers = ParallelLayout.from_config(parallel, 0), -(-model.num_layers // ranks)
@@ -223,17 +226,16 @@ class _Estimates:
         head = self._cluster.kernel_seconds(product, config.precision.name)
         seconds = forward + backward
         heaviest = max((model.num_layers * seconds + head) / ranks, layers * seconds)
-        # See `pipeline.schedule_actions`.
+        # The warm-up and cool-down of the schedule, see `pipeline.schedule_actions`.
         fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
         step = heaviest * (count + fill)
-        of_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
+        per_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
         if layout.dp_size > 1:
-            size = 4.0 * (of_layer * layers + outside)
+            size = 4.0 * (per_layer * layers + outside)
             calls = count if parallel.zero_stage >= 2 else 1
             step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), layout)
-        state = of_layer * layers * self._state.of_layers(parallel) + outside * self._state.of_others(
-            parallel
-        )
+        state = per_layer * layers * self._state.in_layers(parallel)
+        state += outside * self._state.in_others(parallel)
         return step, state + held * layers * min(count, ranks) + (kept - held)
 
     def _layer(self, config: Config) -> _LayerEstimate:
@@ -246,18 +248,18 @@ class _Estimates:
 
 @dataclass(frozen=True)
 class _LayerEstimate:
-    """A transformer layer without recomputation: seconds of the forward and the backward pass and bytes that
-    are kept between them, at a micro-batch of one sample, and for each further one."""
+    """Costs of a transformer layer without recomputation: (forward seconds, backward seconds, bytes of the
+    activations kept between the passes). first: at a micro-batch of one sample. further: added by each
+    further sample. input_bytes: bytes of the layer's input per sample."""
 
     first: tuple[float, ...]
     further: tuple[float, ...]
     input_bytes: int
-    """Of a sample."""
     parameters: int
 
     @classmethod
     def record(cls, config: Config, vocab_size: int, cluster: Cluster) -> _LayerEstimate:
-        """From a model of one layer."""
+        """Records the costs in a model of one layer."""
         costs = []
         for batch in (1, 2):
             alone = config.with_settings(
@@ -283,5 +285,5 @@ class _LayerEstimate:
         return cls(costs[0], further, spec_bytes(layer.output) // 2, plan.parameters[index])
 
     def at(self, batch: int) -> tuple[float, ...]:
-        """(forward, backward, kept) at a micro-batch of this many samples."""
+        """Returns (forward seconds, backward seconds, kept bytes) at a micro-batch of `batch` samples."""
         return tuple(one + (batch - 1) * more for one, more in zip(self.first, self.further, strict=True))

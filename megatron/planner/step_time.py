@@ -1,14 +1,15 @@
-"""The predicted time of a training step: stages, pipeline schedule, reduction of the gradients, optimizer.
+"""Predicts the time of a training step: stages, pipeline schedule, gradient reduction, optimizer.
 
     pass of a stage   a replay of its kernels and collectives (`simulation.passes`), which are recorded from
-                      the run's own layers; `rates` has the time of a kernel, `network` of a collective
-    step              the pipeline schedule's simulation (`megatron.pipeline.schedule`) with these times,
-                      then the reduction of the gradients, the optimizer and the all-gather of the weights
+                      the run's own layers; `rates` predicts the time of a kernel, `network` of a collective
+    step              a simulation of the pipeline schedule (`megatron.pipeline.schedule`) with these times,
+                      then the gradient reduction, the optimizer and the all-gather of the weights
 
-No GPU was at hand: the rates are fitted on published runs of other programs.
+The rates are fitted to published runs of other programs; no prediction was compared with a run of this
+program on a GPU.
 
-Not modelled: --cpu-offload and --checkpoint-in-cpu (transfers to the host), --compile, data loading, logging,
-evaluation and checkpoints, jitter between ranks.
+Not modeled: --cpu-offload and --checkpoint-in-cpu (transfers to the host), --compile, data loading, logging,
+evaluation, checkpoints, and jitter between ranks.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from megatron.planner.simulation.passes import Action, Busy, Collective, Kernel,
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
 
 _FULLY_SIMULATED = 2
-"""Micro-batches per stage up to which a step is simulated in full."""
+"""A step is simulated in full with up to this many micro-batches per stage."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices and the network of a prediction. kind: of the GPU, as 'a100'."""
+    """The devices and the network of a prediction. kind: kind of GPU, such as 'a100'."""
 
     kind: str
     gpu: GPU
@@ -53,12 +54,12 @@ class Cluster:
 
     @property
     def contention(self) -> float:
-        """See `megatron.planner.rates.Rates`."""
+        """The GPU's `megatron.planner.rates.Rates.contention`."""
         return RATES[self.kind].contention
 
     def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
-        """Time of a kernel. The flops of attention are those of all scores: fused kernels without a bias
-        compute the causal half."""
+        """Returns the seconds of a recorded kernel. Its attention FLOPs count all scores, but fused kernels
+        without a bias compute only the causal half of them."""
         if not kernel.flops:
             kernel = replace(kernel, bytes=EAGER_TRAFFIC * kernel.bytes)
         elif is_attention(kernel) and "efficient" not in kernel.name:
@@ -68,20 +69,20 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of a pass of one micro-batch through a stage."""
+    """Seconds of the forward and backward pass of one micro-batch through a stage."""
 
     stage: int
     rank: int
     forward: float
     backward: float
     matmul: float
-    """Of both passes, in matrix products."""
+    """Part of both passes in matrix products and attention."""
     memory: float
-    """Of both passes, in other kernels, and in waits for launches."""
+    """Part of both passes in other kernels, and in waits for kernel launches."""
     communication: float
-    """Of both passes, in collectives that nothing hides."""
+    """Part of both passes in waits for collectives."""
     weight: float = 0.0
-    """The part of `backward` that --pipeline-schedule zero-bubble runs as a pass of its own."""
+    """Part of `backward` that --pipeline-schedule zero-bubble runs as a separate weight-gradient pass."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +91,27 @@ class StepTime:
 
     stages: tuple[StageTime, ...]
     transfers: tuple[float, ...]
-    """Of a message between stages s and s + 1."""
+    """Entry s is the time of a message between stages s and s + 1."""
     micro_batches: int
     pipeline: float
     reduction: float
-    """Of the gradients over all groups, as far as no backward pass hides it."""
+    """Exposed part of the gradient reduction, which no backward pass hides."""
     optimizer: float
     gather: float
-    """Of the weights, after the update (ZeRO-1), as far as no forward pass hides it."""
+    """Exposed part of the weights' all-gather after the update (ZeRO-1), which no forward pass hides."""
     bubble: float
-    """Fraction of the pipeline's time in which the ranks are idle, their mean."""
+    """Fraction of the pipeline's time in which a rank is idle, averaged over the ranks."""
     exposed_communication: float
-    """Seconds per step in which the busiest rank communicates and computes nothing."""
+    """Seconds per step in which the most affected rank only waits for communication."""
     tokens_per_second: float
     logged_tflops: float
-    """Per GPU, by the formula that a run logs."""
+    """TFLOP/s per GPU, by the formula of a run's log."""
     mfu: float
-    """Model FLOPs utilisation: without recomputation, of the peak rate."""
+    """Model FLOPs utilization: FLOPs without recomputation, as a fraction of the peak rate."""
     doubt: str
-    """A sentence if no published run has reached this utilisation; '' otherwise."""
+    """A sentence if no published run has reached this utilization; otherwise ''."""
     days: float | None
-    """Of the whole run, ramp-up of the batch included; None if its length is not known."""
+    """Days of the whole run, including the batch ramp-up; None if the length of the run is not known."""
 
     @property
     def total(self) -> float:
@@ -118,7 +119,7 @@ class StepTime:
 
 
 def find_cluster(config: Config) -> Cluster | None:
-    """The cluster of --gpu and the network's flags; None without --gpu."""
+    """Returns the cluster that --gpu and the network's flags describe; None without --gpu."""
     gpu, network = find_gpu(config), find_network(config)
     if gpu is None or network is None or config.training.gpu is None:
         return None
@@ -127,13 +128,13 @@ def find_cluster(config: Config) -> Cluster | None:
 
 
 def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime | None:
-    """The predicted step on the cluster of --gpu and the network's flags; None without --gpu."""
+    """Returns the predicted step on the cluster of `find_cluster`; None without --gpu."""
     cluster = find_cluster(config)
     return None if cluster is None else predict_step(config, plan, vocab_size, cluster)
 
 
 def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster) -> StepTime:
-    """The predicted step."""
+    """Returns the predicted step on a cluster."""
     ranks = config.parallel.pipeline_model_parallel_size
     costs = [stage_costs(config, plan, vocab_size, stage) for stage in range(config.parallel.num_stages)]
     updates = [rank_update(config, plan, vocab_size, rank) for rank in range(ranks)]
@@ -180,7 +181,7 @@ def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Clus
 
 @dataclass(frozen=True)
 class Rank:
-    """The first tensor and data rank of a pipeline rank."""
+    """The first device (TP rank 0, DP rank 0) of a pipeline rank, on a cluster."""
 
     config: Config
     cluster: Cluster
@@ -188,13 +189,13 @@ class Rank:
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """Of this rank."""
+        """The layout as seen by this rank."""
         parallel = self.config.parallel
         per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
         return ParallelLayout.from_config(parallel, self.pipeline_rank * per_stage)
 
     def time(self, actions: Iterable[Action]) -> PassTime:
-        """The time of some actions."""
+        """Returns the predicted time of a list of actions."""
         cluster, dtype = self.cluster, self.config.precision.name
         window = self.config.model.attention_window
         return pass_time(
@@ -207,8 +208,8 @@ class Rank:
 
 
 def _within(window: int | None, kernel: Kernel) -> Kernel:
-    """A kernel of attention with the FLOPs of the scores within --window-size: of each query and the `window`
-    keys up to it, where causal attention has all keys up to it."""
+    """Returns the kernel with the FLOPs of attention within --window-size: each query has scores with the
+    `window` keys up to its position instead of all earlier keys. Other kernels are returned unchanged."""
     if window is None or kernel.product is None or not is_attention(kernel):
         return kernel
     share = min(window / kernel.product[1], 1.0)
@@ -218,7 +219,7 @@ def _within(window: int | None, kernel: Kernel) -> Kernel:
 def stage_times(
     config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster
 ) -> list[StageTime]:
-    """The times of the passes, in the order of the stages."""
+    """Returns the times of the passes, in the order of the stages."""
     times = []
     for stage, cost in enumerate(costs):
         rank = Rank(config, cluster, plan.rank_of(stage))
@@ -240,7 +241,7 @@ def stage_times(
 
 
 def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster) -> list[float]:
-    """Seconds of a message between stages s and s + 1."""
+    """Returns the seconds of a message between stages s and s + 1, for each s; 0 within one rank."""
     parallel, times = config.parallel, []
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
     for stage, cost in enumerate(costs[:-1]):
@@ -253,19 +254,22 @@ def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], clu
 
 
 def _waits(actions: Sequence[Action]) -> list[Wait]:
-    """Waits for all collectives of the actions."""
+    """Returns the waits for all collectives among the actions."""
     return [Wait(age) for age in range(sum(isinstance(action, Collective) for action in actions))]
 
 
 def _after_pipeline(
     rank: Rank, update: UpdateCosts, stages: Sequence[StageTime], pipeline: Timeline
 ) -> tuple[float, float, float]:
-    """Seconds that a step of the rank takes beyond its pipeline: (reduction of the gradients, optimizer and
-    norms, all-gather of the weights). What runs during the last backward pass and the first forward pass of
-    the next step takes none. A rank that starts later or ends earlier waits less."""
+    """Returns the seconds that a step takes on the rank in addition to the pipeline: (gradient reduction,
+    optimizer and norms, all-gather of the weights).
+
+    Work that overlaps with the last backward pass, or with the first forward pass of the next step, counts
+    as 0. A rank that ends its last pass before the other ranks, or starts later, has more time to overlap.
+    """
     own = [time for time in stages if time.rank == rank.pipeline_rank]
     spans = pipeline.spans[rank.pipeline_rank]
-    # The gradients are final in the last pass.
+    # Gradients are final only in the last pass, so their reduction starts there.
     last = min(time.weight or time.backward for time in own)
     share = 1 / (len(update.reductions) + 1)
     during = [action for part in update.reductions for action in (Busy(last * share), *part)]
@@ -289,7 +293,7 @@ def _after_pipeline(
 def timeline(
     parallel: ParallelConfig, stages: Sequence[StageTime], transfers: Sequence[float], micro_batches: int
 ) -> Timeline:
-    """The simulated pipeline of a step with this many micro-batches."""
+    """Returns the simulated pipeline of a step with this many micro-batches."""
     return simulate_schedule(
         parallel.pipeline_schedule,
         [time.forward for time in stages],
@@ -302,10 +306,8 @@ def timeline(
 
 
 class PipelineTime:
-    """The time of the pipeline for any number of micro-batches: simulated, beyond `simulated` extrapolated.
-
-    Once the pipeline is full, every further micro-batch takes as long as the one before.
-    """
+    """Time of the pipeline for any number of micro-batches: simulated up to `simulated` of them, extrapolated
+    beyond. Once the pipeline is full, every further micro-batch takes as long as the previous one."""
 
     def __init__(
         self,
@@ -320,14 +322,15 @@ class PipelineTime:
         self.timeline = timeline(*self._pipeline, most)
         self._per_micro_batch = 0.0
         if micro_batches > most:
-            # With groups of micro-batches the time of a group is constant, not that of one.
+            # If a schedule works on groups of micro-batches, the time of a group is constant, so whole groups
+            # are compared.
             step = parallel.micro_batch_multiple
             fewer = max(most - max(len(stages) // 2 // step * step, step), step)
             more = self.timeline.makespan - timeline(*self._pipeline, fewer).makespan
             self._per_micro_batch = more / (most - fewer)
 
     def seconds(self, micro_batches: int) -> float:
-        """Of a step of this many micro-batches."""
+        """Returns the seconds of the pipeline in a step of this many micro-batches."""
         if micro_batches >= self.simulated:
             return self.timeline.makespan + (micro_batches - self.simulated) * self._per_micro_batch
         return timeline(*self._pipeline, micro_batches).makespan
@@ -350,13 +353,14 @@ def _doubt(kind: str, parameters: int, mfu: float) -> str:
     if best is None or 100 * mfu <= best[0]:
         return ""
     return (
-        f"no published run has reached an MFU of {100 * mfu:.1f} %: the best one of this kind of GPU and "
-        f"about this size is {best[0]:.1f} % ({best[1]})"
+        f"no published run has reached an MFU of {100 * mfu:.1f} %: the best one on this kind of GPU, with a "
+        f"model of about this size, has {best[0]:.1f} % ({best[1]})"
     )
 
 
 def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | None:
-    """Days of training; a smaller batch of the ramp-up has fewer micro-batches."""
+    """Returns the days of training, or None if the length of the run is not known. The smaller batches of a
+    ramp-up have fewer micro-batches."""
     training, schedule = config.training, BatchSchedule.from_config(config.batch)
     if training.train_samples is None and training.train_iters is None:
         return None
@@ -367,7 +371,7 @@ def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | Non
         last = size == config.batch.global_batch_size
         following = size + (config.batch.rampup_batch_size or (0, 0))[1]
         until = total if last else min(schedule.iterations_until(schedule.consumed_at_size(following)), total)
-        # A run that resumes may be past the batches of the ramp-up that the schedule does not support.
+        # The schedule may not support the smallest batches of the ramp-up: a run that resumes skips them.
         multiple = config.parallel.micro_batch_multiple
         micro_batches = max(-(-size // unit // multiple) * multiple, config.parallel.min_micro_batches)
         seconds += (until - done) * (pipeline.seconds(micro_batches) + outside)
@@ -376,7 +380,7 @@ def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | Non
 
 
 def time_lines(step: StepTime) -> str:
-    """The predicted step: its total, rates, and where the time goes."""
+    """Returns the lines of the report on the predicted step: its total, rates, and shares of its time."""
     days = f", {step.days:.1f} days for the whole run" if step.days is not None else ""
     return (
         f"step       {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s, "
@@ -386,7 +390,7 @@ def time_lines(step: StepTime) -> str:
 
 
 def time_shares(step: StepTime) -> str:
-    """Where the time of the busiest rank goes, in percent of the step."""
+    """Returns how the busiest rank spends its time, in percent of the step."""
     by_rank: dict[int, list[float]] = {}
     for stage in step.stages:
         parts = by_rank.setdefault(stage.rank, [0.0, 0.0, 0.0])

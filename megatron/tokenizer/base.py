@@ -1,4 +1,4 @@
-"""The interfaces of a tokenizer and of the flags that choose one."""
+"""The interfaces of tokenizers and of the flags that select a tokenizer."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Tokenizer(Protocol):
 
     @property
     def bos(self) -> int:
-        """The id of the token that a text without context follows: the beginning-of-sequence token, `eod` if
-        there is none."""
+        """The id of the token that precedes a text without context: the beginning-of-sequence token, or `eod`
+        if the tokenizer has none."""
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer's own convention is to begin each text with `bos`, as Llama's. `tokenize`
-        does not."""
+        """Whether texts of this tokenizer conventionally begin with `bos`, as Llama's do. `tokenize` does not
+        add it."""
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token, special tokens included."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The token ids of `text`, without added special tokens."""
+        """Returns the token ids of `text`, without added special tokens."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`tokenize` of each text, in order. Faster than one call per text with some libraries."""
+        """Returns the token ids of each text. With some libraries, faster than one call per text."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """Returns the text of `ids`, special tokens included."""
 
 
 class TokenizerFlags(Protocol):
-    """The flags that choose a tokenizer: attributes of `DataConfig` and of the tools' parsed arguments."""
+    """The flags that select a tokenizer: attributes of `DataConfig` and of the tools' parsed arguments."""
 
     @property
     def tokenizer_type(self) -> str | None: ...
@@ -67,7 +67,7 @@ class TokenizerFlags(Protocol):
 
 
 def require_setting(path: str | None, flag: str, tokenizer_type: str) -> str:
-    """Return the value of a tokenizer flag. Raises UserError if it is missing or not a readable file.
+    """Returns the value of a tokenizer flag. Raises UserError if it is missing or not a readable file.
 
     The values of flags that end in -or-path may be names and are not checked.
     """

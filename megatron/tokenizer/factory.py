@@ -1,10 +1,10 @@
-"""Builds the tokenizer that the flags choose."""
+"""Builds the tokenizer that the flags select."""
 
 from __future__ import annotations
 
 from megatron.config.fields import option_name
 from megatron.config.registries import TOKENIZERS
-from megatron.config.sections.data import fitting_tokenizer_types
+from megatron.config.sections.data import matching_tokenizer_types
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_setting
 
@@ -12,28 +12,28 @@ TOKENIZER_TYPES = tuple(TOKENIZERS)
 
 
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
-    """Build the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool.
+    """Builds the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool.
 
-    Without --tokenizer-type, the type is the only one that can use the given files. Raises UserError if
-    several types can, for a missing flag, and for a missing or damaged file.
+    Without --tokenizer-type, the given files determine the type. Raises UserError if several types can use
+    them, for a missing flag, and for a missing or damaged file.
     """
     tokenizer_type = flags.tokenizer_type or _type_from_files(flags)
     values = [
         require_setting(getattr(flags, name), option_name(name), tokenizer_type)
         for name in TOKENIZERS[tokenizer_type].settings
     ]
-    # Only the library of this tokenizer is imported: each takes seconds.
+    # Only the library of this tokenizer is imported: each library takes seconds to import.
     tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values)
     return tokenizer
 
 
 def _type_from_files(flags: TokenizerFlags) -> str:
-    possible = fitting_tokenizer_types(flags)
+    possible = matching_tokenizer_types(flags)
     if len(possible) == 1:
         return possible[0]
     if possible:
         raise UserError(f"the tokenizer files fit {' and '.join(possible)}: choose one with --tokenizer-type")
     raise UserError(
-        "no tokenizer is set: use --vocab-file with --merge-file (GPT-2), --tokenizer-name-or-path "
+        "no tokenizer is set: set --vocab-file with --merge-file (GPT-2), --tokenizer-name-or-path "
         "(Hugging Face) or --tokenizer-model (SentencePiece)"
     )

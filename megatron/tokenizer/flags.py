@@ -1,4 +1,4 @@
-"""The tokenizer flags of the tools. They equal those of `DataConfig`, which `pretrain_gpt.py` uses."""
+"""The tokenizer flags of the tools, equal to the tokenizer flags of `DataConfig` (`pretrain_gpt.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.tokenizer.factory import TOKENIZER_TYPES
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer") -> argparse._ArgumentGroup:
-    """Add the tokenizer flags to `parser` and return their group. Its result satisfies `TokenizerFlags`."""
+    """Adds the tokenizer flags to `parser`; its result satisfies `TokenizerFlags`. Returns their group."""
     group = parser.add_argument_group(title)
     group.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the type that the given files fit"
@@ -23,10 +23,10 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer
 
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
-    """The tokenizer flags that are given, by field of DataConfig."""
+    """Returns the tokenizer flags that are given: field of DataConfig -> value."""
     return {name: getattr(flags, name) for name in sorted(TOKENIZER_FIELDS) if getattr(flags, name)}
 
 
 def tokenizer_flags(flags: TokenizerFlags, default: TokenizerFlags) -> TokenizerFlags:
-    """`flags` if any of them is given, else `default`."""
+    """Returns `flags` if any tokenizer flag is given in them, else `default`."""
     return flags if tokenizer_settings(flags) else default

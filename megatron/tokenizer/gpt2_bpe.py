@@ -13,7 +13,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer:
-    """Gives the same token ids as OpenAI's and transformers' GPT-2 tokenizers with the same two files."""
+    """Gives the token ids of OpenAI's and transformers' GPT-2 tokenizers with these two files."""
 
     name = "GPT2BPETokenizer"
 

@@ -11,7 +11,7 @@ from megatron.tokenizer.base import TokenizerFlags, require_setting
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer from a folder, or from the local Hugging Face cache by its name.
+    """A tokenizer in a folder, or in the local Hugging Face cache under its name.
 
     Nothing is downloaded: compute nodes have no internet access, and a run must not depend on the hub's
     current contents.
@@ -27,7 +27,7 @@ class HuggingFaceTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(
                 name_or_path, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # its type depends on what is missing
+        except Exception as error:  # the type depends on what is missing
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"--tokenizer-name-or-path {name_or_path}: expected a folder with a tokenizer or a name in "
@@ -38,10 +38,10 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-name-or-path {name_or_path}: the tokenizer has no eos token, which is needed "
                 "as the end-of-document token"
             )
-        # Suppresses a warning: documents may be longer than the context, they are split into samples later.
+        # Suppresses a warning about documents longer than the context. They are split into samples later.
         tokenizer.model_max_length = int(1e30)
         self._tokenizer = tokenizer
-        # len() is the number of entries, which is too small if some ids are unused.
+        # len() is the number of entries: too small if some ids are unused.
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id
         self.bos: int = self.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -65,10 +65,10 @@ class HuggingFaceTokenizer:
 
 
 def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_length: int | None) -> None:
-    """Save the tokenizer of `flags`, of the type `kind`, in `folder` so that `AutoTokenizer` can load it.
+    """Saves the tokenizer of `flags`, of type `kind`, in `folder`, so that `AutoTokenizer` can load it.
 
-    max_length: maximum number of tokens of the model; None: unlimited. Raises UserError for a type that has
-    no Hugging Face equivalent, and OSError for a file that cannot be written.
+    max_length: maximum number of tokens of the model; None for unlimited. Raises UserError for a type without
+    a Hugging Face equivalent, and OSError for a file that cannot be written.
     """
     from transformers import AutoTokenizer, GPT2TokenizerFast  # type: ignore[attr-defined]
 
@@ -85,7 +85,7 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
         )
     else:
         raise UserError(
-            f"a {kind} cannot be converted for Hugging Face: --no-tokenizer converts the model only"
+            f"a {kind} cannot be converted for Hugging Face: set --no-tokenizer to convert only the model"
         )
     try:
         tokenizer.save_pretrained(folder)

@@ -19,14 +19,14 @@ class Vocabulary:
     eod: int | None
     """Id of the end-of-document token, None if unknown."""
     digest: str | None = None
-    """`vocabulary_digest` of the tokenizer, or of the token files' records; None if unknown."""
+    """The `vocabulary_digest` of the tokenizer, or in the records of the token files; None if unknown."""
 
 
 def find_vocabulary(config: Config) -> Vocabulary:
-    """The vocabulary of the run's tokenizer, or of --vocab-size if the run has no tokenizer.
+    """Returns the vocabulary of the run's tokenizer, or of --vocab-size if the run has no tokenizer.
 
-    A dry run without tokenizer files uses --pad-vocab-size-to. Raises UserError if the size is unknown, and
-    if token files were made with another vocabulary.
+    A dry run without tokenizer files can use --pad-vocab-size-to. Raises UserError if the size is unknown,
+    or if token files were made with a different vocabulary.
     """
     data, model = config.data, config.model
     named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
@@ -36,7 +36,7 @@ def find_vocabulary(config: Config) -> Vocabulary:
         if model.vocab_size not in (None, tokenizer.vocab_size):
             raise UserError(
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
-                f"{tokenizer.vocab_size} tokens: drop the flag"
+                f"{tokenizer.vocab_size} tokens: remove the flag"
             )
         digest = vocabulary_digest(tokenizer)
         for option, prefix in token_file_prefixes(data):

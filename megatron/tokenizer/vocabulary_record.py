@@ -1,8 +1,8 @@
-"""The vocabulary record of token files: a JSON file that identifies the vocabulary they were made with.
+"""The vocabulary record of token files: a JSON file that identifies the vocabulary that made them.
 
-Two tokenizers of equal size give valid token ids with different meanings, which no other check detects.
-`{prefix}.tokenizer.json` holds the digest of the vocabulary of `{prefix}.bin`. A run compares it with the
-digest of its own tokenizer. Token files of other programs have no record and are not compared.
+The token ids of two tokenizers of equal size are valid for both but differ in meaning, which no other check
+detects. `{prefix}.tokenizer.json` holds the digest of the vocabulary of `{prefix}.bin`. A run compares the
+digest with its own tokenizer's. Token files of other frameworks have no record and are not compared.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron.tokenizer.base import Tokenizer
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """SHA-256 of all (id, token) pairs. It is equal for two tokenizers if their ids have the same meaning.
+    """Returns the SHA-256 of all (id, token) pairs: equal for two tokenizers whose ids have equal meaning.
 
-    The type of the tokenizer is not included: two classes that read the same files give the same digest.
+    The type of the tokenizer is not included, so two classes that read the same files give one digest.
     """
     pairs = sorted((token_id, token) for token, token_id in tokenizer.vocabulary().items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
@@ -34,13 +34,13 @@ def record_path(prefix: str) -> str:
 
 
 def remove_record(prefix: str) -> None:
-    """Remove the record of token files that will be replaced, so that it never describes other files."""
+    """Removes the record of token files that will be replaced, so that it never describes the new files."""
     if os.path.exists(record_path(prefix)):
         os.remove(record_path(prefix))
 
 
 def write_record(prefix: str, tokenizer: Tokenizer) -> None:
-    """Write the record of the token files `prefix`, which were made with `tokenizer`."""
+    """Writes the record of the token files `prefix`, which were made with `tokenizer`."""
     record = {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -51,33 +51,33 @@ def write_record(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def read_record(prefix: str) -> dict[str, Any] | None:
-    """The record of the token files `prefix`, None if there is none. Raises UserError if it is damaged."""
+    """Reads the record of the token files `prefix`; None if there is none. UserError if it is damaged."""
     path = record_path(prefix)
     return _read(path) if os.path.exists(path) else None
 
 
 def copy_record(source: str, prefix: str) -> None:
-    """Copy the record of the token files `source` to `prefix`, whose tokens have the same vocabulary."""
+    """Copies the record of the token files `source` to `prefix`, whose tokens have an equal vocabulary."""
     write_json(Path(record_path(prefix)), _read(record_path(source)), indent=1)
 
 
 def check_record(prefix: str, option: str, digest: str) -> None:
-    """Compare the record of the token files `prefix`, if there is one, with the digest of a vocabulary.
+    """Compares the record of the token files `prefix`, if there is one, with the digest of a vocabulary.
 
     option: the flag that names the prefix. Raises UserError if the digests differ or the record is damaged.
     """
     record = read_record(prefix)
     if record is not None and record["vocabulary_sha256"] != digest:
         raise UserError(
-            f"{option} {prefix} was tokenized with another vocabulary ({record['tokenizer_type']}, "
-            f"{record['vocab_size']} tokens, SHA-256 {record['vocabulary_sha256'][:12]}) than the model's "
-            f"(SHA-256 {digest[:12]}): give the tokenizer files that the data was made with, or, if the "
-            "model is trained already, make the data again with its tokenizer (tools/preprocess_data.py)"
+            f"{option} {prefix} was tokenized with a vocabulary ({record['tokenizer_type']}, "
+            f"{record['vocab_size']} tokens, SHA-256 {record['vocabulary_sha256'][:12]}) different from the "
+            f"model's (SHA-256 {digest[:12]}): set the tokenizer files that made the data; if the model is "
+            "already trained, preprocess the data again with its tokenizer (tools/preprocess_data.py)"
         )
 
 
 def common_digest(prefixes: Iterable[tuple[str, str]]) -> str | None:
-    """The vocabulary digest in the records of several token files; None if there are no records.
+    """Returns the vocabulary digest in the records of several token files; None if there are no records.
 
     prefixes: (flag, prefix) pairs. Raises UserError if two records differ.
     """
@@ -88,7 +88,7 @@ def common_digest(prefixes: Iterable[tuple[str, str]]) -> str | None:
         digest = _read(record_path(prefix))["vocabulary_sha256"]
         if first is not None and digest != first[1]:
             raise UserError(
-                f"{option} {prefix} and {first[0]} were tokenized with different vocabularies: use "
+                f"{option} {prefix} and {first[0]} were tokenized with different vocabularies: set "
                 "token files of one tokenizer"
             )
         first = first or (prefix, digest)

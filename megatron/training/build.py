@@ -1,7 +1,7 @@
 """Assembles a run from its configuration: vocabulary, stages, model, engine, checkpoints, data, trainer.
 
 `megatron.training.run`, the simulation of a rank, evaluation without training, and the tests build their
-objects with these functions. Each replaces the parts that it does not have.
+objects with these functions. They replace the parts that they do not have.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import InitialValues, initial_values, spec_of
-from megatron.mpu.world import of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.pipeline.methods import MemoryCosts
@@ -46,7 +46,7 @@ from megatron.training.trainer import Trainer, run_length
 
 @dataclass(frozen=True)
 class Setup:
-    """What is known before the processes connect."""
+    """Vocabulary, stages, batches and length of a run, known before the processes connect."""
 
     vocab: Vocabulary
     plan: StagePlan | None
@@ -56,8 +56,8 @@ class Setup:
 
     @classmethod
     def from_config(cls, config: Config) -> Setup:
-        """Raises ConfigError for flags and files with which no run can start: a dry run finds the errors of a
-        run in their order."""
+        """Raises ConfigError for flags and files with which no run can start, in the same order for a dry run
+        and a run."""
         check_save_is_outside_checkpoints(config)
         vocab = find_vocabulary(config)
         times = read_layer_times(config, vocab.size)
@@ -67,12 +67,12 @@ class Setup:
             plan = plan_stages(config, vocab.size, times)
         batches = BatchSchedule.from_config(config.batch)
         length = run_length(config, batches)
-        schedule_of(config)  # for its errors: the checkpoint's may replace it
+        schedule_of(config)  # only for its errors: the checkpoint's schedule may replace it
         return cls(vocab, plan, batches, length)
 
 
 def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab: Vocabulary) -> StagePlan:
-    """Partitions the layers by their measured times or by their memory. Collective: all ranks get one result.
+    """Partitions the layers by their measured times or their memory. Collective: all ranks get one result.
 
     Raises SharedUserError on every rank if the partition is not possible.
     """
@@ -94,7 +94,7 @@ def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: 
             found = find_memory_costs(config, vocab_size)
         except UserError as error:
             found = str(error)
-    found = of_rank_0(found)
+    found = broadcast_from_rank_0(found)
     if isinstance(found, str):
         raise SharedUserError(found)
     return found
@@ -108,8 +108,8 @@ def build_model(
     bounds: Sequence[int] | None = None,
     values: InitialValues = initial_values,
 ) -> GPTModelPipe:
-    """This rank's part of the model. bounds: of the stages, if not those of --partition-method. values: see
-    `GPTModelPipe`. Collective."""
+    """Returns this rank's part of the model. Collective. bounds: stage bounds (None: by --partition-method).
+    values: see `GPTModelPipe`."""
     bounds = plan_stages(config, vocab.size).bounds if bounds is None else bounds
     return GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, bounds, values)
 
@@ -122,7 +122,7 @@ def build_engine(
     bounds: Sequence[int] | None = None,
     values: InitialValues = initial_values,
 ) -> GPTEngine:
-    """This rank's part of the model, see `build_model`, in its engine. Collective."""
+    """Returns an engine with this rank's part of the model, see `build_model`. Collective."""
     return GPTEngine(config, layout, tp_group, build_model(config, layout, tp_group, vocab, bounds, values))
 
 
@@ -143,9 +143,9 @@ def build_trainer(
     data: Callable[[Config, ParallelLayout, RunLength, Vocabulary], RunData] = open_data,
     trainer: type[Trainer] = Trainer,
 ) -> Trainer:
-    """The training loop around an engine, with its checkpoints and data.
+    """Returns the training loop around an engine, with its checkpoints and data.
 
-    fingerprint: see `run_fingerprint`. owner: of --save. tasks: those of --eval-harness-tasks, on rank 0.
+    fingerprint: see `run_fingerprint`. owner: owner of --save. tasks: --eval-harness-tasks, on rank 0.
     """
     watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""
@@ -158,7 +158,7 @@ def build_trainer(
     )
 
 
-# Settings that make a training step smaller or faster.
+# Settings that change only training steps, and their values for inference.
 _FOR_TRAINING = {
     "training.compile": False,
     "training.checkpoint_activations": False,
@@ -170,7 +170,7 @@ _FOR_TRAINING = {
 
 
 def config_of_layout(checkpoint: Checkpoint, tp_size: int, pp_size: int, world_size: int) -> Config:
-    """The checkpoint's model on another layout. UserError if the layout does not fit the model."""
+    """Returns the config of the checkpoint's model on another layout. Raises UserError if they do not fit."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
     )
@@ -185,19 +185,19 @@ def config_of_layout(checkpoint: Checkpoint, tp_size: int, pp_size: int, world_s
 def load_distributed_model(
     checkpoint: Checkpoint, config: Config, rank: int, micro_batch_size: int
 ) -> DistributedGPT:
-    """This rank's part of the model, in evaluation mode. Each rank reads its own shards. Collective.
-    UserError on all ranks for files that one of them cannot read."""
+    """Returns this rank's part of the model, in evaluation mode. Collective: each rank reads its own shards.
+    Raises UserError on all ranks if one of them cannot read a file."""
     layout = ParallelLayout.from_config(config.parallel, rank)
     tp_group = layout.make_tp_group()
     vocab = Vocabulary(checkpoint.vocab_size, checkpoint.eod)
-    # The initial values are overwritten: zeros, which are quickly made.
+    # The weights are overwritten. Zeros are the fastest initial values.
     module = build_model(config, layout, tp_group, vocab, values=lambda *_: torch.zeros(()))
     problem = None
     try:
         _load_weights(module, checkpoint, tp_group)
     except UserError as error:
         problem = str(error)
-    # The other ranks would wait for this one.
+    # All ranks raise, because they would wait for a rank that raises alone.
     if (found := first_problem_of_ranks(problem)) is not None:
         raise SharedUserError(found[1])
     return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)

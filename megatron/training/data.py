@@ -27,9 +27,9 @@ from megatron.tokenizer.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class RunData:
-    """The loaders of a run. train is None if training is skipped.
+    """The loaders of a run. train: None without training.
 
-    valid and test: by the name in the log, which is 'validation', 'test' or the name of a weighted group.
+    valid, test: loaders by their names in the log: 'validation', 'test' or the name of a weighted group.
     """
 
     train: GPTBatchLoader | None
@@ -38,12 +38,13 @@ class RunData:
 
 
 def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | None = None) -> dict:
-    """Identifies the training data, its order and its vocabulary, as JSON types for a checkpoint.
+    """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
+    checkpoint.
 
     Raises ConfigError if there is no document to train on.
     """
     model, training = config.model, config.training
-    # Also of an evaluation, which reads no training samples.
+    # An evaluation reads no training samples, but records the planned ones.
     num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
     fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples)
     if fingerprint["epochs"] is None and not training.no_train:
@@ -59,7 +60,7 @@ def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | 
 
 
 def data_report(config: Config, length: RunLength) -> str:
-    """The table of what the run reads of each data set, with a warning above --max-epochs-per-dataset."""
+    """Returns the table of the data that the run reads, with a warning above --max-epochs-per-dataset."""
     samples = length.samples_read(config)
     usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
     empty = splits_without_documents(config.data, samples)
@@ -67,7 +68,7 @@ def data_report(config: Config, length: RunLength) -> str:
 
 
 def missing_token_file(config: Config) -> str:
-    """Why the data cannot be read on this machine, for a dry run; "" if they can."""
+    """Returns why this machine cannot read the data, for a dry run; "" if it can."""
     if not (config.data.data_path or config.data.train_weighted_split_paths):
         return "no --data-path"
     for option, prefix, file in token_files(config.data):
@@ -77,7 +78,7 @@ def missing_token_file(config: Config) -> str:
 
 
 def planned_data_report(config: Config, length: RunLength) -> str:
-    """`data_report` for a dry run. Without the data files, says which one is missing.
+    """Returns `data_report` for a dry run, or a line that names the missing data file.
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
     """
@@ -89,10 +90,10 @@ def planned_data_report(config: Config, length: RunLength) -> str:
 
 
 def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:
-    """Build missing index files, then open the data on every rank. Collective."""
+    """Builds missing index files, then opens the data on every rank. Collective."""
     samples = length.samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)
-    # Rank 0 is first. On a shared file system the other nodes find its files and only verify them.
+    # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
     if layout.rank == 0:
         prepare_index_files(*where)
     dist.barrier()
@@ -129,15 +130,15 @@ def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabul
     )
 
 
-# An evaluation that repeats its data so often has a typo in its flags. The index of so many samples takes
-# hundreds of MB and seconds, that of a hundred times as many all memory.
+# More epochs than this in an evaluation are a typo in the flags. The index of _ALWAYS_ALLOWED_SAMPLES takes
+# hundreds of MB and seconds; an index of a hundred times as many samples would exhaust the memory.
 _MAX_EVALUATION_EPOCHS = 1000
 _ALWAYS_ALLOWED_SAMPLES = 10_000_000
 
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """What a run reads of one data set for one split or weighted group."""
+    """The data that a run reads from one data set, for one split or weighted group."""
 
     group: str
     prefix: str
@@ -157,10 +158,11 @@ class DatasetUsage:
 def dataset_usage(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> list[DatasetUsage]:
-    """What a run reads. num_samples: samples of the train, valid and test split; 0: not read, no entry.
+    """Returns an entry for each data set that the run reads. num_samples: of the train, valid and test split;
+    a split with 0 samples has no entry.
 
     Raises ConfigError for damaged data, for a split with fewer tokens than one sample, and for evaluations
-    that repeat their data without end.
+    that repeat their data too often.
     """
     usages = []
     for is_training, groups in zip((True, False, False), requested_groups(data, num_samples), strict=True):
@@ -198,8 +200,8 @@ def _check_evaluation(usage: DatasetUsage) -> None:
 
 
 def splits_without_documents(data: DataConfig, num_samples: tuple[int, int, int]) -> list[str]:
-    """The splits that a run reads and that have a weight in --split, but no documents. num_samples: as
-    above."""
+    """Returns the splits that a run reads and that have a weight in --split, but no documents. num_samples:
+    samples of the train, valid and test split."""
     if data.train_weighted_split_paths:
         return []
     found = requested_groups(data, num_samples)
@@ -215,8 +217,8 @@ def splits_without_documents(data: DataConfig, num_samples: tuple[int, int, int]
 def usage_table(
     usages: Sequence[DatasetUsage], max_epochs: float, without_documents: Sequence[str] = ()
 ) -> str:
-    """A row per data set and group, a line per split of `without_documents`, and a warning per data set that
-    training reads more than `max_epochs` times."""
+    """Returns a row per data set and group, a line per split in `without_documents`, and a warning per data
+    set that training reads more than `max_epochs` times."""
     rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
     for usage in usages:
         counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]

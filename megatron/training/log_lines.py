@@ -1,6 +1,6 @@
 """Formats and parses the console lines, in the format of Megatron-DeepSpeed.
 
-Needs no torch, so that tools which parse logs start at once.
+Imports no torch, so that tools which parse logs start at once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron.files import HostileFileError, open_regular
 # Perplexity is capped at the exp() of this loss, as in Megatron-LM.
 _LARGEST_LOSS_FOR_PERPLEXITY = 20.0
 
-# A longer line is read in pieces: the fields of this program's own lines have a few hundred characters.
+# A longer line is read in pieces. This program's own lines have a few hundred characters.
 _MAX_LINE_BYTES = 8192
 _MAX_LOG_BYTES = 1 << 32
 _LARGEST_INTEGER = 2**63
 
-# Each is linear in the length of a line: no part of the text is tried from more than one start.
+# Matching is linear in the length of a line: no part of the text is tried from more than one start.
 _TRAINING_START = re.compile(r"iteration\s+(\d{1,18})\s*/\s*(\d{1,18})\s*\|")
 _VALIDATION_START = re.compile(r"(?<![\w.-])([\w.-]+) loss at ([^|]{0,200})\|")
 _ITERATION = re.compile(r"iteration (\d{1,18})")
 
-# Names that are not the field's text in lower_snake_case.
+# Names other than the field's text in lower_snake_case.
 _NAMES = {
     "elapsed time per iteration (s)": "seconds_per_iteration",
     "TFLOPs": "tflops_per_device",
@@ -44,11 +44,10 @@ ParsedLine = dict[str, int | float | str]
 class IntervalSummary:
     """The values of one training line, for the steps since the previous line.
 
-    lm_loss: mean over the steps that updated the weights; None if there were none.
-    learning_rate, global_batch_size, seq_length, loss_scale, grad_norm: of the last step. seq_length: None
-    without a curriculum; loss_scale: None without fp16.
-    skipped: steps without an update. not_finite: steps whose loss was non-finite. recorded: values that the
-    model recorded, by name.
+    lm_loss: mean over the steps that updated the weights; None without such a step. learning_rate,
+    global_batch_size, seq_length, loss_scale, grad_norm: values of the last step. seq_length: None without a
+    curriculum. loss_scale: None without fp16. skipped: number of steps without an update. not_finite: number
+    of steps with a non-finite loss. recorded: values that the model recorded, by name.
     """
 
     iteration: int
@@ -71,7 +70,7 @@ class IntervalSummary:
 
 
 def format_training_line(summary: IntervalSummary) -> str:
-    """The line of one log interval, without a newline."""
+    """Returns the line of one log interval, without a newline."""
     fields = [
         f"iteration {summary.iteration:8d}/{summary.total_iterations:8d}",
         f"consumed samples: {summary.consumed_samples:12d}",
@@ -99,25 +98,25 @@ def format_training_line(summary: IntervalSummary) -> str:
 
 
 def format_validation_lines(name: str, at: str, loss: float) -> list[str]:
-    """The three lines of one evaluation: ` {name} loss at {at} | ...` between two rules of dashes."""
+    """Returns the three lines of one evaluation: ` {name} loss at {at} | ...` between lines of dashes."""
     line = f" {name} loss at {at} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]
 
 
 def perplexity(loss: float) -> float:
-    """exp(min(loss, 20)), loss in nats."""
+    """Returns exp(min(loss, 20)). loss: in nats."""
     return math.exp(min(_LARGEST_LOSS_FOR_PERPLEXITY, loss))
 
 
 def parse_log_line(line: str) -> ParsedLine | None:
-    """Parses a training or validation line of this repository, Megatron-LM or Megatron-DeepSpeed; None for
-    any other line.
+    """Parses a training or validation line of this repository, Megatron-LM or Megatron-DeepSpeed. Returns
+    None for any other line.
 
     'kind' is 'training' or 'validation'. Field names are in lower_snake_case ('consumed_samples', 'lm_loss',
-    'grad_norm'), times in seconds ('seconds_per_iteration', also if the line has milliseconds). A validation
-    line has 'name' and 'at', and 'iteration' if `at` contains it. Text before the line (a launcher's prefix,
-    a date) is ignored, as are fields that are cut off or not a number.
+    'grad_norm'). 'seconds_per_iteration' is in seconds, even if the line has milliseconds. A validation line
+    has 'name' and 'at', and 'iteration' if `at` contains it. Text before the line (a launcher's prefix, a
+    date) and fields that are incomplete or not a number are ignored.
     """
     start = _TRAINING_START.search(line)
     if start:
@@ -141,9 +140,9 @@ def parse_log_line(line: str) -> ParsedLine | None:
 
 
 def _fields(text: str) -> ParsedLine:
-    """The `name: value` fields of a line, each ended by a bar."""
+    """Returns the `name: value` fields of a line, each ended by a bar."""
     fields: ParsedLine = {}
-    for part in text.split("|")[:-1]:  # a part without a final bar is cut off
+    for part in text.split("|")[:-1]:  # a part without a final bar is incomplete
         label, _, value = part.rpartition(":")
         label = label.strip()
         number = parse_number(value.strip())
@@ -157,7 +156,7 @@ def _fields(text: str) -> ParsedLine:
 
 
 def parse_number(text: str) -> int | float | None:
-    """The number that a part of a line holds; None if it is not one."""
+    """Returns the number in a part of a line, or None if it is no number."""
     try:
         number = int(text)
         if abs(number) < _LARGEST_INTEGER:
@@ -171,13 +170,13 @@ def parse_number(text: str) -> int | float | None:
 
 
 def _two_digits(value: float) -> str:
-    """Two decimals, as Megatron-LM prints; four below 1."""
+    """Returns the value with two decimals, as in Megatron-LM, or with four if it is below 1."""
     return f"{value:.2f}" if value >= 1 else f"{value:.4f}"
 
 
 def read_log_lines(path: Path) -> Iterator[str]:
-    """The lines of a console log. OSError if it cannot be read, as a device or a pipe; HostileFileError if it
-    is longer than any log."""
+    """Yields the lines of a console log. Raises OSError if it cannot be read (a device, a pipe), and
+    HostileFileError if it is longer than any log."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > _MAX_LOG_BYTES:
             raise HostileFileError(f"{path} has more than {_MAX_LOG_BYTES:,} bytes: give a part of it")

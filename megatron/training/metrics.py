@@ -31,13 +31,13 @@ from megatron.training.writers import Writer
 
 
 def open_log(path: str) -> TextIO:
-    """Opens the file of --log-path to append to it, or a device or a pipe. OSError for a link."""
+    """Opens the file of --log-path for appending, or a device or pipe. Raises OSError for a link."""
     stream = open_stream(Path(path))
     return os.fdopen(open_own(path, os.O_APPEND) if stream is None else stream, "w")
 
 
 class Output:
-    """A text stream to which nothing more is written once it has failed. `problem`: why, one sentence."""
+    """A text stream that is not written again once it has failed. `problem`: a sentence on the failure."""
 
     def __init__(self, name: str, stream: TextIO) -> None:
         self._name, self._stream = name, stream
@@ -54,14 +54,14 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is left to do after `write`; for tqdm."""
+        """Does nothing, because `write` flushes. tqdm calls it."""
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Returns whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The descriptor of the stream, whose width tqdm asks for."""
+        """Returns the stream's descriptor, from which tqdm gets the width."""
         return self._stream.fileno()
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ class Output:
     def _fail(self, error: Exception) -> None:
         self.problem = f"WARNING: {self._name} cannot be written ({error}); the run continues without it"
         if self._stream is sys.stdout:
-            # What is buffered cannot be written either: without this the exit code would be Python's 120.
+            # Python would fail to write its buffer at exit, with exit code 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Outputs:
-    """The console, the log file and the writers of curves of a run. The failure of one is printed once, on
-    the others."""
+    """The console, the log file and the curve writers of a run. The failure of one is printed once, on the
+    others."""
 
     def __init__(self, console: Output, log: Output | None, writers: Sequence[Writer]) -> None:
         self.console = console
@@ -90,7 +90,7 @@ class Outputs:
 
     @property
     def has_writers(self) -> bool:
-        """Whether anything writes curves."""
+        """Whether there are curve writers."""
         return bool(self._writers)
 
     def print(self, text: str, print_to_console: Callable[[str], object] | None = None) -> None:
@@ -107,7 +107,7 @@ class Outputs:
                 self.print(output.problem, print_to_console)
 
     def each_writer(self, use: Callable[[Writer], None]) -> None:
-        """Calls `use` with every writer; one that fails is not used again."""
+        """Calls `use` with every writer. A writer that fails is not used again."""
         for writer in list(self._writers):
             try:
                 use(writer)
@@ -126,9 +126,9 @@ class Outputs:
         self._texts = [self.console]
 
 
-# Steps with a loss above that of a uniform distribution, after which a run is considered to have diverged.
-# They count once the loss has been below it or the learning rate does not rise any more: an untrained model
-# has such a loss during a long warm-up.
+# A run has diverged after this many steps with a loss above the loss of a uniform distribution. An untrained
+# model has such a loss during a long warm-up. Steps therefore count only once the loss has been lower, or the
+# learning rate no longer rises.
 _DIVERGED_STEPS = 100
 
 
@@ -136,10 +136,9 @@ _DIVERGED_STEPS = 100
 class StepRecord:
     """One training step. `loss` and `grad_norm` may be tensors; they are read only when a line is printed.
 
-    state: that of training after the step. seq_length: tokens per sample. loss: mean over the global batch.
-    loss_scale: None without fp16. skipped: whether the weights were not updated,
-    after an fp16 overflow or because of a policy. seconds: wall time. recorded: `StepMetrics` of the interval
-    that ends with this step.
+    state: training state after the step. seq_length: tokens per sample. loss: mean over the global batch.
+    loss_scale: None without fp16. skipped: whether the weights were not updated, after an fp16 overflow or
+    because of a policy. seconds: wall time. recorded: `StepMetrics` of the interval that ends with this step.
     """
 
     state: TrainingState
@@ -157,10 +156,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Converts samples per second to the other rates.
+    """Converts samples per second to other rates.
 
-    flops_per_sample: tokens per sample -> `megatron.model.flops.iteration_flops` for a batch of one
-        sample.
+    flops_per_sample: function from tokens per sample to `megatron.model.flops.iteration_flops` of one sample.
     has_curriculum: whether the sequence length changes, so that lines include it.
     """
 
@@ -171,10 +169,11 @@ class Throughput:
 
 
 class MetricsLogger:
-    """Logs steps and evaluations on one rank. On the others (enabled=False) every method returns at once.
+    """Logs steps and evaluations on one rank. On other ranks (enabled=False), every method returns at once.
 
     A line is printed every `log_interval` steps, at the last iteration, and at `close` for the remaining
-    steps. Tensors are read only then, so the steps between do not synchronize with the device.
+    steps. Tensors are read only when a line is printed, so that the steps in between do not synchronize the
+    device.
     """
 
     def __init__(
@@ -187,9 +186,9 @@ class MetricsLogger:
         writers: Sequence[Writer] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """stream: for lines, and for a progress bar if it is a terminal; default stdout. writers: for curves.
-        With --log-path lines are also appended to that file. vocab_size: for a warning if the loss stays
-        above that of a uniform distribution; None for no warning."""
+        """stream: for lines, and for a progress bar if it is a terminal (default: stdout). With --log-path,
+        lines are also appended to that file. writers: curve writers. vocab_size: for a warning if the loss
+        stays above the loss of a uniform distribution; None for no warning."""
         self._logging = logging
         self._throughput = throughput
         self._enabled = enabled
@@ -207,7 +206,7 @@ class MetricsLogger:
         self._outputs = Outputs(self._console, log, writers if enabled else [])
 
     def log_step(self, record: StepRecord) -> None:
-        """Records one step; prints and writes the steps since the last line if a line is due."""
+        """Records one step. If a line is due, prints and writes the steps since the last line."""
         if not self._enabled:
             return
         self._pending.append((time.time(), record))
@@ -218,8 +217,8 @@ class MetricsLogger:
     def log_validation(
         self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
     ) -> None:
-        """Prints and writes one evaluation at a state of training. loss: mean over all its samples. name:
-        'validation', 'test' or that of a group. at: the moment, as printed; '' for 'iteration N'."""
+        """Prints and writes one evaluation. loss: mean over all its samples. name: 'validation', 'test' or
+        the name of a group. at: the moment as printed; '' for 'iteration N'."""
         if not self._enabled:
             return
         self.print("\n".join(format_validation_lines(name, at or f"iteration {state.iteration}", loss)))
@@ -243,7 +242,7 @@ class MetricsLogger:
         self._flush_writers()
 
     def print(self, text: str) -> None:
-        """Prints other text, above the progress bar if there is one."""
+        """Prints any other text, above the progress bar if there is one."""
         if not self._enabled:
             return
         above_bar = None if self._bar is None else partial(self._bar.write, file=self._console)
@@ -265,7 +264,7 @@ class MetricsLogger:
     def _flush(self) -> None:
         records = [record for _, record in self._pending]
         losses = _read([record.loss for record in records])
-        summary = self._summarise(records, losses)
+        summary = self._summarize(records, losses)
         self._last_loss = summary.lm_loss
         self.print(format_training_line(summary))
         self._warn_of_divergence(records, losses)
@@ -287,7 +286,7 @@ class MetricsLogger:
                 continue
             if loss <= self._uniform_loss:
                 self._diverged_steps, self._may_have_diverged = 0, True
-            elif self._may_have_diverged:  # a NaN too
+            elif self._may_have_diverged:  # true for NaN, too
                 self._diverged_steps += 1
             if self._diverged_steps == _DIVERGED_STEPS:
                 self.print(
@@ -297,9 +296,9 @@ class MetricsLogger:
                     "checkpoint with a lower learning rate, or skip the data "
                     "(--skip-train-iteration-range, --spike-policy)"
                 )
-                self._uniform_loss = math.inf  # once per start
+                self._uniform_loss = math.inf  # warn once per process
 
-    def _summarise(self, records: Sequence[StepRecord], losses: Sequence[float]) -> IntervalSummary:
+    def _summarize(self, records: Sequence[StepRecord], losses: Sequence[float]) -> IntervalSummary:
         last = records[-1]
         seconds = max(sum(record.seconds for record in records), 1e-9)
         samples = sum(record.global_batch_size for record in records)
@@ -386,7 +385,7 @@ class MetricsLogger:
 
 
 def _read(values: Sequence[Tensor | float]) -> list[float]:
-    """The values as floats, with one transfer for all tensors among them."""
+    """Returns the values as floats, with one transfer for all tensors among them."""
     tensors = [value.detach().reshape(()).float() for value in values if isinstance(value, Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(read) if isinstance(value, Tensor) else float(value) for value in values]

@@ -18,12 +18,12 @@ from megatron.config.fields import setting_option
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.validate import validate
 from megatron.errors import UserError
-from megatron.model.attention_choice import Implementation, attention_of
+from megatron.model.attention_choice import Implementation, training_attention
 from megatron.training.startup_report import local_memory
 from megatron.units import GIB
 
 _MAX_FLAGS = 3
-# Unused memory that the allocator has reserved, as a share of the device, from which it is fragmented.
+# The memory is fragmented if the allocator reserves at least this fraction of the device without using it.
 _FRAGMENTED_SHARE = 0.1
 # How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
 # (c10, ATen/cuda/Exceptions.h), CUDA's libraries by their status (CUBLAS_STATUS_ALLOC_FAILED,
@@ -39,7 +39,7 @@ _MESSAGE = re.compile(
 @contextmanager
 def explained_out_of_memory(config: Config | None = None, pipeline_rank: int = 0) -> Iterator[None]:
     """Raises RankStopped for an allocation that fails in the block. config: None before the model is built,
-    when a process starts to use its device, in the preflight, and while layers are timed."""
+    that is when the process first uses its device, in the preflight and while layers are timed."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -57,14 +57,14 @@ def explained_out_of_memory(config: Config | None = None, pipeline_rank: int = 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the device or in host memory."""
+    """Returns whether an allocation failed, on the device or in host memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return _MESSAGE.search(str(error)) is not None
 
 
 def describe_out_of_memory(error: BaseException, config: Config, pipeline_rank: int) -> str:
-    """One sentence: the allocation, the measured memory of this rank, and flags that reduce it."""
+    """Returns one sentence: the allocation, the measured memory of this rank, and flags that reduce it."""
     measured = local_memory()
     total = get_accelerator().total_memory()
     found = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in measured.items())
@@ -81,7 +81,7 @@ def describe_out_of_memory(error: BaseException, config: Config, pipeline_rank: 
 
 
 def _cause(error: BaseException) -> str:
-    """The line of the error that describes the allocation: with NCCL it is the last one."""
+    """Returns the line of the error that describes the allocation. For NCCL, it is the last line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next(filter(_MESSAGE.search, lines), lines[0]).strip().rstrip(". ")
 
@@ -95,10 +95,10 @@ def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
 
 
 def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
-    """(flag and value, the configuration with it) of each flag that may reduce the memory and that the other
-    flags allow. The model and the global batches stay.
+    """Yields (flag and value, configuration with it) of each flag that may reduce the memory and that the
+    other flags allow. Model and global batch sizes do not change.
 
-    In the order in which to try them: activations, optimizer state, fewer data-parallel replicas.
+    The order is the order in which to try them: activations, optimizer state, fewer data-parallel replicas.
     """
     for setting, value in _candidates(config):
         changed = config.with_settings({setting: value})
@@ -110,14 +110,14 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
-    """('section.field', value)."""
+    """Yields ('section.field', value) of settings that may reduce the memory."""
     parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield "parallel.sequence_parallel", True
     if micro_batch > 1:
         yield "batch.micro_batch_size", micro_batch // 2
     if not training.recomputes_layers:
-        stores_scores = attention_of(config) == Implementation.UNFUSED
+        stores_scores = training_attention(config) == Implementation.UNFUSED
         if stores_scores and not training.recomputes_attention:
             yield "training.recompute_granularity", "selective"
         yield "training.checkpoint_activations", True
@@ -125,7 +125,7 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
         for stage in range(parallel.zero_stage + 1, 4 if parallel.pipeline_model_parallel_size == 1 else 2):
             yield "parallel.zero_stage", stage
     if not parallel.cpu_offload:
-        # Without the norm after the embedding, a published run with 8-bit moments stagnated.
+        # A published run with 8-bit moments and without the embedding norm stagnated.
         if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
             yield "optimizer.use_bnb_optimizer", True
         yield "parallel.cpu_offload", True

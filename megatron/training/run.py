@@ -35,10 +35,10 @@ from megatron.training.trainer import make_metrics
 def run(
     config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack, preparation: Preparation
 ) -> ExitStatus:
-    """Runs a training or an evaluation; returns how it ended.
+    """Runs a training or an evaluation. Returns how it ended.
 
-    notes: sentences about the flags, for the start of the log. on_exit: the caller closes it when the run has
-    ended or failed. preparation: has begun; it ends before the processes connect.
+    notes: sentences about the flags, for the start of the log. on_exit: closed by the caller when the run has
+    ended or failed. preparation: already begun; `run` ends it before the processes connect.
     """
     setup = Setup.from_config(config)
     vocab, plan, length, batches = setup.vocab, setup.plan, setup.length, setup.batches
@@ -112,9 +112,9 @@ def _print(line: str) -> None:
 
 
 def _connect(config: Config, watchdog: Watchdog) -> tuple[int, Store]:
-    """Connects the processes and creates their process group; returns the global rank and the store. The
-    watchdog watches from the moment that all have connected: then a rank that dies leaves the others waiting
-    for it."""
+    """Connects the processes and creates their process group. Returns the global rank and the store. The
+    watchdog starts as soon as all processes are connected: from then on, other ranks wait for a rank that
+    dies."""
     store = processes.connect(config)
     watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
@@ -124,8 +124,8 @@ def _connect(config: Config, watchdog: Watchdog) -> tuple[int, Store]:
 
 
 def make_output_folders(config: Config) -> None:
-    """Creates --save and, on rank 0, the folders of its logs. Raises ConfigError if one is not writable, or
-    if --wandb-project is set without wandb."""
+    """Creates --save and, on rank 0, the folders of its logs. Raises ConfigError if a folder is not writable,
+    or if --wandb-project is set without wandb."""
     if config.checkpoint.save:
         _make_writable("--save", config.checkpoint.save)
     if not is_main_process():
@@ -144,7 +144,7 @@ def make_output_folders(config: Config) -> None:
     if logging.log_path:
         try:
             os.makedirs(os.path.dirname(logging.log_path) or ".", exist_ok=True)
-            # A stream stays open until the process ends: the reader of a pipe would see its end, and exit.
+            # Streams are opened only by the logger: closing a pipe would end its reader.
             if open_stream(Path(logging.log_path)) is None:
                 os.close(open_own(logging.log_path, os.O_APPEND))
         except OSError as error:
@@ -153,8 +153,8 @@ def make_output_folders(config: Config) -> None:
             ) from error
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or omit "
-            "the flag"
+            f"--wandb-project {logging.wandb_project}: wandb is not installed: pip install wandb, or "
+            "remove the flag"
         )
 
 

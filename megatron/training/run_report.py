@@ -1,4 +1,4 @@
-"""What a run prints at its start, and a dry run first: notes, model, layout, batches, stage map.
+"""The report at the start of a run or dry run: notes, model, layout, batches, stage map.
 
 The notes say what a resume changes and what the rest of the run will do.
 """
@@ -35,8 +35,8 @@ def run_report(
     learning_rate: str,
     network: Sequence[str] = (),
 ) -> str:
-    """The text that is printed once at the start. notes: one sentence each. learning_rate: a description of
-    the schedule. network: lines about the network, of a plan."""
+    """Returns the report. notes: sentences. learning_rate: description of the schedule. network: lines about
+    the network, in a plan."""
     parts = [
         "\n".join(f"note: {note}" for note in notes),
         _model_lines(config, plan, vocab_size),
@@ -77,8 +77,8 @@ def _layout_lines(config: Config, network: Sequence[str]) -> str:
 
 
 def _ramp_up_lines(config: Config) -> list[str]:
-    """Steps of the ramp-up, and with 1F1B the pipeline's efficiency in the first step and on average, by the
-    formula of `_pipeline_line`: the average is the work of all its steps by their time."""
+    """Returns the steps of the ramp-up. With 1F1B, adds the pipeline's efficiency by the formula of
+    `_pipeline_line`, in the first step and on average: the work of all steps divided by their time."""
     batch, parallel = config.batch, config.parallel
     unit = batch.micro_batch_size * parallel.data_parallel_size
     steps = BatchSchedule.from_config(batch).ramp_up_steps()
@@ -95,7 +95,7 @@ def _ramp_up_lines(config: Config) -> list[str]:
 
 
 def _pipeline_line(parallel: ParallelConfig, micro_batches: int) -> str:
-    """The efficiency of the pipeline if all stages take equally long."""
+    """Returns the efficiency of the pipeline if all stages take equally long."""
     ranks, schedule = parallel.pipeline_model_parallel_size, parallel.schedule_title
     if parallel.pipeline_schedule == "1f1b":
         share = pipeline_efficiency(micro_batches, ranks)
@@ -109,12 +109,13 @@ def _pipeline_line(parallel: ParallelConfig, micro_batches: int) -> str:
 
 
 def pipeline_efficiency(num_micro_batches: int, num_stages: int) -> float:
-    """Fraction of a step in which p equal stages are busy with m micro-batches: m / (m + p - 1)."""
+    """Returns the fraction of a step in which p equal stages are busy with m micro-batches: m / (m + p -
+    1)."""
     return num_micro_batches / (num_micro_batches + num_stages - 1)
 
 
 def stage_map(plan: StagePlan) -> str:
-    """A table with a row per stage, and a line on the heaviest stage (with several stages per rank: rank).
+    """Returns a table with a row per stage, and a line on the heaviest stage, or rank if ranks have several.
 
     Columns: indices in the layer list, weight, weight relative to the mean, parameters of one rank, layers.
     """
@@ -141,7 +142,8 @@ def stage_map(plan: StagePlan) -> str:
 
 
 def heaviest_line(plan: StagePlan) -> str:
-    """Names the heaviest stage, and the efficiency that is lost while the other stages wait for it."""
+    """Returns a line on the heaviest stage, and on the efficiency that is lost while other stages wait for
+    it."""
     weights = plan.rank_weights()
     what = "stage" if plan.has_one_stage_per_rank else "rank"
     mean, heaviest = sum(weights) / len(weights), max(weights)
@@ -151,7 +153,7 @@ def heaviest_line(plan: StagePlan) -> str:
     consequence = (
         f"it needs {100 * (ratio - 1):.1f} % more than the mean"
         if plan.partition.unit == MEMORY_UNIT
-        else f"waiting for it costs up to {100 * (1 - 1 / ratio):.1f} % of the efficiency"
+        else f"imbalance loses up to {100 * (1 - 1 / ratio):.1f} % efficiency"
     )
     return (
         f"heaviest   {what} {weights.index(heaviest)} by --partition-method {plan.method}, "
@@ -160,7 +162,7 @@ def heaviest_line(plan: StagePlan) -> str:
 
 
 def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
-    """The simulated efficiency with the weights of these stages, if the weights are times or FLOPs."""
+    """Returns the simulated efficiency of these stages, if their weights are times or FLOPs."""
     if plan.partition.unit not in TIME_UNITS or not any(plan.partition.weights):
         return []
     micro_batches = config.micro_batches_per_step
@@ -176,13 +178,13 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
 
 
 def _content(plan: StagePlan, stage: int) -> str:
-    """The layers of a stage, such as 'embedding, 5 x transformer layer'. Functions are not shown."""
+    """Returns the layers of a stage, such as 'embedding, 5 x transformer layer'. Functions are not shown."""
     titles = plan.layer_titles()[plan.bounds[stage] : plan.bounds[stage + 1]]
     counts = [(title, len(list(run))) for title, run in groupby(title for title in titles if title)]
     return ", ".join(title if count == 1 else f"{count} x {title}" for title, count in counts) or "nothing"
 
 
-# A resume may change these settings, and names those that differ from the checkpoint's.
+# Settings that a resume may change. It prints those that differ from the checkpoint's.
 _CHANGEABLE_SETTINGS = {
     "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
     "training": ("seed", "z_loss_weight"),
@@ -200,8 +202,8 @@ def start_notes(
     batches: BatchSchedule,
     lr_schedule: LearningRateSchedule,
 ) -> list[str]:
-    """One sentence each: nothing to train, a batch size or settings that differ from the checkpoint's, a
-    learning rate of 0."""
+    """Returns notes on a start with nothing to train, on a batch size or settings that differ from the
+    checkpoint's, and on a learning rate of 0."""
     if config.training.no_train:
         return []
     state = checkpoint.start_state if checkpoint is not None else TrainingState()
@@ -220,10 +222,10 @@ def start_notes(
 def planned_start(
     config: Config, length: RunLength, vocab: Vocabulary
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that a run with the flags of a dry run would start from, and a sentence about it.
+    """Returns the checkpoint from which a run with the flags of a dry run would start, and a note on it.
 
-    It is checked as in a run if --load is a folder on this machine and the data are there. Raises ConfigError
-    if the run would be refused.
+    The checkpoint is checked as in a run if --load is a folder on this machine and the data exists. Raises
+    ConfigError if the run would be rejected.
     """
     load = config.checkpoint.load
     if load is None:
@@ -276,7 +278,7 @@ def _rate_notes(
         )
         return Progress(iteration, samples, int(tokens))
 
-    # The last step may lie beyond the decay, because its batch is the rounded rest.
+    # The last step may lie beyond the end of the decay, because the last batch is rounded up.
     last_but_one = progress_at(length.iterations - 1, length.train_samples - batches.global_batch_size)
     if lr_schedule.lr(last_but_one) > 0 or last_but_one.count("iterations") < 1:
         return

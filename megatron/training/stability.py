@@ -29,7 +29,7 @@ from megatron.config import BatchSchedule, Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import ParameterSpec, spec_of
-from megatron.mpu.world import of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
 from megatron.text_table import rank_list
 from megatron.training.metrics import MetricsLogger
@@ -44,7 +44,7 @@ class StepOptions(TypedDict):
 
 @dataclass
 class StabilityMonitor:
-    """Called before, during and after each step, on every rank."""
+    """Handles unstable steps. The trainer calls it before, during and after each step, on every rank."""
 
     config: Config
     engine: GPTEngine
@@ -57,8 +57,8 @@ class StabilityMonitor:
         self.spikes = SpikeDetector(self.config.stability)
 
     def skip_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
-        """The state after the range to skip, which is printed; None if the next iteration is not in a
-        range."""
+        """Returns the state after the range to skip, and prints the range; None if the next iteration is not
+        in a range."""
         skipped = range_to_skip(self.config, state.iteration, total_iterations)
         if skipped is None:
             return None
@@ -67,7 +67,7 @@ class StabilityMonitor:
         return advance_state(state, last, self.config, self.batches)
 
     def step_options(self, state: TrainingState) -> StepOptions:
-        """The options of the step that follows `state`; starts that step."""
+        """Returns the options of the step after `state`, and starts this step."""
         self.spikes.begin(state)
         options = self.config.stability
         limit = options.max_consecutive_skips
@@ -77,14 +77,14 @@ class StabilityMonitor:
         }
 
     def diagnose(self, error: NonFiniteError, iteration: int) -> RunStopped:
-        """The error of a non-finite step that must not be skipped."""
+        """Returns the error of a non-finite step that must not be skipped."""
         limit = self.config.stability.max_consecutive_skips
         in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
         return RunStopped(f"iteration {iteration}: {error}{in_a_row}")
 
     def post_step(self, state: TrainingState) -> TrainingState:
-        """Prints what was wrong with the step that led to `state`, rolls back if needed; returns the state to
-        continue from. Raises RunStopped after too many skips or rollbacks."""
+        """Prints what was wrong with the step that led to `state`, and rolls back if needed. Returns the
+        state to continue from. Raises RunStopped after too many skips or rollbacks."""
         options, optimizer = self.config.stability, self.engine.optimizer
         state = self.spikes.update_window(state, taken=not optimizer.skipped)
         if optimizer.found_nonfinite and optimizer.diagnosis:
@@ -100,28 +100,27 @@ class StabilityMonitor:
         self.metrics.print(what + (": update skipped" if optimizer.skipped_by_fn else ""))
         return state
 
-    def _roll_back(self, state: TrainingState, what: str) -> TrainingState:
-        """Loads the newest checkpoint and skips the data between it and `state`. Without a checkpoint only
-        the update is skipped. what: the cause, for the log.
-        """
+    def _roll_back(self, state: TrainingState, cause: str) -> TrainingState:
+        """Loads the newest checkpoint and skips the data between it and `state`. Without a checkpoint, only
+        the update is skipped. cause: sentence for the log."""
         limit = self.config.stability.max_rollbacks
         if state.rollbacks >= limit:
-            raise RunStopped(f"{what}: reached --max-rollbacks {limit}")
+            raise RunStopped(f"{cause}: reached --max-rollbacks {limit}")
         checkpoint = self.checkpoints.rollback()
         if checkpoint is None:
-            self.metrics.print(f"{what}: update skipped; there is no checkpoint to roll back to")
+            self.metrics.print(f"{cause}: update skipped; there is no checkpoint to roll back to")
             return state
-        there = checkpoint.state
+        restored = checkpoint.state
         self.metrics.print(
-            f"{what}: rolled back to {checkpoint.folder}; the data of iterations "
-            f"{there.iteration + 1} to {state.iteration} are skipped"
+            f"{cause}: rolled back to {checkpoint.folder}; the data of iterations "
+            f"{restored.iteration + 1} to {state.iteration} are skipped"
         )
-        reached = advance_state(there, state.iteration, self.config, self.batches)
+        reached = advance_state(restored, state.iteration, self.config, self.batches)
         return replace(reached, rollbacks=state.rollbacks + 1)
 
     def check_invariants(self, iteration: int) -> None:
         """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
-        RunStopped on a mismatch."""
+        RunStopped on a violation."""
         interval = self.config.stability.check_invariants_interval
         if interval and iteration % interval == 0:
             violation = find_invariant_violation(self.engine.optimizer, self.engine.layout)
@@ -133,7 +132,7 @@ class StabilityMonitor:
 
 
 class SpikeDetector:
-    """Examines each step before its update."""
+    """Examines the loss and the gradient norm of each step before its update."""
 
     def __init__(self, options: StabilityConfig) -> None:
         self._options = options
@@ -143,11 +142,11 @@ class SpikeDetector:
         self._seen: tuple[float, float] | None = None
 
     def begin(self, state: TrainingState) -> None:
-        """Starts the step that follows `state`."""
+        """Starts the step after `state`."""
         self._state, self._seen, self.diagnosis = state, None, ""
 
     def should_skip(self, loss: float, grad_norm: float) -> bool:
-        """Whether to skip the step's update. loss, grad_norm: of the global batch."""
+        """Returns whether to skip the step's update. loss, grad_norm: values of the global batch."""
         self._seen = (loss, grad_norm)
         options, state = self._options, self._state
         if len(state.recent_losses) < options.spike_window:
@@ -164,7 +163,7 @@ class SpikeDetector:
         return bool(found) and options.spike_policy != "warn"
 
     def update_window(self, state: TrainingState, taken: bool) -> TrainingState:
-        """Returns `state`, the state after the step, with the step added to its window if taken."""
+        """Returns `state`, the state after the step, with the step added to its window if `taken`."""
         before = self._state
         losses, norms = before.recent_losses, before.recent_grad_norms
         if taken and self._seen is not None:
@@ -174,8 +173,8 @@ class SpikeDetector:
 
 
 def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tuple[int, int] | None:
-    """The rest of the --skip-train-iteration-range that contains the next iteration: (next, last iteration).
-    None if the next iteration is not in a range."""
+    """Returns (next, last iteration) of the --skip-train-iteration-range that contains the next iteration, or
+    None if there is no such range."""
     for first, last in config.stability.skipped_ranges:
         if first <= iteration + 1 <= last and iteration < total_iterations:
             return iteration + 1, min(last, total_iterations)
@@ -183,7 +182,8 @@ def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tupl
 
 
 def advance_state(state: TrainingState, last: int, config: Config, batches: BatchSchedule) -> TrainingState:
-    """The state after iteration `last`, with the samples and tokens of the iterations until then consumed."""
+    """Returns the state after iteration `last`, as if the iterations up to it had consumed their samples and
+    tokens."""
     samples, tokens = state.consumed_samples, state.consumed_tokens
     for iteration in range(state.iteration + 1, last + 1):
         size = batches.global_batch_size_at(samples)
@@ -200,12 +200,12 @@ def advance_state(state: TrainingState, last: int, config: Config, batches: Batc
 
 
 _WORD = 1 << 64
-# Violations that the sentence names.
+# Maximum number of violations that the sentence names.
 _MAX_NAMED = 3
-# Elements per digest computation, to bound its memory.
+# Elements per digest computation. Bounds its memory.
 _CHUNK = 1 << 24
 
-# A tensor that is compared: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
+# A compared tensor: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
 # name of a moment), the parameter's name, and the TP rank if the parameter is sharded.
 TensorKey = tuple[str, str, int | None]
 # The place of a replica: stage, TP rank, DP rank (None if the data-parallel ranks shard the tensor).
@@ -214,7 +214,7 @@ ReplicaKey = tuple[int, int, int | None]
 
 @dataclass
 class _LocalDigests:
-    """The digests of this rank's parts of replicas, and the names of non-finite tensors."""
+    """The digests of this rank's parts of replicas, and the names of its non-finite tensors."""
 
     rank: int
     parts: dict[tuple[TensorKey, ReplicaKey], int] = field(default_factory=dict)
@@ -222,12 +222,12 @@ class _LocalDigests:
 
 
 def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> str | None:
-    """One sentence that names replicas that differ and non-finite values, with their ranks; None if
-    there are none. The same on every rank. Collective."""
+    """Returns one sentence that names replicas that differ and non-finite values, with their ranks; None if
+    there are none. Collective: every rank gets one result."""
     local = _local_digests(optimizer, layout)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
-    return of_rank_0(_sentence(everywhere) if dist.get_rank() == 0 else None)
+    return broadcast_from_rank_0(_violations(everywhere) if dist.get_rank() == 0 else None)
 
 
 def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _LocalDigests:
@@ -244,7 +244,7 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
     optimizer.wait_for_params()
     for flat in optimizer.flat:
         if flat.shards_weights:
-            continue  # ZeRO-3: between steps only the partitions exist, which are compared below
+            continue  # ZeRO-3: only the shards exist between steps; they are compared below
         for parameter in flat.parameters:
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
             digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
@@ -261,7 +261,7 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
 
 
 def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) -> tuple[int, bool]:
-    """The digest of a rank's flat elements from `start` on, in any precision, and whether all are finite."""
+    """Returns the digest of a rank's flat elements, which begin at `start`, and whether all are finite."""
     digest, finite = 0, values.new_ones((), dtype=torch.bool)
     for first in range(0, values.numel(), _CHUNK):
         piece = values[first : first + _CHUNK].float()
@@ -270,8 +270,8 @@ def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) 
     return digest % _WORD, bool(finite)
 
 
-def _sentence(everywhere: list[_LocalDigests]) -> str | None:
-    """The violations in the digests of all ranks."""
+def _violations(everywhere: list[_LocalDigests]) -> str | None:
+    """Returns the violations in the digests of all ranks."""
     replicas: dict[TensorKey, dict[ReplicaKey, int]] = {}
     holders: dict[tuple[TensorKey, ReplicaKey], list[int]] = {}
     for held in everywhere:
@@ -280,7 +280,7 @@ def _sentence(everywhere: list[_LocalDigests]) -> str | None:
             digests[replica] = (digests.get(replica, 0) + digest) % _WORD
             holders.setdefault((tensor, replica), []).append(held.rank)
     found = [what for held in everywhere for what in held.not_finite]
-    found = [f"non-finite: {', '.join(found[:_MAX_NAMED])}{_more(found)}"] if found else []
+    found = [f"non-finite: {', '.join(found[:_MAX_NAMED])}{_and_more(found)}"] if found else []
     mismatches = []
     for (kind, name, tp_rank), digests in sorted(replicas.items(), key=lambda item: str(item[0])):
         if len(set(digests.values())) == 1:
@@ -294,9 +294,9 @@ def _sentence(everywhere: list[_LocalDigests]) -> str | None:
             f"{kind} of {name} on {rank_list(ranks[False])} differs from {rank_list(ranks[True])}"
         )
     if mismatches:
-        found.append(f"replicas differ: {'; '.join(mismatches[:_MAX_NAMED])}{_more(mismatches)}")
+        found.append(f"replicas differ: {'; '.join(mismatches[:_MAX_NAMED])}{_and_more(mismatches)}")
     return " and ".join(found) or None
 
 
-def _more(found: list[str]) -> str:
+def _and_more(found: list[str]) -> str:
     return f" (and {len(found) - _MAX_NAMED} more)" if len(found) > _MAX_NAMED else ""

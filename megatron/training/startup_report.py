@@ -1,4 +1,4 @@
-"""Printed once after the first steps: the memory of each pipeline stage, and the bits of the moments.
+"""Reports, once after the first steps, the memory of each pipeline stage and the bits of the moments.
 
 The bits are read from the tensors and compared with the rule for 8-bit Adam.
 """
@@ -21,7 +21,7 @@ from megatron.cluster.node_processes import status_bytes
 from megatron.config import Config
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import spec_of
-from megatron.mpu.world import of_all_ranks
+from megatron.mpu.world import gather_from_all_ranks
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
@@ -29,13 +29,13 @@ from megatron.units import GIB
 
 
 def memory_table(layout: ParallelLayout, stages_per_rank: int) -> str:
-    """A row per pipeline rank: the least and the largest memory of its ranks, and the rank of the largest.
+    """Returns a row per pipeline rank: minimum and maximum memory of its ranks, and the rank of the maximum.
     Collective.
 
-    On an accelerator allocated, peak allocated and peak reserved bytes of PyTorch's allocator, and on a GPU
-    all bytes in use on it; on a CPU the memory of the process.
+    On an accelerator, the columns are the allocated, peak allocated and peak reserved bytes of PyTorch's
+    allocator; on a GPU, also all bytes in use on it. On a CPU, they are the memory of the process.
     """
-    everywhere = of_all_ranks((layout.pipeline_stage, local_memory()))
+    everywhere = gather_from_all_ranks((layout.pipeline_stage, local_memory()))
     what = "stage" if stages_per_rank == 1 else "pipeline rank"
     lines = [f"memory after the first steps, GiB per {what}, least to most of its ranks:"]
     for place in range(layout.pp_size):
@@ -45,7 +45,7 @@ def memory_table(layout: ParallelLayout, stages_per_rank: int) -> str:
 
 
 def format_memory_row(by_rank: Mapping[int, Mapping[str, int]]) -> str:
-    """The columns of one pipeline rank. by_rank: global rank -> name -> bytes."""
+    """Returns the columns of one pipeline rank. by_rank: global rank -> name -> bytes."""
     columns = []
     for name in next(iter(by_rank.values())):
         sizes = {rank: found[name] for rank, found in by_rank.items()}
@@ -55,7 +55,7 @@ def format_memory_row(by_rank: Mapping[int, Mapping[str, int]]) -> str:
 
 
 def local_memory() -> dict[str, int]:
-    """The memory of this process, in bytes: name -> value."""
+    """Returns name -> bytes of this process's memory."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return {"resident": status_bytes("VmRSS"), "peak resident": status_bytes("VmHWM")}
@@ -65,7 +65,7 @@ def local_memory() -> dict[str, int]:
         "peak reserved": accelerator.max_memory_reserved(),
     }
     if accelerator.device_name() == "cuda":
-        # With what the allocator does not know: the CUDA context, NCCL's buffers, other processes.
+        # Includes memory that the allocator does not know: CUDA context, NCCL buffers, other processes.
         free, total = torch.cuda.mem_get_info()
         found["device in use"] = total - free
     return found
@@ -73,9 +73,9 @@ def local_memory() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MomentStorage:
-    """How a parameter's moments are stored. expected_bits: by the rule. actual_bits: per element, of each
+    """The storage of a parameter's moments. expected_bits: by the rule. actual_bits: per element, of each
     tensor that holds moments. global_numel: elements of the unsharded parameter. local_numel, state_bytes:
-    summed over ranks, replicas included."""
+    sums over ranks, including replicas."""
 
     expected_bits: int
     actual_bits: frozenset[int]
@@ -85,20 +85,20 @@ class MomentStorage:
 
 
 def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
-    """A table of all parameters, grouped by the bits of their moments, after the first optimizer step.
+    """Returns a table of all parameters after the first optimizer step, grouped by the bits of their moments.
 
-    Collective. Raises RunStopped on every rank, with the name, if a parameter's moments break the rule.
+    Collective. Raises RunStopped with the name of a parameter on every rank if its moments break the rule.
     """
     merged: dict[str, MomentStorage] = {}
-    for here in of_all_ranks(local_moments(optimizer)):
+    for here in gather_from_all_ranks(local_moments(optimizer)):
         for name, part in here.items():
             merged[name] = _sum(merged[name], part) if name in merged else part
     for name, moments in merged.items():
         if moments.actual_bits != {moments.expected_bits}:
             found = " and ".join(str(bits) for bits in sorted(moments.actual_bits)) or "no"
             raise RunStopped(
-                f"the moments of {name} have {found} bits per element, the rule of --use-bnb-optimizer says "
-                f"{moments.expected_bits}: this is a bug in the program, train without the flag"
+                f"the moments of {name} have {found} bits per element, but the rule of --use-bnb-optimizer "
+                f"expects {moments.expected_bits}: this is a bug in the program; remove the flag"
             )
     lines = ["moments after the first step:"]
     for bits in sorted({moments.expected_bits for moments in merged.values()}):
@@ -107,11 +107,11 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
 
 
 def local_moments(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentStorage]:
-    """The moments on this rank, by parameter name."""
+    """Returns parameter name -> moments on this rank."""
     result = {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
-            # For each moment: its elements, and the scales if they are quantized.
+            # For each moment: its elements, and their scales if the moment is quantized.
             moments = [_tensors(m, start, length) for m in optimizer.moments_of(flat).values()]
             name, spec = optimizer.names[parameter], spec_of(parameter)
             result[name] = MomentStorage(
@@ -148,12 +148,12 @@ def _rows(bits: int, parameters: dict[str, MomentStorage]) -> list[str]:
         f"  {bits:2d} bits | {len(parameters):4,d} parameters | {elements:14,d} elements | "
         f"{per_element:.3f} bytes per element for both moments{blocks}"
     )
-    names = textwrap.wrap(", ".join(_summarised(parameters)), width=100, break_on_hyphens=False)
+    names = textwrap.wrap(", ".join(_names_without_layer(parameters)), width=100, break_on_hyphens=False)
     return [head, *(f"          {line}" for line in names)]
 
 
-def _summarised(names: Iterable[str]) -> list[str]:
-    """Names with * for the layer's number, and the number of layers."""
+def _names_without_layer(names: Iterable[str]) -> list[str]:
+    """Returns the names with * for the layer's number, and the number of layers with this name."""
     counts = Counter(re.sub(r"^\d+\.", "*.", name) for name in names)
     return [f"{name} x {count}" if count > 1 else name for name, count in counts.items()]
 
@@ -163,7 +163,7 @@ _STEPS_BEFORE_MEMORY = 2
 
 
 class StartupReport:
-    """Counts the steps since the start of this process, resumed or not."""
+    """Decides when to print the reports. Counts the steps since the start of this process."""
 
     def __init__(self, config: Config, layout: ParallelLayout) -> None:
         self.layout = layout
@@ -173,7 +173,8 @@ class StartupReport:
         self._steps_until_memory = _STEPS_BEFORE_MEMORY
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
-        """The text to print after a step. Collective. is_last: whether this is the run's last step."""
+        """Yields the texts to print after a step. Collective. is_last: whether this is the run's last
+        step."""
         if self._moments_pending and not optimizer.skipped:
             self._moments_pending = False
             yield describe_moments(optimizer)

@@ -31,14 +31,14 @@ from megatron.training.writers import make_writers
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
 
-# After a resume a few fp16 overflows in a row are ordinary: the loss scale has just grown.
+# After a resume, a few consecutive fp16 overflows are normal: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
 
 
 @dataclass
 class UpdateCount:
-    """The steps of this start of the program, and how many of them have updated the weights. Ranges of
-    --skip-train-iteration-range are not steps."""
+    """The number of steps since the start of this process, and how many of them updated the weights. Ranges
+    of --skip-train-iteration-range do not count as steps."""
 
     num_steps: int = 0
     num_updates: int = 0
@@ -49,26 +49,26 @@ class UpdateCount:
         self.num_updates += not skipped
 
     def problem(self, fp16: bool) -> str | None:
-        """One sentence if there were steps and no update."""
+        """Returns a sentence if there were steps but no update."""
         if self.num_updates or not self.num_steps:
             return None
         why = "with fp16 because of overflows: set --initial-loss-scale lower, or use --bf16"
         if not fp16:
             why = "by --spike-policy"
         return (
-            f"none of the {self.num_steps} steps of this start updated the weights: every step was skipped "
+            f"none of the {self.num_steps} steps since the launch updated the weights: all were skipped "
             f"({why})"
         )
 
 
 def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
-    """Iterations and samples of the run from iteration 0, resumed or not."""
+    """Returns the iterations and samples of the whole run, counted from iteration 0."""
     iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
     return RunLength(iterations, schedule.consumed_after(iterations))
 
 
 def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
-    """What the user should do. iteration: of the newest checkpoint; 0 without one."""
+    """Returns what the user should do. iteration: iteration of the newest checkpoint; 0 without one."""
     if not iteration:
         return "nothing has been saved before; fix this, then start again"
     load = "" if checkpoint.load else f" with --load {checkpoint.save}"
@@ -89,7 +89,7 @@ class Trainer:
     watchdog: Watchdog
     checkpoints: CheckpointManager
     tasks: "Tasks | None" = None
-    """Those of --eval-harness-tasks, on rank 0."""
+    """The tasks of --eval-harness-tasks, only on rank 0."""
     exit_reason: ExitReason | None = field(default=None, init=False)
     """Why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)
@@ -111,7 +111,7 @@ class Trainer:
         )
 
     def train(self, state: TrainingState) -> TrainingState:
-        """Trains from `state` to the last iteration or to an early exit; returns the state reached."""
+        """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         if training.no_train:
             return state
@@ -147,7 +147,7 @@ class Trainer:
 
     def _print_exit_reason(self) -> None:
         if self.exit_reason:
-            self.metrics.flush()  # the lines of the steps before
+            self.metrics.flush()  # prints the lines of the last steps first
             self.metrics.print(self.exit_reason.line(self.config.checkpoint))
 
     @property
@@ -162,7 +162,7 @@ class Trainer:
         return self.stability.skip_range(state, self.length.iterations) or self.step(state)
 
     def step(self, state: TrainingState) -> TrainingState:
-        """Takes one optimizer step on the next global batch; returns the state reached, also after a
+        """Takes one optimizer step on the next global batch. Returns the state reached, or the state after a
         rollback."""
         started = time.perf_counter()
         batch_size = self.batches.global_batch_size_at(state.consumed_samples)
@@ -176,7 +176,7 @@ class Trainer:
         assert self.data.train is not None  # without training, no step is taken
         micro_batches = self.data.train.micro_batches(state.consumed_samples, batch_size)
         try:
-            with self.engine.module.metrics.of_step():
+            with self.engine.module.metrics.recording():
                 loss = self.engine.train_step(
                     (batch.truncated(seq_length) for batch in micro_batches),
                     batch_size,
@@ -247,7 +247,7 @@ class Trainer:
             return
         self._note_saved(state.iteration)
         if self.engine.global_rank != 0:
-            return  # on a network file system it may not see the folder yet
+            return  # on a network file system, other nodes may not see the folder yet
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
@@ -275,8 +275,8 @@ class Trainer:
             self.watchdog.report.note(load_to_resume=self.config.checkpoint.save)
 
     def evaluate_at_end(self, state: TrainingState) -> None:
-        """Evaluates on validation and test data after the last iteration, or with --eval-only; not after an
-        early exit."""
+        """Evaluates on validation and test data after the last iteration, or with --eval-only, but not after
+        an early exit."""
         if not self.config.training.no_train and state.iteration < self.length.iterations:
             return
         for split, data in (("validation", "val"), ("test", "test")):
@@ -286,8 +286,9 @@ class Trainer:
                 return
 
     def check_updates(self, state: TrainingState) -> None:
-        """Prints a warning if every step of this start was skipped. Raises RunStopped instead after the last
-        iteration, unless the steps were few and others before this start have updated the weights."""
+        """Prints a warning if every step since the start of this process was skipped. After the last
+        iteration, raises RunStopped instead, unless the steps were few and earlier processes updated the
+        weights."""
         problem = self.updates.problem(self.config.precision.fp16)
         if problem is None:
             return
@@ -299,12 +300,13 @@ class Trainer:
         self.metrics.print(f"WARNING: {problem}")
 
     def _evaluate_interval(self, state: TrainingState, count: int) -> TrainingState:
-        """Evaluates on the last `count` validation data sets. The state that is returned contains how many
-        of them are left after a request to stop: a resumed run begins with these."""
+        """Evaluates on the last `count` validation data sets. The returned state records how many data sets
+        remain after a request to stop, so that a resumed run begins with them."""
         return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
 
     def _evaluate_tasks(self, state: TrainingState) -> None:
-        """Runs --eval-harness-tasks if they are due. A request to stop ends them; they are not repeated."""
+        """Runs --eval-harness-tasks if they are due. A request to stop ends them without a repetition
+        later."""
         interval = self.config.training.eval_harness_interval
         if interval is None or state.iteration % interval or self.exit_reason is not None:
             return
@@ -324,14 +326,15 @@ class Trainer:
         self.metrics.log_tasks(state, results)
 
     def evaluate(self, state: TrainingState, split: str, at: str = "", count: int | None = None) -> int:
-        """Evaluates on the data sets of a split ('validation' or 'test'), or the last `count` of them, and
-        logs their losses. A request to stop ends the evaluation. Returns how many data sets are left."""
+        """Evaluates on the data sets of a split ('validation' or 'test'), or on the last `count` of them, and
+        logs their losses. A request to stop ends the evaluation. Returns the number of data sets that
+        remain."""
         loaders = list((self.data.valid if split == "validation" else self.data.test).items())
         loaders = loaders[max(len(loaders) - count, 0) :] if count is not None else loaders
         if self.config.training.eval_iters == 0:
             return 0
         self.exit_code = None
-        # The checkpoint's iteration may be past the end of this run, where there are no validation samples.
+        # The checkpoint's iteration may be past the end of this run, which has no validation samples for it.
         iteration = min(state.iteration, self.length.iterations)
         first = validation_start(self.config, iteration) if split == "validation" else 0
         stop: list[ExitReason] = []
@@ -362,7 +365,7 @@ class Trainer:
 
 
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
-    """The logger of a run; rank 0 prints and writes."""
+    """Returns the logger of a run, which prints and writes on rank 0."""
     model, parallel = config.model, config.parallel
 
     def flops_per_sample(seq_length: int) -> float:
@@ -396,17 +399,16 @@ def evaluate(
     stop_requested: Callable[[], bool],
     heartbeat: Callable[[], None],
 ) -> float | None:
-    """Mean loss over `--eval-iters` global batches that start at `first_sample`; None if it was stopped.
-    Collective.
+    """Returns the mean loss over `--eval-iters` global batches from sample `first_sample` on, or None if
+    stopped. Collective.
 
-    stop_requested: asked between groups of micro-batches; collective, the same on all ranks. heartbeat:
-    called for every micro-batch.
+    stop_requested: collective function with an equal result on all ranks, called between groups of
+    micro-batches. heartbeat: called for every micro-batch.
     """
     samples = config.training.eval_iters * config.batch.global_batch_size
     num_micro_batches = config.training.eval_iters * config.micro_batches_per_step
     micro_batches = loader.micro_batches(first_sample, samples)
-    # The same groups on every rank and in every run of a layout, so that the rounding of the mean is the
-    # same.
+    # Every rank and every run of a layout has equal groups, so that the mean is rounded equally.
     group = MICRO_BATCHES_PER_STAGE * config.parallel.num_stages
     total = 0.0
     for start in range(0, num_micro_batches, group):
@@ -418,7 +420,8 @@ def evaluate(
 
 
 def validation_start(config: Config, iteration: int) -> int:
-    """First validation sample of the evaluation at `iteration`. Evaluations use consecutive samples."""
+    """Returns the first validation sample of the evaluation at `iteration`. Evaluations use consecutive
+    samples."""
     training = config.training
     evaluations_before = max(-(-iteration // training.eval_interval) - 1, 0)
     return evaluations_before * training.eval_iters * config.batch.global_batch_size

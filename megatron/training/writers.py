@@ -1,4 +1,4 @@
-"""Writers of curves: TensorBoard event files and Weights & Biases."""
+"""Curve writers: TensorBoard event files and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.config import Config, ConfigError
 
 
 class Writer(Protocol):
-    """Takes values by tag."""
+    """Writes values by tag."""
 
     def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
-        """Takes the values of one state of training. when: of their measurement, Unix time in seconds."""
+        """Writes the values of one training state. when: time of the measurement, Unix time in seconds."""
 
     def flush(self) -> None:
         """Makes the written values visible to readers."""
@@ -23,7 +23,8 @@ class Writer(Protocol):
 
 
 def make_writers(config: Config) -> list[Writer]:
-    """The writers of --tensorboard-dir and --wandb-project. Raises ConfigError if one cannot be used."""
+    """Returns the writers of --tensorboard-dir and --wandb-project. Raises ConfigError for an unusable
+    one."""
     writers: list[Writer] = []
     if config.logging.tensorboard_dir:
         writers.append(
@@ -35,16 +36,16 @@ def make_writers(config: Config) -> list[Writer]:
 
 
 class TensorBoardWriter:
-    """Writes each value three times: over iterations, samples and tokens."""
+    """Writes each value three times: by iterations, by samples and by tokens."""
 
     def __init__(self, folder: str, queue_size: int) -> None:
-        # Imported here: it takes a second, and most ranks do not need it.
+        # Imported late, because the import takes a second and most ranks do not need it.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 f"--tensorboard-dir {folder}: TensorBoard cannot be imported ({error}): install tensorboard, "
-                "or omit the flag"
+                "or remove the flag"
             ) from None
         try:
             self._events = SummaryWriter(log_dir=folder, max_queue=queue_size)
@@ -74,8 +75,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes to a run of Weights & Biases. A resumed job continues the same run if WANDB_RUN_ID is the
-    same."""
+    """Writes to a run of Weights & Biases. A resumed job with an equal WANDB_RUN_ID continues that run."""
 
     def __init__(self, project: str, name: str | None, settings: dict[str, Any]) -> None:
         import wandb
@@ -87,7 +87,7 @@ class WandbWriter:
                 f"--wandb-project {project}: wandb could not start a run ({error}): log in with 'wandb "
                 "login' or set WANDB_MODE=offline"
             ) from None
-        # wandb's own step must not decrease; the iteration does after a resume from an older checkpoint.
+        # wandb's own step must not decrease, but the iteration does after a resume from an older checkpoint.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
@@ -101,7 +101,7 @@ class WandbWriter:
         self._run.log({**values, **place})
 
     def flush(self) -> None:
-        """Nothing: wandb's own process sends values as they come."""
+        """Does nothing, because wandb's own process sends values as they come."""
 
     def close(self) -> None:
         """See `Writer`."""

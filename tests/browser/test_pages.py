@@ -39,7 +39,7 @@ def plan(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def cells(browser: Chrome, table: str, column: str) -> list[str]:
-    """The texts of a column, from above."""
+    """Returns the texts of a column, from top to bottom."""
     return browser.execute_script(
         "const table = document.getElementById(arguments[0]);"
         "const titles = [...table.querySelectorAll('th')].map((head) => head.textContent.split(' ')[0]);"
@@ -51,7 +51,7 @@ def cells(browser: Chrome, table: str, column: str) -> list[str]:
 
 
 def head(browser: Chrome, table: str, column: str) -> WebElement:
-    """The button in the head of a column."""
+    """Returns the button in the head of a column."""
     return browser.find_element(By.XPATH, f"//*[@id='{table}']//th/button[starts-with(., '{column}')]")
 
 
@@ -62,7 +62,7 @@ def visible_seconds(timeline: WebElement) -> tuple[float, float]:
 
 
 def pass_widths(browser: Chrome) -> list[float]:
-    """Of all passes that are drawn: a path of 'M x y h WIDTH v h z' for each kind."""
+    """Returns the widths of all drawn passes. Each kind of pass is a path of 'M x y h WIDTH v h z'."""
     paths = browser.find_elements(By.CSS_SELECTOR, "#timeline path.passes")
     text = "".join(path.get_attribute("d") or "" for path in paths)
     return [float(width) for width in re.findall(r"M[\d.]+ [\d.]+h([\d.]+)", text)]
@@ -80,7 +80,7 @@ def test_the_numbers_of_a_plan_are_shown(show: Show, plan: dict[str, Any]) -> No
     assert len(pass_widths(browser)) == len(plan["timeline"])
     assert cells(browser, "what-if", "change") == [one["change"] for one in plan["what_if"]]
     assert cells(browser, "what-if", "fits") == [
-        "refused" if one["fits"] is None else "yes" if one["fits"] else "no" for one in plan["what_if"]
+        "rejected" if one["fits"] is None else "yes" if one["fits"] else "no" for one in plan["what_if"]
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_column_head_sorts_with_mouse_and_keyboard(show: Show, plan: dict[str,
     assert cells(browser, "memory", "total") == [f"{total / GIB:.3f}" for total in reversed(totals)]
     parent = button.find_element(By.XPATH, "..")
     assert parent.get_attribute("aria-sort") == "descending"
-    # Refused changes have no throughput: they come last in both directions.
+    # Rejected changes have no throughput: they are sorted last in both directions.
     known = sorted(one["tokens_per_second"] for one in plan["what_if"] if one["tokens_per_second"])
     refused = ["–"] * (len(plan["what_if"]) - len(known))
     assert known and refused
@@ -136,7 +136,7 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
     browser.find_element(By.ID, "zoom-reset").click()
     assert visible_seconds(timeline) == pytest.approx((0, end))
-    # The first pass of the last rank, at its middle; the picture is 1,108 units wide, its lanes are 1,042.
+    # The first pass of the last rank, at its middle; the plot is 1,108 units wide, its lanes are 1,042.
     scale = timeline.size["width"] / 1108
     ranks = len(plan["memory"])
     event = next(event for event in plan["timeline"] if event["rank"] == ranks - 1)
@@ -195,29 +195,29 @@ def test_a_sweep_shows_what_users_typed_as_text(show: Show) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable(show: Show, plan: dict[str, Any], scheme: str) -> None:
-    """Contrast of at least 4.5 between text and ground (WCAG 2.1, 1.4.3)."""
+    """Text and background have a contrast of at least 4.5 (WCAG 2.1, 1.4.3)."""
     browser = show("plan", plan)
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     pairs = (("body", "color", "body"), (".note", "color", "body"), ("h2", "color", "body"))
     grounds = [style(browser, ground, "background-color") for *_, ground in pairs]
-    colours = [style(browser, node, name) for node, name, _ in pairs]
-    ratios = [contrast(a, b) for a, b in zip(colours, grounds, strict=True)]
+    colors = [style(browser, node, name) for node, name, _ in pairs]
+    ratios = [contrast(a, b) for a, b in zip(colors, grounds, strict=True)]
     assert min(ratios) >= 4.5
     assert (luminance(grounds[0]) > 0.5) == (scheme == "light")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def style(browser: Chrome, node: str, name: str) -> list[int]:
-    """Red, green and blue of the first such element."""
+    """Returns red, green and blue of a style of the first matching element."""
     script = "return getComputedStyle(document.querySelector(arguments[0])).getPropertyValue(arguments[1])"
     text = browser.execute_script(script, node, name)
     return [int(part) for part in text.partition("(")[2].rstrip(")").split(",")[:3]]
 
 
-def luminance(colour: list[int]) -> float:
-    """Relative luminance, WCAG 2.1."""
-    parts = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+def luminance(color: list[int]) -> float:
+    """Returns the relative luminance (WCAG 2.1)."""
+    parts = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 

@@ -1,4 +1,5 @@
-"""Saves in the background: what a save at once writes, whatever training does meanwhile; a writer that dies."""
+"""Saves in the background: what a save at once writes, whatever training does meanwhile; a writer that
+dies."""
 
 from __future__ import annotations
 

@@ -167,13 +167,13 @@ def test_a_conversion_that_was_killed_before_latest_universal_is_finished(tmp_pa
     converted(source, target)
     monkeypatch.undo()
     other = saved(tmp_path / "other", Row(), {})
-    with pytest.raises(UserError, match="exists: delete it"):
+    with pytest.raises(UserError, match="exists: remove it"):
         converted(other, target)
     assert (tmp_path / "latest_universal").read_text() == "an older one"
     assert converted(source, target) == []
     assert (tmp_path / "latest_universal").read_text() == "universal"
     assert {path.name for path in target.iterdir() if path.suffix != ".pt"} == {"zero", "run.json"}
-    with pytest.raises(UserError, match="exists: delete it"):
+    with pytest.raises(UserError, match="exists: remove it"):
         converted(source, target)
 
 
@@ -198,7 +198,7 @@ def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monk
     run = json.loads((source / "run.json").read_text())
     info = run.pop("universal_checkpoint_info")
     reseal(source, run)
-    assert "--inject_missing_state derives it" in refused()
+    assert "--inject_missing_state to derive it" in refused()
     info["parameter_with_row_parallelism_patterns"].append(r"^\d+\.no\.weight$")
     reseal(source, {**run, "universal_checkpoint_info": info})
     assert "matches no parameter" in refused()

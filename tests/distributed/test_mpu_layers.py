@@ -1,4 +1,4 @@
-"""Each parallel layer against its plain single-process reference: outputs and gradients."""
+"""Each parallel layer against its single-process reference: outputs and gradients."""
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def plain(case):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_a_parallel_layer_computes_what_its_plain_twin_does(case, size):
+def test_a_parallel_layer_computes_what_its_reference_does(case, size):
     expected_y, expected_x_grad, expected_grads = plain(case)
     ranks = run_world(size, run_layer, case)
     for y, x_grad, _ in ranks:

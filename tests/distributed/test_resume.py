@@ -270,7 +270,7 @@ def test_another_number_of_epochs_is_not_called_other_data(saved):
         find(saved, fingerprint=longer, training={"train_iters": 1000})
     sentence = str(caught.value)
     assert "another number of epochs of the same data" in sentence and "other data" not in sentence
-    assert re.search(r"run over [\d,]+ training samples, this run is over [\d,]+000:", sentence)
+    assert re.search(r"run has [\d,]+ training samples, this run [\d,]+000:", sentence)
     with pytest.raises(UserError, match="trained on other data"):
         find(saved, fingerprint={**longer, "tokens": [6000]})
 

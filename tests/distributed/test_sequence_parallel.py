@@ -64,7 +64,7 @@ def test_between_layers_a_rank_holds_its_part():
         assert set(seen) == {(SEQ // 4, 2, 32)} and len(seen) == 4 * 4
 
 
-# --- the parts, against their plain references ---
+# --- the parts, against their single-process references ---
 
 
 def linear_pair(rank_inputs):

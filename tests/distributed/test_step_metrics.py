@@ -17,7 +17,7 @@ def reduced_values():
     metrics, rank = StepMetrics(), dist.get_rank()
     metrics.record("outside of a step", 1.0)
     found = []
-    with metrics.of_step():
+    with metrics.recording():
         for value in range(3):
             metrics.record("mean", torch.tensor(float(10 * rank + value)))
         if rank == 1:
@@ -39,7 +39,7 @@ def test_values_are_reduced_over_ranks_and_steps():
 
 def two_reductions():
     metrics = StepMetrics()
-    with metrics.of_step():
+    with metrics.recording():
         metrics.record("x", 1.0, reduce="max" if dist.get_rank() else "mean")
     metrics.collect(torch.device("cpu"))
 
@@ -51,7 +51,7 @@ def test_two_reductions_of_a_name_are_an_error_on_every_rank():
 
 def late():
     metrics = StepMetrics()
-    with metrics.of_step():
+    with metrics.recording():
         metrics.collect(torch.device("cpu"))
         metrics.record("x", 1.0)
     metrics.collect(torch.device("cpu"))

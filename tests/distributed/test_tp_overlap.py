@@ -62,11 +62,14 @@ def sum_in_order(length):
     gathered = [torch.empty_like(own) for _ in range(size)]
     torch.distributed.all_gather(gathered, own.contiguous())
     full = torch.cat(gathered)
-    product, in_chunks = layers.gather_and_multiply(own, factor.t(), None, tp_group, 4)
+    product, rows_in_chunk_order = layers.gather_and_multiply(own, factor.t(), None, tp_group, 4)
     return (
         torch.equal(layers.multiply_and_reduce(x, factor, tp_group, 4), own),
         torch.equal(product, full @ factor.t()),
-        torch.equal(in_chunks.flatten(0, 2), layers.in_chunks(full, len(in_chunks), tp_group)),
+        torch.equal(
+            rows_in_chunk_order.flatten(0, 2),
+            layers.rows_in_chunk_order(full, len(rows_in_chunk_order), tp_group),
+        ),
     )
 
 

@@ -349,14 +349,14 @@ def test_a_damaged_file_of_another_programs_checkpoint_is_named_before_it_is_loa
     assert run_world(2, select, blooms) == [None, None]
     flip_a_byte(blooms / "global_step5_universal" / "zero" / "8.bias" / "exp_avg.pt")
     for sentence in run_world(2, select, blooms):
-        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; give another" in sentence
+        assert "8.bias/exp_avg.pt is damaged: it does not match its checksum; pass another" in sentence
 
 
 @pytest.mark.full
 def test_blooms_checkpoint_resumes_on_every_layout(blooms):
     checkpoint = find(blooms)
     line = describe_start(checkpoint, str(blooms))
-    assert "its data, dropout and schedule were not compared" in line
+    assert "Its data, dropout and schedule were not compared" in line
     assert "no step.pt: the optimizer's step is taken to be the iteration, 5" in line
     assert_resumes_everywhere(blooms, BLOOM, ["tp2 pp2", "pp4 dp2"])
 

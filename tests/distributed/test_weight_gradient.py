@@ -41,7 +41,9 @@ def products_that_add():
         total.add_(a.float() @ b.float())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_gradient, "device_adds", lambda tensor: tensor.dtype != torch.float32)
+        patch.setattr(
+            weight_gradient, "supports_fused_accumulation", lambda tensor: tensor.dtype != torch.float32
+        )
         patch.setattr(weight_gradient, "add_product", add)
         yield shapes
 
@@ -101,7 +103,7 @@ def test_products_that_are_not_compiled_add(row, parallel, columns_add, rows_add
 
 
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):
-    monkeypatch.setattr(weight_gradient, "adds_in_product", lambda weight: hasattr(weight, "main_grad"))
+    monkeypatch.setattr(weight_gradient, "fuses_accumulation", lambda weight: hasattr(weight, "main_grad"))
     monkeypatch.setattr(
         weight_gradient, "add_product", lambda total, a, b: total.add_(a.double() @ b.double())
     )

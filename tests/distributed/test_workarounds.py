@@ -94,7 +94,7 @@ def losses_with_bounds(row, bounds, changes):
 
 
 def test_a_stage_may_receive_fp32_and_send_bf16():
-    """Entry 9: a stage boundary between the final norm, whose input is the fp32 residual, and the head."""
+    """A stage boundary lies between the final norm, whose input is the fp32 residual, and the head."""
     changes = {"precision": {"fp32_residual_connection": True}}
     one_stage = run_world(1, losses_with_bounds, Row(precision="bf16", micro_batch=2), None, changes)[0]
     row = Row(pp=4, precision="bf16", micro_batch=2)

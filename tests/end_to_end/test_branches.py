@@ -95,7 +95,7 @@ def test_a_branch_continues_as_a_run_that_was_planned_so(data: list[str], tmp_pa
     assert [step["iteration"] for step in branch.steps] == [9, 10, 11, 12]
     assert branch.steps == planned.steps[BRANCH_AT:]
     assert branch.evaluations[-2:] == planned.evaluations[-2:]
-    assert f"starting a decay branch (--branch-at) from {tmp_path / 'a' / 'global_step8'}" in branch.stdout
+    assert f"starting a cooldown branch (--branch-at) from {tmp_path / 'a' / 'global_step8'}" in branch.stdout
     ours, theirs = record(tmp_path / "b", 12), record(tmp_path / "planned", 12)
     assert ours["certificate"]["digests"] == theirs["certificate"]["digests"]
     assert ours["state"] == theirs["state"]
@@ -198,7 +198,7 @@ def test_a_branch_point_that_is_not_there_is_one_sentence(tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_schedule_of_the_page_is_the_one_that_its_command_prints() -> None:
-    page = (ROOT / "docs" / "schedules.md").read_text()
+    page = (ROOT / "docs" / "learning_rate.md").read_text()
     command, line = re.findall(r"^```\w+\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
     words = command.replace("\\\n", " ").split()
     printed = subprocess.run(

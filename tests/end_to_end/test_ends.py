@@ -112,4 +112,4 @@ def test_out_of_memory_names_rank_memory_and_flags_and_has_exit_code_2(data: lis
 def test_run_whose_every_step_was_skipped_fails(data: list[str]) -> None:
     run = pretrain([*MODEL, *ABSOLUTE, *SHORT, *data, "--fp16", "--initial-loss-scale", str(2**40)])
     assert run.exit_code == 1
-    assert "none of the 5 steps of this start updated the weights" in last_line(run)
+    assert "none of the 5 steps since the launch updated the weights" in last_line(run)

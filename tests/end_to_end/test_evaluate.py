@@ -108,7 +108,9 @@ def test_mistakes_are_one_sentence_and_code_2(
     record = Path(f"{data[1]}.tokenizer.json").read_text()
     digest = re.search('"vocabulary_sha256": "(.*)"', record)[1]
     (tmp_path / "other.tokenizer.json").write_text(record.replace(digest, "0" * 64))
-    assert "another vocabulary" in mistake("--data-path", str(tmp_path / "other"), "--subset", "all")
+    assert "was tokenized with a vocabulary" in mistake(
+        "--data-path", str(tmp_path / "other"), "--subset", "all"
+    )
 
 
 def test_the_tool_starts_its_ranks_on_this_host(

@@ -127,8 +127,8 @@ def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(
     [
         (["--load", "/no/such/folder"], ["/no/such/folder", "no such folder"]),
         (["--load", "."], ["holds no checkpoint", "latest"]),
-        (["--load", ".", "--top-k", "-1"], ["--top-k is -1"]),
-        (["--load", ".", "--temperature", "1e-300"], ["--temperature is 1e-300", "at least 1e-06"]),
+        (["--load", ".", "--top-k", "-1"], ["--top-k -1"]),
+        (["--load", ".", "--temperature", "1e-300"], ["--temperature 1e-300", "at least 1e-06"]),
         (["--load", ".", "--prompt", "\udcff"], ["--prompt is not UTF-8 text"]),
         (["--load", "x" * 300], ["there is no such folder"]),
         (["--load", ".", "--max-new-tokens", "0"], ["--max-new-tokens is 0"]),

@@ -29,7 +29,7 @@ def test_the_first_loss_is_that_of_the_weights_in_plain_pytorch(tmp_path: Path) 
         builder.finalize()
     folder = tmp_path / "learned"
     run = pretrain([*FLAGS, "--data-path", str(tmp_path / "tokens"), "--load", str(folder)]).ok()
-    assert "transformer layers 2 to 3 are 3 to 4 here, the final norm 4 is 6" in run.stdout
+    assert "transformer layers 2 to 3 are 3 to 4 in this program, the final norm 4 is 6" in run.stdout
     samples = torch.from_numpy(np.append(period, period[0])).long().unsqueeze(0)
     (step,) = run.steps
     assert step["iteration"] == 4

@@ -28,7 +28,7 @@ def plan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_script_as_text_data_and_picture(tmp_path: Path) -> None:
+def test_a_script_as_text_data_and_plot(tmp_path: Path) -> None:
     script = ROOT / "examples" / "slurm" / "tr11-176B-ml.slurm"
     words = ["--script", str(script), "--gpu", "a100-80gb", "--vocab-size", "250680"]
     run = plan(*words, "--json", "plan.json", "--plot", "plan.png", "--html", "plan.html", folder=tmp_path)

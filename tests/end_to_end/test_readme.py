@@ -40,7 +40,7 @@ def readme_commands() -> list[str]:
 
 def first_words(command: str) -> str:
     """Returns the key of a command: its program and the script that the program runs."""
-    return " ".join(re.findall(r"make \w+|[\w/]+\.py|distributed\.launch|--dry-run|--nnodes", command))
+    return " ".join(re.findall(r"make \w+|[\w/]+\.py|distributed\.run|--dry-run|--nnodes", command))
 
 
 EXPECTED = [
@@ -49,9 +49,9 @@ EXPECTED = [
     "make test",
     "tools/train_tokenizer.py",
     "tools/preprocess_data.py",
-    "distributed.launch pretrain_gpt.py",
+    "distributed.run pretrain_gpt.py",
     "pretrain_gpt.py --dry-run",
-    "distributed.launch --nnodes pretrain_gpt.py",
+    "distributed.run --nnodes pretrain_gpt.py",
     "tools/inspect_checkpoint.py",
 ]
 
@@ -98,13 +98,35 @@ def test_the_quickstart_trains_resumes_samples_and_plots(quickstart: str, copy: 
     assert "def read(self, size=-1):" in quickstart.partition("6/6")[2]
 
 
+def suggested_commands(printed: str) -> list[str]:
+    """Returns the commands that the quickstart suggests at its end."""
+    return re.findall(r"^  (\S.*)$", printed.partition("Three commands to try next:")[2], re.MULTILINE)
+
+
+def test_the_quickstart_suggests_three_commands(quickstart: str) -> None:
+    commands = suggested_commands(quickstart)
+    assert [first_words(command) for command in commands] == [
+        "make train",
+        "tools/generate.py",
+        "tools/evaluate.py",
+    ]
+    assert " ".join(command_with("tools/generate.py").split()) == commands[1]
+    assert quickstart.endswith("\nDelete this run:  rm -r runs/quickstart\n")
+
+
 @pytest.mark.full
-def test_a_second_quickstart_makes_nothing_twice_and_resumes(quickstart: str, copy: Path) -> None:
+def test_the_suggested_evaluation_runs(quickstart: str, copy: Path) -> None:
+    printed = run(suggested_commands(quickstart)[2], copy)
+    assert re.search(r"^runs/quickstart/tokens_text_document .* lm loss: \d\.\d+E", printed, re.MULTILINE)
+
+
+@pytest.mark.full
+def test_the_suggested_training_makes_nothing_twice_and_resumes(quickstart: str, copy: Path) -> None:
     files = [copy / "runs" / "quickstart" / name for name in ("text.jsonl", "tokens_text_document.bin")]
     before = [file.stat().st_mtime_ns for file in files]
-    again = run(QUICKSTART, copy, **{**SMALL_QUICKSTART, "TRAIN_ITERS": "8"})
+    again = run(suggested_commands(quickstart)[0].replace("make train", QUICKSTART), copy, **SMALL_QUICKSTART)
     assert "starting from runs/quickstart/checkpoints/global_step6, iteration 6" in again
-    assert "4/6" not in again
+    assert "4/6" not in again and "iteration       12/      12" in again
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
@@ -121,7 +143,7 @@ def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) ->
 @pytest.mark.full
 def test_four_processes_train(quickstart: str, copy: Path) -> None:
     # The launcher finds a port that is free and keeps it.
-    command = command_with("distributed.launch pretrain_gpt.py").replace(
+    command = command_with("distributed.run pretrain_gpt.py").replace(
         "--nproc_per_node 4", "--nproc_per_node 4 --standalone"
     )
     printed = run(command, copy)
@@ -130,7 +152,7 @@ def test_four_processes_train(quickstart: str, copy: Path) -> None:
 
 
 def test_the_flags_of_four_processes_pass_a_dry_run(quickstart: str, copy: Path) -> None:
-    command = command_with("distributed.launch pretrain_gpt.py")
+    command = command_with("distributed.run pretrain_gpt.py")
     flags = command.partition("pretrain_gpt.py")[2]
     printed = run(f".venv/bin/python pretrain_gpt.py --dry-run --world-size 4 {flags}", copy)
     assert "4 processes = TP 2 x PP 2 x DP 1" in printed
@@ -146,7 +168,7 @@ def test_a_176b_run_is_planned(copy: Path) -> None:
 def test_a_cluster_of_one_node_trains(corpus: Path, data: list[str], copy: Path) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2"]
     printed = run(
-        command_with("distributed.launch --nnodes pretrain_gpt.py"),
+        command_with("distributed.run --nnodes pretrain_gpt.py"),
         copy,
         NNODES="1",
         NODE_RANK="0",
@@ -196,8 +218,8 @@ RUN_ELSEWHERE = {
     "finetuning.md": "tests/end_to_end/test_finetuning.py",
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
-    "models.md": "tests/end_to_end/test_llama_example.py",
-    "schedules.md": "tests/end_to_end/test_branches.py",
+    "learning_rate.md": "tests/end_to_end/test_branches.py",
+    "recipes.md": "tests/unit/planner/test_documented_plans.py",
     "simulation.md": "tests/end_to_end/test_simulate.py",
     "sweep.md": "tests/end_to_end/test_sweep.py",
 }
@@ -210,8 +232,12 @@ DOCS_FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--global-batch-size", "32"]
 PRINTED = {
     "memory.py loss": "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16",
     "DRY_RUN": "-m torch.distributed.launch",
+    "tools/generate.py": "class Queue:",
+    "tools/evaluate.py": "lm loss PPL: ",
+    "tools/job_report.py": "lm loss",
     "inspect_checkpoint": "tied_modules.embed.word_embeddings.weight",
     "planner_accuracy": "Kendall's tau",
+    "parity.py": "4 of 4 rows within their bounds",
     "kernels.py": "sm_90",
     "--other-frameworks": "| `--num-layers-per-virtual-pipeline-stage` | set --virtual-pipeline-stages",
     "step_cost": "host synchronizations per micro-batch",

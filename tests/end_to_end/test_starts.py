@@ -106,4 +106,4 @@ def test_the_launchers_own_error_for_a_port_in_use_is_in_the_docs(launcher: str)
         )
     assert run.returncode == 1 and run.stdout == ""
     last = run.stderr.strip().splitlines()[-1]
-    assert f"    {last.replace(port, '29500')}\n" in (ROOT / "docs" / "questions.md").read_text()
+    assert f"    {last.replace(port, '29500')}\n" in (ROOT / "docs" / "troubleshooting.md").read_text()

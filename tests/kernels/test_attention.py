@@ -15,8 +15,8 @@ from megatron.mpu.random import DropoutMask, DropoutRNG, keep_mask
 
 SALT, P = "4.self_attention.attention_dropout", 0.3
 EOD = 0
-# Of the kernel's results, in units of the largest value: sums in another order, and for 16 bits the rounding
-# of weights and of gradients of scores.
+# Errors of the kernel's results relative to the largest value: sums in a different order, and in 16 bits the
+# rounding of weights and of gradients of scores.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # seq, batch, heads, groups of heads that share keys and values, head_dim: ragged, padded and full tiles.
 SHAPES = {
@@ -45,7 +45,7 @@ def documents_of(batch, seq):
 
 
 def mask_of(seq, batch, slopes, documents, dropout, first_head=0, heads=1):
-    """(the kernel's mask, document ids, RNG)."""
+    """Returns the kernel's mask, document ids and RNG."""
     rng = DropoutRNG(11, (7, 2**33 + 5)[:batch])
     ids = documents_of(batch, seq) if documents else None
     mask = AttentionMask(
@@ -60,7 +60,7 @@ def mask_of(seq, batch, slopes, documents, dropout, first_head=0, heads=1):
 
 
 def dense_attention(query, key, value, scale, mask, ids, rng, tp_group):
-    """The definition, in fp64: [seq, batch, heads, head_dim], as the kernel's."""
+    """Computes the definition in fp64. Returns [seq, batch, heads, head_dim], like the kernel."""
     seq, _, heads, _ = query.shape
     repeats = heads // key.shape[2]
     q, k, v = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
@@ -133,7 +133,7 @@ def test_a_tensor_parallel_rank_has_the_slopes_and_masks_of_its_heads(kind):
     compare("ragged", torch.float32, *kind, rank=1, size=4)
 
 
-def test_the_dropout_mask_is_that_of_the_twin_bit_for_bit():
+def test_the_dropout_mask_is_that_of_the_reference_bit_for_bit():
     """With equal scores and one-hot values the outputs are the weights: zero where they are dropped."""
     seq, mask = 48, None
     mask, _, rng = mask_of(seq, 1, False, False, True)

@@ -27,7 +27,7 @@ print(free.spills, limited.registers, limited.spills)
 
 
 def run_python(*arguments: str) -> str:
-    """In a process of its own: kernels that were defined for the interpreter cannot be compiled."""
+    """Runs in a separate process: kernels that were defined for the interpreter cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True, text=True

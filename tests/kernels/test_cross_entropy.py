@@ -16,7 +16,7 @@ from megatron.mpu.cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Columns, and those that count: less than a block, ragged blocks, full blocks, padding of more than a block.
+# Columns, and valid columns: less than a block, ragged blocks, full blocks, padding of more than a block.
 SIZES = {
     "small": (96, 70),
     "ragged": (BLOCK + 5, BLOCK + 5),
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def logits_of(dtype, size, rows=5):
-    """Logits with large differences, and targets: of one row on another rank."""
+    """Returns logits with large differences, and targets. One row's target is on another rank."""
     columns, num_valid_columns = SIZES[size]
     generator = torch.Generator().manual_seed(columns)
     logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
@@ -39,7 +39,7 @@ def logits_of(dtype, size, rows=5):
 
 
 def reference(logits, targets, num_valid_columns, scale, z_loss_weight):
-    """(largest, sum, target's logit, gradient) in fp64."""
+    """Returns (largest, sum, target's logit, gradient) in fp64."""
     x = logits.double()[:, :num_valid_columns]
     largest, log_sum = x.amax(-1), x.logsumexp(-1)
     own = targets >= 0

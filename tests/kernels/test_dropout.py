@@ -1,4 +1,4 @@
-"""The dropout kernel against its PyTorch twin, in triton's interpreter: equal bit for bit."""
+"""The dropout kernel against its PyTorch reference, in triton's interpreter: bitwise equal."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SHAPES = {
 
 
 def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
-    """Outputs and gradients of twin and kernel: [output, gradient of x, of bias, of residual]."""
+    """Returns results of reference and kernel: [output, gradient of x, of bias, of residual]."""
     tp_group = tp_group or TPGroup()
     dropout_rng = DropoutRNG(11, SAMPLES[: x.shape[batch_dim]])
     keys = torch.tensor(dropout_rng.sample_keys("4.mlp"))
     offsets = shard_offsets(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
     assert offsets is not None
 
-    def twin(x, bias, residual):
+    def reference(x, bias, residual):
         x = x if bias is None else x + bias
         y = dropout(x, p, dropout_rng, "4.mlp", batch_dim=batch_dim, shard_dim=shard_dim, tp_group=tp_group)
         return y if residual is None else residual + y
@@ -43,7 +43,7 @@ def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
         return fused_dropout_add(x, bias, residual, keys, p, offsets)
 
     results = []
-    for function in (twin, kernel):
+    for function in (reference, kernel):
         inputs = [None if t is None else t.clone().requires_grad_() for t in (x, bias, residual)]
         output = function(*inputs)
         output.backward(
@@ -68,7 +68,7 @@ class Additions(TorchFunctionMode):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype):
-    """`mpu.random.dropout_add` with the kernel, and what it launches, against the same without."""
+    """`mpu.random.dropout_add` with the kernel, and its launches, against a call without the kernel."""
     x, residual = torch.randn(2, 3, 2, 33).to(dtype)
     bias, gradient = torch.randn(33).to(dtype), torch.randn(3, 2, 33).to(dtype)
     results = []
@@ -98,7 +98,7 @@ def assert_equal_bits(results):
 @pytest.mark.parametrize(
     "shape,has_bias,has_residual,dtype", itertools.product(SHAPES, (True, False), (True, False), DTYPES)
 )
-def test_output_and_gradients_are_those_of_the_twin(shape, has_bias, has_residual, dtype):
+def test_output_and_gradients_are_those_of_the_reference(shape, has_bias, has_residual, dtype):
     size, batch_dim = SHAPES[shape]
     torch.manual_seed(3)
     x = torch.randn(size).to(dtype)

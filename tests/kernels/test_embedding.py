@@ -1,4 +1,4 @@
-"""The embedding's gradient against its PyTorch twin, in triton's interpreter: equal bit for bit."""
+"""The embedding's gradient against its PyTorch reference, in triton's interpreter: bitwise equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = {
 
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("dtype,width", [(torch.float32, 5), (torch.bfloat16, 515), (torch.float16, 512)])
-def test_the_sum_is_that_of_the_twin(dtype, width, ids):
+def test_the_sum_is_that_of_the_reference(dtype, width, ids):
     torch.manual_seed(2)
     places = torch.tensor(IDS[ids], dtype=torch.int64)
     rows = torch.randn(len(places), width).to(dtype)

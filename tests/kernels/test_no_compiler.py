@@ -17,7 +17,7 @@ from tests.support import HANG_TIMEOUT_S
 from tests.support.pool import run_world
 
 # The simulated device is a CPU with NVIDIA's driver of triton, which compiles its library before it looks for
-# a GPU. Only the search for CUDA's library is answered for it.
+# a GPU. The test answers only the search for CUDA's library.
 LAUNCH = """
 from triton.backends import backends
 from triton.runtime import driver

@@ -16,7 +16,7 @@ def tensors(*sizes):
     return [torch.randn(size, generator=generator) * 10.0 ** (index - 3) for index, size in enumerate(sizes)]
 
 
-def test_norms_of_ragged_tensors_are_exact_to_fp64_and_close_to_the_twin():
+def test_norms_of_ragged_tensors_are_exact_to_fp64_and_close_to_the_reference():
     """Views of one flat buffer at odd offsets, as the optimizer's gradients."""
     sizes = (1, CHUNK - 1, CHUNK, 0, CHUNK + 1, 3 * CHUNK + 17)
     parts = torch.cat(tensors(*sizes)).split(list(sizes))

@@ -36,7 +36,7 @@ def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
 
 
 @pytest.mark.full
-def test_the_benchmark_compares_every_kernel_with_its_twin() -> None:
+def test_the_benchmark_compares_every_kernel_with_its_reference() -> None:
     run = subprocess.run(
         [sys.executable, "benchmarks/kernel_speed.py", "--small"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Kernel or PyTorch: decided by device, dtype and installed packages; said once, with the reason."""
+"""Device, dtype and installed packages decide between kernel and PyTorch; the reason is logged once."""
 
 from __future__ import annotations
 

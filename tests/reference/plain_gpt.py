@@ -1,7 +1,7 @@
-"""A GPT in plain PyTorch, written the simplest way: what every layout is compared with.
+"""A GPT in plain PyTorch, written the simplest way: the reference for every layout.
 
 It shares no code with `megatron`: weights come in as a dict of full tensors under the names of the
-pipeline's layer list, attention is spelt out, the loss is `F.cross_entropy`.
+pipeline's layer list, attention is spelled out, the loss is `F.cross_entropy`.
 """
 
 import math
@@ -28,9 +28,9 @@ def plain_gpt_logits(
 ):
     """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
 
-    groups: of heads with common keys and values. rotary: arguments of `rotate`. window: tokens that a token
-    attends to. Norms without bias are RMS norms; linear layers have the biases that `weights` has, and
-    attention the norms of queries and keys; a head of its own replaces the embedding.
+    groups: number of head groups that share keys and values. rotary: arguments of `rotate`. window: number of
+    tokens that a token attends to. A norm without bias is an RMS norm. `weights` decides whether linear
+    layers have biases, attention has norms of queries and keys, and the head is untied.
     """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
@@ -100,7 +100,7 @@ def attention(weights, index, x, heads, groups, positions, rotary, window=None):
 
 
 def heads_norm(weights, name, x, copies=1):
-    """x [batch, heads, seq, dim], in which each head stands `copies` times."""
+    """Returns x [batch, heads, seq, dim] with each head repeated `copies` times."""
     if f"{name}.weight" not in weights:
         return x
     if len(weights[f"{name}.weight"]) == x.shape[-1]:
@@ -111,7 +111,7 @@ def heads_norm(weights, name, x, copies=1):
 
 
 def rotate(x, base=10000.0, part=1.0, interleaved=False):
-    """Complex multiplication of the pairs (x[i], x[i + dim / 2]), or of neighbours, of the first `part`."""
+    """Complex multiplication of the pairs (x[i], x[i + dim / 2]), or of neighbors, of the first `part`."""
     seq, dim = x.shape[-2], int(part * x.shape[-1])
     x, rest = x[..., :dim], x[..., dim:]
     frequency = base ** (-torch.arange(0, dim, 2) / dim)

@@ -1,4 +1,4 @@
-"""What the plan of a step and the whole simulated step do not agree on."""
+"""Finds the figures in which the plan of a step and the complete simulated step differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.planner.simulation.matching import group_name
 from megatron.planner.simulation.passes import Action, Collective, Group, Kernel
 from megatron.planner.simulation.record import CollectiveCall, Instruction, OpCounts, StepRecord
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
-from megatron.planner.simulation.world import plan_of
+from megatron.planner.simulation.world import find_stages
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
 # DeepSpeed and the engine copy messages and add losses.
@@ -27,8 +27,8 @@ Calls = Counter[tuple[Group, str, float]]
 
 
 def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
-    """A sentence for each figure of the plan that is not the simulated one. records: by pipeline rank."""
-    vocab, plan = plan_of(config)
+    """Returns a sentence for each figure that differs from the simulation. records: by pipeline rank."""
+    vocab, plan = find_stages(config)
     planned = make_plan(config, vocab.size, plan)
     found = []
     for record, memory in zip(records, planned.memory, strict=True):
@@ -70,7 +70,7 @@ def _messages(
 def _of_passes(
     config: Config, plan: StagePlan, vocab_size: int, record: StepRecord, stage: int, chunk: int
 ) -> Iterator[str]:
-    """Of each pass of a micro-batch in the middle of a step."""
+    """Compares each pass of a micro-batch in the middle of a step."""
     layout = ParallelLayout.from_config(config.parallel, record.rank)
     for name, actions in stage_costs(config, plan, vocab_size, stage).passes.items():
         planned = list(actions)
@@ -97,7 +97,7 @@ def _of_passes(
 
 
 def _of_step(config: Config, plan: StagePlan, vocab_size: int, record: StepRecord) -> Iterator[str]:
-    """Of the collectives of a step: those of its passes, and the optimizer's."""
+    """Compares the collectives of a step, in its passes and in the optimizer."""
     layout = ParallelLayout.from_config(config.parallel, record.rank)
     update = rank_update(config, plan, vocab_size, record.stage)
     parts = (*update.reductions, update.reduce, update.step, *update.gathers)
@@ -115,7 +115,7 @@ def _of_step(config: Config, plan: StagePlan, vocab_size: int, record: StepRecor
 
 
 def _beyond(checks: Iterable[tuple[str, float, float, float]]) -> Iterator[str]:
-    """Of (what, planned, simulated, tolerance), those that differ by more."""
+    """Returns the rows (what, planned, simulated, tolerance) that differ by more than the tolerance."""
     for what, planned, simulated, tolerance in checks:
         if abs(planned - simulated) > tolerance * simulated:
             yield f"{what} {planned:,.0f}, simulated {simulated:,}"
@@ -138,7 +138,7 @@ def _simulated_calls(calls: Iterable[CollectiveCall], layout: ParallelLayout) ->
 
 
 def _large(calls: Calls) -> Calls:
-    """Those of collectives of more than some numbers."""
+    """Returns the calls of collectives that exchange more than some numbers."""
     return Counter(
         {
             call: number

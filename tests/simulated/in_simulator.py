@@ -1,4 +1,4 @@
-"""Runs functions of tests on a simulated device, each in a process of its own."""
+"""Runs functions of tests on a simulated device, each in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.planner.simulation.processes import run_in_processes
 
 @contextmanager
 def simulated_device(patched: bool = True) -> Any:
-    """A simulated device in this process, with or without the patches of PyTorch."""
+    """Makes a simulated device in this process, with or without the patches of PyTorch."""
     torch_patches.register_device()
     device = SimulatedDevice()
     patches = torch_patches.patched_torch(device) if patched else nullcontext()

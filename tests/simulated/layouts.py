@@ -158,5 +158,5 @@ MORE = {
 
 
 def config_of(flags: str) -> Config:
-    """The configuration of flags that are added to a small model's."""
+    """The configuration of a small model with additional flags."""
     return parse_args([*_SMALL.split(), *flags.split()], {})

@@ -1,4 +1,4 @@
-"""What the simulated device counts and refuses."""
+"""What the simulated device counts, and what it rejects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulated.in_simulator import run_all, simulated_device
 
 
 def matrix_product():
-    """A product of [8, 16] and [16, 32] in bf16, forward and backward."""
+    """Runs a GEMM of [8, 16] and [16, 32] in bf16, forward and backward."""
     with simulated_device() as sim:
         a = torch.empty(8, 16, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
         b = torch.empty(16, 32, dtype=torch.bfloat16, device=sim.device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the kernels' launches and bytes are on the simulated device, beside those of their twins."""
+"""The kernels' launches and bytes on the simulated device, compared with the reference implementations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _inputs(device):
     return torch.empty(SHAPE, **make), torch.empty(SHAPE, **make)
 
 
-def twin(sim):
+def reference(sim):
     x, residual = _inputs(sim.device)
     dropout_add(x, residual, 0.1, DropoutRNG(1, [5]), "a", batch_dim=1, tp_group=TPGroup())
 
@@ -52,7 +52,7 @@ def _gradients(device):
     return torch.empty(10 * CHUNK, device=device).split([3, CHUNK, 9 * CHUNK - 3])
 
 
-def norms_of_twin(sim):
+def norms_of_reference(sim):
     torch.stack([accurate_norm(gradient) for gradient in _gradients(sim.device)])
 
 
@@ -62,10 +62,10 @@ def norms_of_kernels(sim):
 
 def test_a_fused_call_is_one_launch_with_its_bytes():
     """Dropout of the 13B model: 2 + 2 + 2 bytes per element forward, 2 + 2 backward; norms: two launches."""
-    cases = (twin, kernel, partial(kernel, backward=True), norms_of_twin, norms_of_kernels)
-    of_twin, forward, both, of_norms, of_fused = run_all([partial(counted, case) for case in cases])
-    assert of_twin[0] > 40
-    assert of_twin[1] > 75 * ELEMENTS
+    cases = (reference, kernel, partial(kernel, backward=True), norms_of_reference, norms_of_kernels)
+    of_reference, forward, both, of_norms, of_fused = run_all([partial(counted, case) for case in cases])
+    assert of_reference[0] > 40
+    assert of_reference[1] > 75 * ELEMENTS
     assert forward == (1, 6 * ELEMENTS + 8)
     assert both == (2, 10 * ELEMENTS + 16)
     chunks = 1 + 1 + 9

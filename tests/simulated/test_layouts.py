@@ -1,4 +1,4 @@
-"""The whole simulated step in every layout: it is as planned, the host does not wait, the calls fit."""
+"""The whole simulated step in every layout: it is as planned, the host does not wait, the calls match."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.planner.simulation.memory_tracker import ROUNDING
 from megatron.planner.simulation.record import STEP, Instruction
 from megatron.planner.simulation.stages import (
     all_calls,
-    run_order,
     simulate_ranks,
     simulate_stages,
+    step_instructions,
     syncs_per_micro_batch,
 )
-from megatron.planner.simulation.world import plan_of, simulated_micro_batches
+from megatron.planner.simulation.world import find_stages, simulated_micro_batches
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import LAYOUTS, MORE, config_of
 
@@ -98,7 +98,7 @@ def test_steps_of_more_layouts_are_planned(name):
 
 @pytest.mark.full
 def test_another_step_is_not_the_planned_one():
-    """Else the tests above would say nothing."""
+    """The comparison finds the differences between two layouts, so its silence is a result."""
     found = disagreements(config_of(LAYOUTS["tensor-2"]), records_of("tensor-2-sequence"))
     for what in ("bytes", "peak memory", "allreduce_", "_reduce_scatter_base_", "launches"):
         assert any(what in text for text in found), what
@@ -107,9 +107,9 @@ def test_another_step_is_not_the_planned_one():
 @pytest.mark.gate(rows=GATE_ROWS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_flops_that_partitions_balance_are_those_of_the_step(name):
-    """`megatron.model.flops`, which needs no device."""
+    """The formulas of `megatron.model.flops`, which need no device, equal the counted FLOPs."""
     config = config_of(LAYOUTS[name])
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     planned = plan.sum_by_rank(stage_flops(config, plan, vocab.size))
     for record in records_of(name):
         found = sum(work.flops for work in record.rest.values())
@@ -125,7 +125,7 @@ def test_planned_communicators_are_those_of_the_run(name):
 @pytest.mark.gate(rows=GATE_ROWS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_start_needs_no_more_memory_than_a_step(name):
-    """So the plan, which counts the steps, holds for the start."""
+    """So the planned peak, which is the peak of a step, is the peak of the run."""
     for record in records_of(name):
         assert record.start_peak <= record.peak.total, f"stage {record.stage}"
 
@@ -135,15 +135,15 @@ def test_the_start_needs_no_more_memory_than_a_step(name):
     "name", ["all-three", "dualpipev-2-tensor-2", "pipeline-4-fp32", "interleaved-2", "zero-bubble-4"]
 )
 def test_more_micro_batches_follow_from_fewer(name):
-    """The work of a longer step, and its peak, are those that a shorter simulated step predicts."""
+    """A shorter simulated step predicts the work and the peak of a longer step."""
     config = config_of(LAYOUTS[name])
     more = simulated_micro_batches(config) + 3 * config.parallel.micro_batch_multiple
     (longer,) = simulate_ranks(config, [0], more)
     shorter = records_of(name)[0]
     assert shorter.micro_batches < more
-    assert longer.order == run_order(config, 0, more)
+    assert longer.order == step_instructions(config, 0, more)
     for kind, predicted, found in zip(
-        [*map(str, longer.order), STEP], shorter.works_of(longer.order), longer.works, strict=True
+        [*map(str, longer.order), STEP], shorter.counts_of(longer.order), longer.counts, strict=True
     ):
         assert predicted == found, kind
     # Only DeepSpeed's list of losses grows, by one scalar per micro-batch and copy.
@@ -152,7 +152,7 @@ def test_more_micro_batches_follow_from_fewer(name):
 
 
 def test_gradients_of_buckets_are_reduced_in_the_last_backward_pass():
-    """A reduce-scatter for the matrices and one for the vectors of both buckets."""
+    """Each of the two buckets has a reduce-scatter for its matrices and one for its vectors."""
     (record,) = records_of("data-4-buckets")
     backward = Instruction("BackwardPass")
     assert [call.operation for call in record.last[backward].calls] == ["_reduce_scatter_base_"] * 4
@@ -171,7 +171,7 @@ def test_a_curriculum_is_simulated_at_its_final_length():
 
 
 def test_apex_is_refused_by_name():
-    with pytest.raises(UserError, match="--use-apex cannot be simulated"):
+    with pytest.raises(UserError, match="--use-apex: .* cannot be simulated"):
         simulate_stages(config_of("--use-apex"))
 
 

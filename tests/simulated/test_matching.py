@@ -1,4 +1,4 @@
-"""Collective calls of several ranks that fit, and that do not."""
+"""Collective calls of several ranks that match, and calls that do not match."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ UNFIT = {
     ),
     "both send first": ({0: [send(1), receive(1)], 1: [send(0), receive(0)]}, "deadlock: rank 0 in send"),
     "one call less": ({0: [collective([0, 1])] * 2, 1: [collective([0, 1])]}, "deadlock: rank 0"),
-    "other sizes": ({0: [collective([0, 1], 4)], 1: [collective([0, 1], 5)]}, "do not fit: rank 0"),
+    "other sizes": ({0: [collective([0, 1], 4)], 1: [collective([0, 1], 5)]}, "do not match: rank 0"),
     "other dtypes": (
         {0: [collective([0, 1])], 1: [collective([0, 1], dtype="bfloat16")]},
         "float32, rank 1",
@@ -65,7 +65,7 @@ UNFIT = {
         {0: [collective([0, 1])], 1: [collective([0, 1], operation="broadcast_")]},
         "broadcast_",
     ),
-    "a longer message": ({0: [send(1, 8)], 1: [receive(0, 4)]}, "do not fit"),
+    "a longer message": ({0: [send(1, 8)], 1: [receive(0, 4)]}, "do not match"),
     "nobody sends": ({0: [], 1: [receive(0)]}, "deadlock: rank 1 in recv_ with 0"),
 }
 
@@ -78,7 +78,7 @@ def test_calls_that_do_not_fit_are_named(name):
 
 @pytest.mark.parametrize("rank", [0, 1, 5, 12, 23])
 def test_groups_are_those_of_the_layout(rank):
-    """Translated from rank 0, the groups of every rank are the rows of the grid that contain it."""
+    """The groups of every rank, translated from rank 0, are the rows of the grid that contain the rank."""
     simulated, other = ParallelLayout(2, 3, 4, 0), ParallelLayout(2, 3, 4, rank)
     tensor, rest = rank % 2, rank // 2
     data, stage = rest % 4, rest // 4

@@ -1,4 +1,4 @@
-"""A simulated step against the real one: the same calls in order, FLOPs and parameters on every rank."""
+"""A simulated step, compared with a real step: calls in order, FLOPs and parameters on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.planner.simulation.device import describe_call
 from megatron.planner.simulation.processes import run_in_processes
 from megatron.planner.simulation.record import StepRecord
 from megatron.planner.simulation.stage_costs import inputs_of_stages
-from megatron.planner.simulation.world import plan_of, simulate_rank
+from megatron.planner.simulation.world import find_stages, simulate_rank
 from tests.distributed.test_optimizer import reduce_scatters
 from tests.support.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
@@ -29,7 +29,7 @@ ROWS = [
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts what the simulated device counts, of real tensors."""
+    """Counts for real tensors what the simulated device counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def real_step(row: Row):
 
 
 def simulate_without_kernels(*arguments: Any) -> StepRecord:
-    """The step of a GPU that runs the operations of PyTorch, as a CPU does. In a process of its own."""
+    """Simulates, in a separate process, the step of a GPU that runs PyTorch's operations, as a CPU does."""
     os.environ["MEGATRON_KERNELS"] = "pytorch"
     return simulate_rank(*arguments)
 
@@ -79,7 +79,7 @@ def simulate_without_kernels(*arguments: Any) -> StepRecord:
 def test_a_simulated_step_is_the_real_one(row):
     count = GLOBAL_BATCH // (row.micro_batch * row.dp)
     config = settings(row)
-    vocab, plan = plan_of(config)
+    vocab, plan = find_stages(config)
     inputs = inputs_of_stages(config, plan, vocab.size)
     ranks = [(config, rank, inputs, count) for rank in range(row.world_size)]
     simulated = run_in_processes(simulate_without_kernels, ranks)

@@ -1,4 +1,4 @@
-"""What the start of a run with ZeRO-3 needs on the device: its part of the model, and one layer."""
+"""The device memory at the start of a run with ZeRO-3: the rank's partition of the model, and one layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.planner.simulation.memory_tracker import ROUNDING
 from megatron.planner.simulation.stages import simulate_stages
-from megatron.planner.simulation.world import plan_of
+from megatron.planner.simulation.world import find_stages
 from tests.simulated.layouts import config_of
 
 FP32, BF16 = 4, 2
@@ -20,7 +20,7 @@ OFFLOADED = f"{ZERO_3} --cpu-offload"
 @pytest.mark.parametrize("flags", [ZERO_3, OFFLOADED])
 def test_zero_3_starts_with_its_shard_and_one_layer(flags):
     config = config_of(flags)
-    _, plan = plan_of(config)
+    _, plan = find_stages(config)
     (record,) = simulate_stages(config)
     largest = plan.parameters[plan.names.index(TRANSFORMER_LAYER)]
     of_layers = plan.names.count(TRANSFORMER_LAYER) * largest

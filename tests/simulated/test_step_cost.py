@@ -21,7 +21,7 @@ def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
         capture_output=True,
         text=True,
     ).stdout
-    table, _, operations = output.partition("\n\nleast time of the operations")
+    table, _, operations = output.partition("\n\nroofline time of the operations")
     heading, *rows = table[table.index("\nwhat ") + 1 :].splitlines()
     assert heading.split() == ["what", arguments[1], "goal"]
     found = {}
@@ -33,7 +33,7 @@ def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
 
 
 def bytes_per_row(cell: str) -> int:
-    """Allocations are rounded to 512 bytes, and keys of the samples are kept beside."""
+    """Allocations are rounded to 512 bytes, and the keys of the samples are kept in addition."""
     return int(cell.split(", ")[1].removesuffix(" bytes per row").replace(",", ""))
 
 
@@ -42,12 +42,12 @@ def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     rows = table_of("--kernels", "triton", *QUICK.split())
     launches, verdict = rows["kernel launches per transformer layer, forward"]
     assert 10 < int(launches) <= 30 and verdict == "met"
-    assert 10 < int(rows["the same without dropout"][0]) < int(launches)
+    assert 10 < int(rows["kernel launches without dropout"][0]) < int(launches)
     assert rows["bytes moved per hidden dropout with bias and residual, forward"] == (
         "6.0 per element",
         "met",
     )
-    kept = rows["attention memory kept beside q, k, v and output, per layer and micro-batch"]
+    kept = rows["attention memory kept in addition to q, k, v, output, per layer and micro-batch"]
     assert bytes_per_row(kept[0]) == pytest.approx(4, abs=2) and kept[1] == "met"
     assert rows["host synchronizations per micro-batch"] == ("0", "met")
     sent, verdict = rows["ZeRO-1 bytes on the wire per rank and step"]
@@ -72,6 +72,6 @@ def test_with_pytorch_every_score_is_kept() -> None:
     rows = table_of("--kernels", "pytorch", *QUICK.split())
     assert int(rows["kernel launches per transformer layer, forward"][0]) > 100
     assert rows["kernel launches per transformer layer, forward"][1] == "MISSED"
-    kept = rows["attention memory kept beside q, k, v and output, per layer and micro-batch"]
+    kept = rows["attention memory kept in addition to q, k, v, output, per layer and micro-batch"]
     # Softmax in fp32, mask, dropped softmax in bf16 of 256 keys; a causal mask shared by two heads.
     assert bytes_per_row(kept[0]) == pytest.approx(256 * (4 + 1 + 2) + 128, abs=4) and kept[1] == "MISSED"

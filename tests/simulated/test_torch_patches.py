@@ -13,7 +13,7 @@ from tests.simulated.in_simulator import run_all, simulated_device
 
 
 def outcome(function, patched):
-    """What the function returns for a simulated device, or the name of its error."""
+    """Returns the function's result for a simulated device, or the name of its error."""
     with simulated_device(patched) as device:
         try:
             return function(device)
@@ -57,7 +57,7 @@ def attention_kernels(device):
 
 
 def rms_norm_memory(device):
-    """Bytes that a norm of 16 rows of 1024 bytes keeps beside its input and weight."""
+    """Bytes that a norm of 16 rows of 1024 bytes keeps in addition to its input and weight."""
     values = torch.empty(16, 512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
     weight = torch.empty(512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
     before = device.memory.total
@@ -94,7 +94,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """(with, without the patch) by case."""
+    """Returns the results with and without the patch, by case."""
     cases = [(name, patched) for name in CASES for patched in (True, False)]
     calls = [partial(outcome, CASES[name][0], patched) for name, patched in cases]
     return dict(zip(cases, run_all(calls), strict=True))

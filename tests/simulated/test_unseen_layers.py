@@ -43,7 +43,7 @@ ROWS = [(part, layout) for layout in LAYOUTS for part in PARTS]
 
 
 def report(flags: str) -> dict[str, Any]:
-    """What the program `unseen_layers` finds: see its `_report`."""
+    """Runs the program `unseen_layers`; returns its report, see `_report` there."""
     output = subprocess.run(
         [sys.executable, "-m", "tests.simulated.unseen_layers", "--bf16", *flags.split()],
         cwd=ROOT,
@@ -65,7 +65,7 @@ def test_the_planner_plans_what_it_never_saw(part: str, layout: str) -> None:
 
 @pytest.mark.full
 def test_the_program_that_plans_what_it_never_saw_has_the_parts() -> None:
-    """Else the test above would say nothing."""
+    """The numbers of parameters show that the planned model contains the registered parts."""
     (plain,) = report("")["parameters"]
     for flags, _, more in PARTS.values():
         final_norm = 1 - H if "PeakNorm" in flags else 0

@@ -1,10 +1,10 @@
-"""Launches and bytes of a weight's gradient: added by the product, and rounded and added apart."""
+"""Launches and bytes of a weight's gradient: accumulated in the GEMM, or rounded and added separately."""
 
 from functools import partial
 
 import torch
 
-from megatron.mpu.weight_gradient import _device_adds, add_product, adds_in_product
+from megatron.mpu.weight_gradient import _supports_fused_accumulation, add_product, fuses_accumulation
 from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
 
 ROWS, N_OUT, N_IN = 64, 48, 32
@@ -31,16 +31,16 @@ def test_the_product_saves_a_launch_and_the_rounded_gradient():
 
 def on_simulated_device():
     with simulated_device() as sim:
-        return _device_adds(sim.device, torch.bfloat16)
+        return _supports_fused_accumulation(sim.device, torch.bfloat16)
 
 
 def test_the_simulated_device_has_the_product_and_a_cpu_has_not():
     assert run_all([on_simulated_device]) == [True]
-    assert not _device_adds(torch.device("cpu"), torch.bfloat16)
+    assert not _supports_fused_accumulation(torch.device("cpu"), torch.bfloat16)
 
 
 def test_cpus_and_weights_without_a_kept_sum_do_not():
     weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-    assert not adds_in_product(weight)
+    assert not fuses_accumulation(weight)
     weight.keeps_main_grad = True
-    assert not adds_in_product(weight)
+    assert not fuses_accumulation(weight)

@@ -35,14 +35,14 @@ from tests.simulated.layouts import config_of
 
 
 def half_sandwich(layer: Any, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """The MLP between two norms, attention behind one; the norms of a layer are three."""
+    """A layer with three norms: before attention, before the MLP and after the MLP."""
     attended = layer.self_attention(layer.input_layernorm(x), document_ids)
     x = layer.dropout_add(attended, x, "self_attention")
     return layer.dropout_add(layer.post_mlp_layernorm(layer.mlp(layer.post_attention_layernorm(x))), x, "mlp")
 
 
 def mish(x: Tensor) -> Tensor:
-    """Three kernels, which keep three tensors for the backward pass."""
+    """An activation of three kernels, which keep three tensors for the backward pass."""
     return x * torch.tanh(F.softplus(x))
 
 
@@ -64,11 +64,11 @@ class PeakNorm(nn.Module):
 
 
 class CausalMean(nn.Module):
-    """A mixer instead of attention: the mean of the values so far, gated. Keeps [seq, batch, hidden]."""
+    """A mixer in place of attention: the gated mean of all values so far. Keeps [seq, batch, hidden]."""
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         super().__init__()
-        hidden, first, second = context.config.model.hidden_size, *gpt_model._matrix_settings(context)
+        hidden, first, second = context.config.model.hidden_size, *gpt_model._linear_layer_settings(context)
         self.value_and_gate = ColumnParallelLinear(
             hidden, 3 * hidden, context.tp_group, num_fused_parts=2, **first
         )
@@ -90,7 +90,7 @@ class TwoMLPs(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         model, group = context.config.model, context.tp_group
-        first, second = gpt_model._matrix_settings(context)
+        first, second = gpt_model._linear_layer_settings(context)
         rank = model.hidden_size // 4
         self.down = ColumnParallelLinear(model.hidden_size, rank, group, **first)
         self.up = RowParallelLinear(rank, model.hidden_size, group, **{**second, "skip_bias_add": False})
@@ -112,7 +112,7 @@ def _mlp(context: LayerContext) -> nn.Module:
 
 
 def _register() -> None:
-    """What a line in registries.py or gpt_model.py would do for each of the parts."""
+    """Registers each part, as a line in registries.py or gpt_model.py would."""
     path = "tests.simulated.unseen_layers:"
     norms = ("input_layernorm", "post_attention_layernorm")
     for name, arrange, its_norms in (
@@ -134,7 +134,7 @@ def _register() -> None:
 
 
 def _report(flags: str) -> dict[str, Any]:
-    """What the test needs of a simulated step and of its plan."""
+    """Returns the facts of a simulated step and its plan that the test needs."""
     config = config_of(flags)
     parallel = config.parallel
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
@@ -142,7 +142,7 @@ def _report(flags: str) -> dict[str, Any]:
     return {
         "disagreements": disagreements(config, records),
         "operations": sorted(
-            {name for record in records for work in record.works for name in work.operations}
+            {name for record in records for work in record.counts for name in work.operations}
         ),
         "parameters": [record.parameters for record in records],
     }

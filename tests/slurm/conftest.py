@@ -24,7 +24,7 @@ EXAMPLES = ROOT / "examples" / "slurm"
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment of a shell that talks to a cluster of its own."""
+    """Starts a cluster; returns the environment of a shell that uses it."""
     # Without what a job or a launcher around these tests has set.
     ours = (
         "SLURM",
@@ -59,27 +59,27 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted. number: its id; of an array, that of the array."""
+    """A submitted job. number: the id of the job or of the array."""
 
     number: str
     folder: Path
     env: dict[str, str]
 
     def log(self) -> str:
-        """What its log holds by now; those of an array's jobs one after another."""
+        """The text of the log so far; for an array, the texts of all logs."""
         names = re.compile(rf".*-{self.number}(_\d+)?\.out")
         logs = [path for path in sorted(self.folder.glob("*.out")) if names.fullmatch(path.name)]
         return "".join(path.read_text() for path in logs)
 
     def wait_for(self, words: str, times: int = 1) -> None:
-        """Until the log has the words so often."""
+        """Waits until the log contains `words` as many `times`."""
         deadline = time.monotonic() + HANG_TIMEOUT_S
         while self.log().count(words) < times:
             assert time.monotonic() < deadline and self._exit_code() is None, self.log()
             time.sleep(0.2)
 
     def end(self) -> int:
-        """Its exit code once it has ended, 128 and more for a signal; of an array, the largest."""
+        """Waits for the end; returns the exit code, 128 and more for a signal; the largest of an array."""
         deadline = time.monotonic() + HANG_TIMEOUT_S
         # sbatch --wait would ask ever more rarely.
         while (code := self._exit_code()) is None:
@@ -88,7 +88,7 @@ class Job:
         return code
 
     def rank(self, rank: int) -> int:
-        """The process id of a rank, by what Slurm and the launcher put into its environment."""
+        """The process id of a rank, found by the variables of Slurm and the launcher."""
         words = {f"SLURM_CONF={self.env['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}", f"RANK={rank}"}
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
@@ -114,7 +114,7 @@ class Job:
 
 @pytest.fixture
 def submit(slurm: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """submit(script, *flags, options=(), **variables): what `VARIABLES sbatch OPTIONS SCRIPT FLAGS` does."""
+    """Returns submit(script, *flags, options=(), **variables): `VARIABLES sbatch OPTIONS SCRIPT FLAGS`."""
     jobs = []
 
     def submit(script: str, *flags: str, options: tuple[str, ...] = (), **variables: object) -> Job:

@@ -1,4 +1,4 @@
-"""Every script of examples/slurm through real sbatch, made small by its own variables: 2 nodes x 2 CPUs."""
+"""Every script of examples/slurm with real sbatch, on 2 nodes x 2 CPUs, with variables for a small run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _tokenizer_file(corpus: Path) -> str:
 def train_exit_and_resume(
     submit: Submit, script: str, options: tuple[str, ...] = ON_BOTH_NODES, **variables: object
 ) -> Job:
-    """Runs two jobs, one after the other; the first exits after 2 steps. Returns the first."""
+    """Runs two jobs, one after the other; the first exits after 2 steps. Returns the first job."""
     first = submit(script, "--exit-interval", "2", options=options, **variables)
     assert first.end() == 0, first.log()
     assert steps(first.log()) == [1, 2]
@@ -180,7 +180,10 @@ def test_a_sweep_runs_as_an_array_and_submits_only_what_is_missing(
     folder = tmp_path / "runs" / "sweep-partition"
     first = sweep()
     number = re.search(r"submitted job (\d+): an array of 4 runs", first)[1]
-    assert "nothing to submit; 4 are in the queue" in sweep() or len(list(folder.glob("runs/*.json"))) > 0
+    assert (
+        "nothing to submit: all other runs are done; 4 are in the queue" in sweep()
+        or len(list(folder.glob("runs/*.json"))) > 0
+    )
     job = Job(number, folder / "runs", slurm)
     assert job.end() == 0, job.log()
     assert re.findall(r"global batch size: +(\d+)", job.log()) == ["4"] * 8
@@ -188,7 +191,7 @@ def test_a_sweep_runs_as_an_array_and_submits_only_what_is_missing(
     (folder / "runs" / "002-1.json").unlink()
     again = Job(re.search(r"submitted job (\d+): an array of 1 runs", sweep())[1], folder / "runs", slurm)
     assert again.end() == 0, again.log()
-    assert "nothing to submit: all other runs are done" in sweep()
+    assert "nothing to submit: all runs are done" in sweep()
     report = json.loads((folder / "report.json").read_text())
     assert [row["status"] for row in report["rows"]] == ["ok", "refused", "ok"]
     assert [row["processes"] for row in report["rows"] if row["measured"]] == [4, 4]
@@ -342,7 +345,7 @@ STUBS = {
 def test_the_real_size_passes_a_dry_run(
     script: str, nodes: int, words: int, layout: str, tmp_path: Path
 ) -> None:
-    """The script as it stands, with stubs instead of Slurm."""
+    """Runs the unchanged script with stubs in place of Slurm."""
     for name, commands in STUBS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{commands}\n")
         (tmp_path / name).chmod(0o755)

@@ -18,12 +18,12 @@ FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
 
 
 def state_after(steps: int) -> TrainingState:
-    """The training state of a run after that many steps."""
+    """The training state of a run after `steps` steps."""
     return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
 
 
 def make_manager(engine: GPTEngine, folder: Path, owner: FolderOwner | None = None) -> CheckpointManager:
-    """Saves checkpoints of the engine to the folder, and loads them."""
+    """Returns a manager that saves checkpoints of the engine to the folder, and loads them."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megatron.checkpoint.manager import CheckpointManager

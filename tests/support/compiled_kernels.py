@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for GPUs, without one, and reads what they use from the machine code."""
+"""Compiles the Triton kernels for GPUs on a machine without GPU, and reads their resources from the code."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ _ATTENTION_SIZES: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
 
 
 def _attention_variants() -> Iterator[Variant]:
-    """With ALiBi, documents and dropout, which need most registers."""
+    """The attention kernels with ALiBi, documents and dropout, which need the most registers."""
     import torch
     import triton
 

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported torch, DeepSpeed and this package.
+"""Forks processes from a process that has imported torch, DeepSpeed and this package.
 
 A start of `python pretrain_gpt.py` takes seconds of processor time before its first own line, most of it for
 imports. The tests start it hundreds of times; those that are not about the start itself use `run_script`.
@@ -57,7 +57,7 @@ class Ended:
 
 
 def start(function: Callable[..., None], *args: Any) -> BaseProcess:
-    """A process that runs `function(*args)`, which must be importable."""
+    """Starts a process that runs `function(*args)`; the function must be importable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     with temporary_environment(ENVIRONMENT):
@@ -103,7 +103,7 @@ def run_script(
 
 
 def launch_variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What a launcher sets for a rank of a world on this machine."""
+    """The variables that a launcher sets for a rank of a world on this machine."""
     return {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
         **{"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)},
@@ -112,14 +112,14 @@ def launch_variables(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 class _Lines:
-    """The lines that the ranks have written to a file, as they come."""
+    """Reads the lines that the ranks write to a file, as they come."""
 
     def __init__(self, file: Path, ranks: Sequence[BaseProcess], on_line: OnLine, answers: BinaryIO) -> None:
         self._file, self._ranks, self._on_line, self._answers = file, ranks, on_line, answers
         self._seen = 0
 
     def look(self) -> None:
-        """Handles the whole lines since the last call."""
+        """Handles the complete lines that were written since the last call."""
         text = self._file.read_bytes() if self._file.exists() else b""
         end = text.rfind(b"\n") + 1
         new, self._seen = text[self._seen : end], max(self._seen, end)
@@ -128,7 +128,7 @@ class _Lines:
 
 
 def _wait(ranks: Sequence[BaseProcess], look: Callable[[], None] | None) -> None:
-    """Returns when all have ended. look: called often until then, and once more."""
+    """Waits until all processes have ended. look: called repeatedly until then, and once at the end."""
     deadline = time.monotonic() + HANG_TIMEOUT_S
     running = {rank.sentinel: rank for rank in ranks}
     while running:
@@ -149,7 +149,7 @@ def _wait(ranks: Sequence[BaseProcess], look: Callable[[], None] | None) -> None
 
 
 def _run_script(script: str, flags: list[str], environment: Mapping[str, str], folder: str) -> None:
-    """In the new process."""
+    """Runs in the new process."""
     os.environ.clear()
     os.environ.update(environment)
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):

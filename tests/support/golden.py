@@ -1,4 +1,4 @@
-"""Committed loss curves: a change that is not meant to alter numbers must reproduce them exactly.
+"""Committed loss curves: a change that must not alter the losses reproduces these curves exactly.
 
     .venv/bin/python -m tests.support.golden      # rewrites tests/golden/loss_curves.json
 
@@ -31,18 +31,18 @@ GOLDEN_ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
 
 
 def golden_history(name: str) -> list[tuple[float, float]]:
-    """(loss, grad norm) per step, as the current code computes them."""
+    """Returns (loss, grad norm) per step, as the current code computes them."""
     row, changes = GOLDEN_ROWS[name]
     return run_world(row.world_size, train_layout, row, **changes)[0]
 
 
 def committed() -> dict[str, list[list[float]]]:
-    """The file's content: name -> [loss, grad norm] per step."""
+    """Returns the content of the file: name -> [loss, grad norm] per step."""
     return json.loads(GOLDEN_FILE.read_text())
 
 
 def main() -> None:
-    """Writes the file."""
+    """Writes the loss curves of the current code to the file."""
     curves = {
         name: [[float(f"{value:.8g}") for value in step] for step in golden_history(name)]
         for name in GOLDEN_ROWS

@@ -34,7 +34,7 @@ class Outcome:
 
 
 def run_kill_test(folder: Path, kills: int, seed: int) -> Outcome:
-    """Kills and resumes until `kills` are reached or one resume was not good."""
+    """Kills and resumes until `kills` are reached or a resume fails."""
     started = time.monotonic()
     rng, outcome = random.Random(seed), Outcome()
     checkpoints, journal = folder / "checkpoints", folder / "journal"

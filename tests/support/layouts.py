@@ -1,4 +1,4 @@
-"""The layouts that must give the same numbers, as tables in code, and a tiny model to train on them.
+"""The layouts that must give equal losses, as tables in code, and a tiny model to train on them.
 
 `full_matrix()` is every combination (408 rows, for `benchmarks/parity.py`), `covering_rows()` a subset for CI
 in which every (TP, PP, DP) and every pair of option values appears.
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def reference(self) -> Row:
-        """The fp32 run of the same model on one process."""
+        """The fp32 run on one process, with which the row is compared."""
         return Row(positions=self.positions)
 
     def __str__(self) -> str:
@@ -126,8 +126,7 @@ def covering_rows() -> list[Row]:
 
 
 def option_pairs(row: Row) -> set[tuple]:
-    """What the row covers: pairs of its option values, and pairs of an option value with TP, PP or DP in
-    use."""
+    """The pairs that a row covers: of two option values, and of an option value with a degree above 1."""
     values = {name: getattr(row, name) for name in OPTIONS}
     in_use = {axis: getattr(row, axis) > 1 for axis in ("tp", "pp", "dp")}
     return {*combinations(values.items(), 2), *product(in_use.items(), values.items())}
@@ -200,7 +199,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
 def build_model(
     config: Config, bounds: list[int] | None = None
 ) -> tuple[ParallelLayout, TPGroup, GPTModelPipe]:
-    """This rank's stage, inside `run_world`. bounds: a partition that replaces that of the flags."""
+    """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
     import torch.distributed as dist
 
     from megatron.mpu.layout import ParallelLayout
@@ -219,7 +218,7 @@ def build_model(
 
 
 def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
-    """This rank's stage in its engine, inside `run_world`."""
+    """Builds the engine with this rank's stage, inside `run_world`."""
     from megatron.engine.pipeline_engine import GPTEngine
 
     return GPTEngine(config, *build_model(config, bounds))
@@ -227,7 +226,7 @@ def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
 
 @dataclass(frozen=True)
 class RankWeights:
-    """What one rank holds: its place, and specs and shards by global name."""
+    """The parameters of a rank: its coordinates, and specs and shards by global name."""
 
     tp_rank: int
     dp_rank: int
@@ -237,7 +236,7 @@ class RankWeights:
 
 
 def weights_of(engine: GPTEngine) -> RankWeights:
-    """Copies of the engine's parameters, to be returned from `run_world`."""
+    """Returns copies of the engine's parameters, as a result for `run_world`."""
     from megatron.mpu.parameters import spec_of
 
     layout, parameters = engine.layout, dict(engine.module.named_parameters())
@@ -252,7 +251,7 @@ def weights_of(engine: GPTEngine) -> RankWeights:
 
 
 def full_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
-    """Global parameters by name, from the first replica that has them; the vocabulary without padding."""
+    """Returns the global parameters by name, from the first replica that has them, without padded rows."""
     from megatron.mpu.parameters import merge_shards
 
     shards: dict[str, dict[int, torch.Tensor]] = {}
@@ -290,7 +289,7 @@ def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def micro_batches(engine: GPTEngine, step: int) -> Iterator[MicroBatch]:
-    """This rank's part of the step's global batch."""
+    """Returns this rank's micro-batches of the step's global batch."""
     from megatron.data.loader import MicroBatch
 
     size, layout = engine.run_config.batch.micro_batch_size, engine.layout
@@ -317,7 +316,7 @@ def train_layout(row: Row, steps: int = STEPS, **changes: dict[str, Any]) -> lis
 def relative_errors(
     history: list[tuple[float, float]], reference: list[tuple[float, float]]
 ) -> tuple[float, float]:
-    """Largest relative error over the steps, of the loss and of the grad norm."""
+    """Returns the largest relative errors over all steps: of the loss, and of the grad norm."""
     if len(history) != len(reference):
         raise ValueError(f"{len(history)} steps compared with {len(reference)}")
     errors = [

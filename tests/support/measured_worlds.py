@@ -54,7 +54,7 @@ class World:
             )
 
     def answers(self) -> list[str]:
-        """Waits for a line of each process."""
+        """Waits for a line from each process."""
         lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
         if not all(lines):
             raise SystemExit("a measured process died; its error is above")
@@ -77,8 +77,7 @@ class World:
 
 
 def config_of(flags: str, processes: int = 1) -> "Config":
-    """The configuration of a measured run of `processes`, from its flags. It is a dry run's, which
-    needs no data."""
+    """The configuration of a measured run, from its flags and --dry-run: it needs no data."""
     from megatron.config import parse_args
 
     env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
@@ -128,7 +127,7 @@ def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -
 
 
 def serve(work: Callable[[str], object], answers: TextIO) -> None:
-    """For each line of the input, does the work that it names, and answers with its seconds or its result."""
+    """Does the work that each line of the input names, and prints its seconds or its result."""
     for line in sys.stdin:
         start = time.perf_counter()
         found = work(line.strip())

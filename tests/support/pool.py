@@ -1,4 +1,4 @@
-"""Worlds of processes for tests, on CPU and gloo, from a pool that is started once per test session.
+"""Runs functions of tests in worlds of processes (CPU, gloo) from a pool that is started once per session.
 
     results = run_world(4, function, argument)        # function runs on 4 ranks; results in rank order
 
@@ -71,7 +71,7 @@ def run_world(
 
 
 class _Pool:
-    """The workers that exist, and the store through which they meet."""
+    """The workers of the pool, and the store through which they connect."""
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -125,7 +125,7 @@ class _Pool:
         return os.path.join(self._directory, f"stack-{rank}")
 
     def _stacks_of(self, ranks: list[int]) -> str:
-        """Where the Python code of these ranks is now."""
+        """Returns the current Python stacks of these ranks."""
         for rank in ranks:
             process, _ = self._workers[rank]
             path = Path(self._stack_file(rank))
@@ -140,7 +140,7 @@ class _Pool:
         return "\n".join(stacks)
 
     def close(self) -> None:
-        """End all workers; the next case starts new ones."""
+        """Ends all workers; the next case starts new workers."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -177,7 +177,7 @@ class _Case:
 
     @property
     def unfinished(self) -> list[int]:
-        """Ranks that have not left the world yet or have died."""
+        """Ranks that have not left the world yet, or that have died."""
         return sorted(self._open)
 
     def collect(self, timeout: float) -> None:
@@ -214,7 +214,7 @@ class _Case:
             self._open.discard(rank)
 
     def raise_if_failed(self, timeout: float, stacks: str) -> None:
-        """`stacks`: where the ranks that have not finished are; empty if all have."""
+        """Raises WorldError if a rank failed. stacks: of ranks that have not finished; "" if all have."""
         failures = [*self.deaths, *self.failures]
         if not failures and not stacks:
             return

@@ -14,7 +14,7 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody uses now, outside the range from which the kernel chooses."""
+    """Returns different free ports, outside the range from which the kernel chooses."""
     first_ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0]) if _EPHEMERAL_RANGE.exists() else 32768
     candidates = list(range(first_ephemeral // 2, first_ephemeral))
     random.SystemRandom().shuffle(candidates)

@@ -18,7 +18,7 @@ def world_tp_group() -> TPGroup:
 
 
 def scatter(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
-    """This rank's n / size of the replicated n along `dim`. Backward: all-gather."""
+    """Returns this rank's n / size of the replicated n elements along `dim`. Backward: all-gather."""
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 

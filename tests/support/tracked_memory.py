@@ -1,4 +1,4 @@
-"""Peak memory of tensors on any device, also on 'meta', where tensors of any size need no memory."""
+"""Peak memory of tensors on any device, including 'meta', where tensors of any size need no memory."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence

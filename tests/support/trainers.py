@@ -33,7 +33,7 @@ class Log:
         self.records.append(record)
 
     def flush(self):
-        """The values are read at once."""
+        """Does nothing: `log_step` has already read the values."""
 
     def print(self, text):
         if not text.startswith(("memory", "saved")):
@@ -41,7 +41,7 @@ class Log:
 
 
 class NoWatchdog:
-    """The pool's processes outlive a run, and a watchdog would too."""
+    """Replaces the watchdog, whose thread would outlive the run in a process of the pool."""
 
     report = RankReport(None, "0")
 
@@ -86,7 +86,7 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
 
 
 def outcome(trainer: Trainer):
-    """(log of steps, lines, last state or the message with which the run stopped)."""
+    """Returns (log of steps, lines, last state or the message with which the run stopped)."""
     try:
         end = trainer.train(TrainingState())
     except RunStopped as error:

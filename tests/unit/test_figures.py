@@ -1,8 +1,9 @@
-"""The figures of the documentation are those that docs/figures/make.py draws."""
+"""The figures of the documentation are what docs/figures/make.py draws."""
 
 from __future__ import annotations
 
 import runpy
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.end_to_end.command import ROOT
 
 FIGURES = ROOT / "docs" / "figures"
+sys.path.append(str(FIGURES))  # where a script finds the modules beside it
 DRAWN = runpy.run_path(str(FIGURES / "make.py"))["FIGURES"]
 
 

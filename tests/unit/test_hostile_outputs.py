@@ -16,7 +16,7 @@ from megatron.cluster.rank_reports import FAILED_FILE, RankReport
 from megatron.errors import UserError
 from megatron.files import open_own, write_atomically, write_json
 from megatron.planner.page import write_page
-from megatron.planner.pictures import new_figure
+from megatron.planner.plots import new_figure
 from megatron.planner.sweep.folder import SweepFolder
 from megatron.training.metrics import open_log
 from tests.end_to_end.command import ROOT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 
+from megatron.engine import workarounds
 from tests.end_to_end.command import ROOT
 
 UPSTREAM = ROOT / "docs" / "upstream"
@@ -87,3 +89,24 @@ def test_the_page_lists_every_patch_and_the_version() -> None:
     page = (UPSTREAM / "README.md").read_text()
     assert all(f"[{patch.name}]({patch.name})" in page for patch in PATCHES)
     assert f"DeepSpeed {deepspeed.__version__}" in page
+
+
+def test_workarounds_and_what_refers_to_them_agree() -> None:
+    described = inspect.getdoc(workarounds) or ""
+    removed = {
+        int(number)
+        for numbers in re.findall(r"^([\d, ]+)\. Removed", described, re.MULTILINE)
+        for number in numbers.split(", ")
+    }
+    entries = {int(number) for number in re.findall(r"^(\d+)\. ", described, re.MULTILINE)} - removed
+    assert entries | removed == set(range(1, max(entries) + 1))
+    code = inspect.getsource(workarounds).split('"""', 2)[2]
+    code += (ROOT / "tests" / "distributed" / "test_workarounds.py").read_text()
+    page = (UPSTREAM / "README.md").read_text()
+    referred = {int(number) for number in re.findall(r"[Ee]ntry (\d+)", code + page)}
+    assert referred <= entries, "a reference to an entry that does not exist"
+    files = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for path in re.findall(r"tests/[\w/]+\.py", described):
+        assert ROOT / path in files, f"workarounds.py names {path}, which does not exist"
+    for name in re.findall(r"\b(test_\w+)(?!\.py|\w)", described):
+        assert any(f"def {name}(" in text for text in files.values()), f"workarounds.py names {name}: no test"

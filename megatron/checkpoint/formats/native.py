@@ -242,8 +242,8 @@ class NativeReader(StateReader):
             for name, tensor in global_tensors.items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 records.append(ParameterRecord(name, tuple(tensor.shape), dtype))
-                copies = shards[name]
-                if self.specs[name].shard_dim is None and not all(torch.equal(copies[0], c) for c in copies):
+                first, *others = shards[name]
+                if self.specs[name].shard_dim is None and not all(torch.equal(first, o) for o in others):
                     problems.append(f"the TP ranks hold different values of {name}, which is not sharded")
         missing = self.specs.keys() - {record.name for record in records}
         if missing and not unreadable:

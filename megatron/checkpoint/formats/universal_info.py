@@ -170,7 +170,7 @@ def external_spec(
     for key in _UNKNOWN_KEYS:
         if info.get(key):
             raise UserError(
-                f"the checkpoint's {INFO_KEY} has {key}: only deepspeed's own converter merges those"
+                f"the checkpoint's {INFO_KEY} has {key}: only DeepSpeed's own converter merges it"
             )
     found = {key for key, _ in matching(info, name)} or {COLUMN_PARALLEL}
     found = found - {COLUMN_PARALLEL} if VOCABULARY in found else found

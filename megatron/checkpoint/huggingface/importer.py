@@ -235,7 +235,7 @@ def _check_names(
         if name not in known and (name not in defaults or value != defaults[name]):
             raise UserError(
                 f"{folder} has {shown(name)} = {one_line(value)} in its config.json, which has no equivalent "
-                f"here: only a {family.title} model without this setting can be converted"
+                f"in this program: only a {family.title} model without this setting can be converted"
             )
 
 

@@ -32,8 +32,8 @@ _HF_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 # Key -> the value with which transformers treats the key as absent. For all other keys it is null.
 _WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1.0}
 # Settings outside rope_parameters -> the equivalent keys in rope_parameters.
-_BESIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-_BESIDE_PARTIAL = {**_BESIDE, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+_OUTSIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+_OUTSIDE_PARTIAL = {**_OUTSIDE, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 
 
 def _to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -101,14 +101,14 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
         if not unused and value != without_effect.get(key):
             raise UserError(
                 f"the model's rope_parameters have {one_line(key)} = {one_line(value)}, which has no "
-                f"equivalent here with rope_type {kind}"
+                f"equivalent in this program with rope_type {kind}"
             )
     values["rotary_base"] = float(values["rotary_base"])
     return values
 
 
-def _check_beside(
-    settings: Mapping[str, Any], hf_config: PreTrainedConfig, keys: Mapping[str, str] = _BESIDE
+def _check_outside_settings(
+    settings: Mapping[str, Any], hf_config: PreTrainedConfig, keys: Mapping[str, str] = _OUTSIDE
 ) -> None:
     """Raises UserError for a rotary setting of a config.json that differs from what transformers uses.
 
@@ -116,10 +116,10 @@ def _check_beside(
     keys. keys: name of a setting outside -> its key inside.
     """
     used = getattr(hf_config, "rope_parameters", None) or {}
-    beside = {name: (settings.get(name), key) for name, key in keys.items()}
+    outside = {name: (settings.get(name), key) for name, key in keys.items()}
     if settings.get("rope_scaling") and settings.get("rope_parameters"):
-        beside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
-    for name, (value, key) in beside.items():
+        outside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
+    for name, (value, key) in outside.items():
         if value is not None and value != used.get(key):
             raise UserError(
                 f"the model has {shown(name)} = {one_line(value)}, but transformers uses {key} = "
@@ -129,10 +129,10 @@ def _check_beside(
 
 ROPE = Conversion(
     megatron=("rotary_base", "rope_scaling_type", *_KEYS),
-    hf=("rope_parameters", "rope_scaling", *_BESIDE),
+    hf=("rope_parameters", "rope_scaling", *_OUTSIDE),
     to_hf=_to_hf,
     to_megatron=_to_megatron,
-    check_file=_check_beside,
+    check_file=_check_outside_settings,
 )
 
 
@@ -153,9 +153,9 @@ def _partial_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 PARTIAL_ROPE = Conversion(
     megatron=(*ROPE.megatron, "rotary_percent"),
-    hf=("rope_parameters", "rope_scaling", *_BESIDE_PARTIAL),
+    hf=("rope_parameters", "rope_scaling", *_OUTSIDE_PARTIAL),
     to_hf=_partial_to_hf,
     to_megatron=_partial_to_megatron,
-    check_file=partial(_check_beside, keys=_BESIDE_PARTIAL),
+    check_file=partial(_check_outside_settings, keys=_OUTSIDE_PARTIAL),
 )
 """For families that may rotate only a part of each head."""

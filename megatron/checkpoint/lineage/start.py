@@ -29,7 +29,7 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
-from megatron.mpu.world import of_rank_0
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.text_table import first_few
 
 
@@ -342,7 +342,7 @@ def share_checkpoint(
     overload the metadata server if a checkpoint has thousands of files. Raises UserError on every rank if one
     node cannot open the checkpoint after some retries.
     """
-    checkpoint, problem = of_rank_0(checkpoint), None
+    checkpoint, problem = broadcast_from_rank_0(checkpoint), None
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)

@@ -1,4 +1,4 @@
-"""Where checkpoints are saved and loaded."""
+"""Checkpoint folders, the save interval, and what may differ on resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 _LOAD = {"checkpoint.load": "set --load to the folder of the checkpoint"}
 
@@ -18,18 +18,23 @@ class CheckpointConfig(Section):
     group: ClassVar[str] = "checkpointing"
 
     save: str | None = flag(
-        None, metavar="FOLDER", help="save checkpoints in this folder, at the end of the run and on exit"
+        None,
+        metavar="FOLDER",
+        help="folder for checkpoints, which are saved every --save-interval iterations, at the end of the "
+        "run and on exit",
+        group=COMMON_FLAGS,
     )
     load: str | None = flag(
         None,
         metavar="FOLDER",
-        help="resume from this folder, or from what was saved in --save since; the same folder as --save: "
-        "initialize from scratch if it is empty or absent",
+        help="resume from this folder, or from checkpoints that the run has saved in --save since. If --load "
+        "and --save name one folder that is empty or missing, the run is initialized from scratch",
+        group=COMMON_FLAGS,
     )
     save_interval: int | None = flag(
         None,
         at_least=1,
-        help="iterations between checkpoints",
+        help="iterations between checkpoints (default: save only at the end of the run and on exit)",
         needs={"checkpoint.save": "set the checkpoint folder, or remove it"},
     )
     async_save: bool = flag(
@@ -49,21 +54,21 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="--load contains a universal checkpoint, made by tools/ds_to_universal.py, "
-        "tools/convert_huggingface.py, DeepSpeed or for BLOOM",
+        help="--load contains a universal checkpoint: made by tools/ds_to_universal.py, "
+        "tools/convert_huggingface.py or DeepSpeed, or published for BLOOM",
         needs=_LOAD,
     )
     load_huggingface: str | None = flag(
         None,
         metavar="FOLDER",
-        help="start a new training from the model of Hugging Face transformers in this folder: --load FOLDER "
-        "--finetune --use-checkpoint-args, where the flags of the model and the tokenizer come from the "
-        "folder; the same command, given again, resumes from --save",
+        help="start a new training from the Hugging Face transformers model in this folder, with its model "
+        "and tokenizer flags; implies --load FOLDER --finetune --use-checkpoint-args. Running the same "
+        "command again resumes from --save",
     )
     finetune: bool = flag(
         False,
-        help="start a new training from the weights of --load: iteration 0, fresh optimizer, learning-rate "
-        "schedule and data; the same command, given again, resumes from --save",
+        help="start a new training from the weights in --load: iteration, optimizer, learning-rate schedule "
+        "and data start from the beginning. Running the same command again resumes from --save",
         needs=_LOAD,
         excludes={
             "training.no_train": "an evaluation (--eval-only) does not train; remove --finetune, and add "
@@ -75,25 +80,27 @@ class CheckpointConfig(Section):
         None,
         at_least=1,
         metavar="ITERATION",
-        help="start a decay branch: resume the checkpoint of this iteration in --load, of a stable phase, in "
-        "a new run in --save whose learning rate decays from there on over --lr-wsd-decay-iters or -samples; "
-        "the same command, given again, resumes from --save. See docs/schedules.md",
+        help="start a cooldown branch: resume the checkpoint of this iteration in --load, which must be in a "
+        "phase of constant learning rate, as a new run in --save. The learning rate then decays over "
+        "--lr-wsd-decay-iters or --lr-wsd-decay-samples, see docs/learning_rate.md. Running the same command "
+        "again resumes from --save",
     )
     no_load_optim: bool = flag(
         False,
-        help="do not load the optimizer's moments and loss scale from --load; iteration, data and schedule "
-        "continue, and fp32 weights are loaded; the same command, given again, resumes from --save",
+        help="load fp32 weights from --load, but neither the optimizer's moments nor the loss scale; "
+        "iteration, data and schedule continue. Running the same command again resumes from --save",
         used_with=("checkpoint.load",),
         unused_with=("checkpoint.finetune",),
     )
     use_checkpoint_args: bool = flag(
         False,
-        help="take the flags of the model and of the tokenizer from the checkpoint in --load; a flag of the "
-        "model that is given too must have the same value",
+        help="take the model and tokenizer flags from the checkpoint in --load; a model flag that is also "
+        "given must have the checkpoint's value",
     )
     override_data: bool = flag(
         False,
-        help="resume with other data than the checkpoint's, at the same number of consumed samples",
+        help="resume with data different from the checkpoint's, at the checkpoint's number of consumed "
+        "samples",
         used_with=("checkpoint.load",),
     )
     allow_replica_mismatch: bool = flag(
@@ -106,27 +113,27 @@ class CheckpointConfig(Section):
     keep_last: int | None = flag(
         None,
         at_least=1,
-        help="after each save, delete the run's earlier checkpoints in --save except the newest N, but never "
-        "the newest one that can be resumed",
+        help="after each save, delete this run's earlier checkpoints in --save except the newest N; the "
+        "newest checkpoint that can be resumed is never deleted",
         used_with=("checkpoint.save",),
     )
     save_retain_interval: int | None = flag(
         None,
         at_least=1,
         metavar="STEPS",
-        help="--keep-last keeps every checkpoint at a multiple of STEPS",
+        help="with --keep-last: also keep each checkpoint whose iteration is a multiple of STEPS",
         used_with=("checkpoint.keep_last",),
     )
     overwrite_checkpoints: bool = flag(
         False,
-        help="start although --save holds checkpoints of another run; each is replaced when a new checkpoint "
+        help="start even if --save holds checkpoints of another run; a checkpoint is replaced when a new one "
         "of the same name is complete",
         used_with=("checkpoint.save",),
     )
 
     @property
-    def saves_beside_load(self) -> bool:
-        """Whether --save is the folder of checkpoints that --load is, or that --load is one of."""
+    def save_is_load_folder(self) -> bool:
+        """Whether --save is --load, or the folder that contains the checkpoint --load."""
         if self.load is None or self.save is None:
             return False
         load = os.path.realpath(self.load)

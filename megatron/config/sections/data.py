@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag, option_name
+from megatron.config.fields import COMMON_FLAGS, Section, flag, option_name
 from megatron.config.registries import TOKENIZERS
 
 
@@ -13,8 +13,8 @@ def _groups(help: str) -> Any:
     return flag((), nargs="+", metavar="GROUP", help=help)
 
 
-def _groups_file(what: str) -> Any:
-    return flag(None, metavar="FILE", help=f"file with {what}, each in double quotes")
+def _groups_file(help: str) -> Any:
+    return flag(None, metavar="FILE", help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,72 +27,83 @@ class DataConfig(Section):
         (),
         nargs="+",
         metavar="PREFIX",
-        help="path of a .bin/.idx pair from tools/preprocess_data.py, without suffix; or a blend: WEIGHT "
-        "PREFIX WEIGHT PREFIX ...",
+        help="token files: the path of a .bin/.idx pair without suffix (made by tools/preprocess_data.py), "
+        "or a blend WEIGHT PREFIX WEIGHT PREFIX ...",
+        group=COMMON_FLAGS,
     )
     split: str = flag(
-        "969, 30, 1", strip_quotes=True, help="weights of the training, validation and test split"
+        "969, 30, 1", strip_quotes=True, help="weights of the training, validation and test splits"
     )
     train_weighted_split_paths: tuple[str, ...] = _groups(
-        "training data, instead of --data-path and --split: one quoted group 'NAME: WEIGHT START:END PREFIX, "
-        "WEIGHT START:END PREFIX, ...', with START and END as fractions of the documents"
+        "training data, which replaces --data-path and --split: one quoted group 'NAME: WEIGHT START:END "
+        "PREFIX, WEIGHT START:END PREFIX, ...', where START and END are fractions of the documents"
     )
     valid_weighted_split_paths: tuple[str, ...] = _groups(
-        "groups of validation data, each evaluated and logged under its name"
+        "groups of validation data; each group is evaluated and logged under its name"
     )
     test_weighted_split_paths: tuple[str, ...] = _groups(
         "groups of test data, evaluated at the end of the run"
     )
-    train_weighted_split_paths_path: str | None = _groups_file("the training group")
-    valid_weighted_split_paths_path: str | None = _groups_file("the validation groups")
-    test_weighted_split_paths_path: str | None = _groups_file("the test groups")
+    train_weighted_split_paths_path: str | None = _groups_file(
+        "file with the training group in double quotes"
+    )
+    valid_weighted_split_paths_path: str | None = _groups_file(
+        "file with the validation groups, each in double quotes"
+    )
+    test_weighted_split_paths_path: str | None = _groups_file(
+        "file with the test groups, each in double quotes"
+    )
     data_cache_path: str | None = flag(
         None,
         metavar="FOLDER",
-        help="folder for the index files of the sample order, created if it does not exist (default: the "
-        "folder of the data)",
+        help="folder for the index files of the sample order, created if missing (default: the folder of the "
+        "data)",
     )
     max_epochs_per_dataset: float = flag(
         4.0,
         above=0,
-        help="warn if training reads a data set more often (the default is from arXiv:2305.16264: repeating "
-        "data up to 4 times is almost as good as new data)",
+        help="warn if training reads a data set for more than X epochs; up to 4 epochs are almost as good as "
+        "new data (arXiv:2305.16264)",
     )
     data_order_samples: int | None = flag(
         None,
         at_least=1,
-        help="number of training samples for which the order of the data is planned: epochs are shuffled by "
-        "it; a longer run plans for its own length (default: the length of the run; with --branch-at that of "
-        "the run in --load)",
+        help="number of training samples over which the data order is planned; another number gives another "
+        "order. A longer run plans over its own length (default: the length of the run; with --branch-at, "
+        "the number of the run in --load)",
     )
     data_first_sample: int = flag(
         0,
         at_least=0,
-        help="number of consumed samples at which the run has begun to read its training data (with "
-        "--branch-at and --override-data: that of the checkpoint)",
+        help="number of consumed samples at which the run begins to read this training data (with "
+        "--branch-at and --override-data: the checkpoint's number)",
     )
     num_workers: int = flag(
-        2, at_least=0, help="data loading threads for training; 0: load in the main thread"
+        2, at_least=0, help="number of data loading threads for training; 0 loads in the main thread"
     )
     valid_num_workers: int = flag(
-        derived="--num-workers", at_least=0, help="data loading threads for validation and test"
+        derived="--num-workers", at_least=0, help="number of data loading threads for validation and test"
     )
     reset_position_ids: bool = flag(
         False, changes_model=True, help="reset position ids after each end-of-document token"
     )
     reset_attention_mask: bool = flag(
-        False, changes_model=True, help="restrict attention to the tokens of the same document"
+        False, changes_model=True, help="restrict attention to tokens of the same document"
     )
-    eod_mask_loss: bool = flag(False, changes_model=True, help="mask the loss of end-of-document tokens")
+    eod_mask_loss: bool = flag(False, changes_model=True, help="exclude end-of-document tokens from the loss")
     tokenizer_type: str | None = flag(
-        derived="inferred from the tokenizer files", choices=TOKENIZERS, help="type of the tokenizer"
+        derived="inferred from the tokenizer files", choices=TOKENIZERS, help="tokenizer type"
     )
     vocab_file: str | None = flag(
         None, metavar="FILE", help="vocabulary file of GPT2BPETokenizer (vocab.json)"
     )
     merge_file: str | None = flag(None, metavar="FILE", help="merge file of GPT2BPETokenizer (merges.txt)")
     tokenizer_name_or_path: str | None = flag(
-        None, metavar="FOLDER", help="tokenizer folder or name in the local cache, for PretrainedFromHF"
+        None,
+        metavar="FOLDER",
+        help="Hugging Face tokenizer: a folder, or a name in the local cache. Other tokenizers: --vocab-file "
+        "and --merge-file, or --tokenizer-model",
+        group=COMMON_FLAGS,
     )
     tokenizer_model: str | None = flag(None, metavar="FILE", help="model file of SentencePieceTokenizer")
 
@@ -100,20 +111,21 @@ class DataConfig(Section):
         derived: dict[str, Any] = {}
         if self.valid_num_workers is None:
             derived["valid_num_workers"] = self.num_workers
-        fitting = fitting_tokenizer_types(self)
+        fitting = matching_tokenizer_types(self)
         if self.tokenizer_type is None and len(fitting) == 1:
             derived["tokenizer_type"] = fitting[0]
         return derived
 
 
 def groups_option(data: DataConfig, split_name: str) -> str:
-    """The flag that set the groups of 'train', 'valid' or 'test'."""
+    """Returns the flag that set the groups of 'train', 'valid' or 'test'."""
     name = f"{split_name}_weighted_split_paths"
     return option_name(name if getattr(data, f"{name}_path") is None else f"{name}_path")
 
 
-def fitting_tokenizer_types(flags: Any) -> list[str]:
-    """The tokenizer types that use some of the files in `flags` (a DataConfig or a tool's arguments)."""
+def matching_tokenizer_types(flags: Any) -> list[str]:
+    """Returns the tokenizer types that use some of the files in `flags` (a DataConfig, or a tool's
+    arguments)."""
     return [
         name
         for name, tokenizer in TOKENIZERS.items()

@@ -1,4 +1,4 @@
-"""What a run logs, and where."""
+"""What a run logs, and to which places."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoggingConfig(Section):
     tensorboard_queue_size: int = flag(
         1000,
         at_least=1,
-        help="events that the TensorBoard writer queues before it flushes",
+        help="number of events that the TensorBoard writer queues before it flushes them",
         used_with=("logging.tensorboard_dir",),
     )
     wandb_project: str | None = flag(
@@ -35,26 +35,29 @@ class LoggingConfig(Section):
     )
     log_timers_to_tensorboard: bool = flag(
         False,
-        help="also log the iteration time and throughput (samples, tokens, TFLOPs)",
+        help="also log iteration time and throughput (samples, tokens, TFLOPs) to TensorBoard and Weights & "
+        "Biases",
         used_with=("logging.tensorboard_dir", "logging.wandb_project"),
     )
     log_batch_size_to_tensorboard: bool = flag(
-        False, help="also log the batch size", used_with=("logging.tensorboard_dir", "logging.wandb_project")
+        False,
+        help="also log the batch size to TensorBoard and Weights & Biases",
+        used_with=("logging.tensorboard_dir", "logging.wandb_project"),
     )
     log_validation_ppl_to_tensorboard: bool = flag(
         False,
-        help="also log the validation perplexity",
+        help="also log the validation perplexity to TensorBoard and Weights & Biases",
         used_with=("logging.tensorboard_dir", "logging.wandb_project"),
     )
     log_bubble: bool = flag(
-        False, help="with each log line, print the share of the step in which each pipeline rank is idle"
+        False, help="print the fraction of the step in which each pipeline rank is idle, with each log line"
     )
     log_path: str | None = flag(
         None, metavar="FILE", help="append the console output to this file, in addition to stdout"
     )
-    log_level: str = flag("warning", choices=LOG_LEVELS, help="log level on global rank 0")
-    log_level_replica: str = flag("error", choices=LOG_LEVELS, help="log level on all other ranks")
+    log_level: str = flag("warning", choices=LOG_LEVELS, help="log level of global rank 0")
+    log_level_replica: str = flag("error", choices=LOG_LEVELS, help="log level of all other ranks")
 
     def is_logged(self, iteration: int, last: int) -> bool:
-        """Whether a log line follows this iteration. last: that of the run."""
+        """Returns whether a log line follows this iteration. last: the run's last iteration."""
         return iteration % self.log_interval == 0 or iteration == last

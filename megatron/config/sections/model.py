@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
@@ -18,16 +18,17 @@ from megatron.config.registries import (
 )
 from megatron.errors import ConfigError
 
-_OF_MUP: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
-_OF_ROPE_SCALING: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
+_MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
+_ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
-    The arguments of `flag` are the only description of a field: the command line, checkpoints, summaries,
-    profiles of layer times and conversions read them."""
+    The arguments of `flag` are the only description of a field. The command line, checkpoints, summaries,
+    profiles of layer times and conversions read them.
+    """
 
     group: ClassVar[str] = "network size"
     changes_model: ClassVar[bool] = True
@@ -38,32 +39,37 @@ class ModelConfig(Section):
         at_most=100_000,
         changes_layer_time=False,
         megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     hidden_size: int = flag(
-        help="hidden size of the transformer", at_least=1, at_most=2**20, megatron_arg=True
+        help="hidden size of the transformer",
+        at_least=1,
+        at_most=2**20,
+        megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     ffn_hidden_size: int = flag(
         derived="4 x hidden size",
         at_least=1,
         at_most=2**24,
-        help="hidden size of the MLP; with --glu-activation the size of each half",
+        help="hidden size of the MLP; with --glu-activation, the size of the gate and of the value",
         megatron_arg=True,
     )
     num_attention_heads: int = flag(
-        help="number of attention heads", at_least=1, at_most=2**16, megatron_arg=True
+        help="number of attention heads", at_least=1, at_most=2**16, megatron_arg=True, group=COMMON_FLAGS
     )
     kv_channels: int = flag(
         derived="hidden size / heads",
         at_least=1,
         at_most=2**20,
-        help="head dimension of the attention",
+        help="dimension of each attention head",
         megatron_arg=True,
     )
     group_query_attention: bool = flag(
         False,
         summary="grouped-query attention",
-        help="grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each used "
-        "by an equal number of query heads",
+        help="use grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each "
+        "shared by an equal number of query heads",
         megatron_arg=True,
     )
     num_query_groups: int = flag(
@@ -71,28 +77,29 @@ class ModelConfig(Section):
         at_least=1,
         at_most=2**16,
         summary="{} query groups",
-        help="number of key and value heads with --group-query-attention (1: multi-query attention)",
+        help="number of key and value heads with --group-query-attention; 1 is multi-query attention",
         megatron_arg=True,
-        needs={"model.group_query_attention": "it enables the groups, add it or remove the former"},
+        needs={"model.group_query_attention": "add --group-query-attention, or remove --num-query-groups"},
     )
     qk_layernorm: bool = flag(
         False,
         summary="query and key norms",
-        help="normalize queries and keys before they are rotated (arXiv:2302.05442)",
+        help="normalize queries and keys before rotary embeddings are applied (arXiv:2302.05442)",
         megatron_arg=True,
     )
     qk_layernorm_scope: str = flag(
         "head",
         choices=QK_NORMS,
         summary="over the {}",
-        help="what --qk-layernorm normalizes together",
-        needs={"model.qk_layernorm": "it enables the norm, add it or remove the former"},
+        help="elements that --qk-layernorm normalizes together",
+        needs={"model.qk_layernorm": "add --qk-layernorm, or remove --qk-layernorm-scope"},
     )
     softmax_scale: float | None = flag(
         None,
         above=0.0,
         summary="softmax scale {}",
-        help="multiplier of query x key (default: 1 / sqrt(head dimension); with --mup see --mup-attn-mult)",
+        help="multiplier of the attention scores (default: 1 / sqrt(head dimension); with --mup: "
+        "--mup-attn-mult / head dimension)",
         changes_layer_time=False,
     )
     window_size: int | None = flag(
@@ -101,33 +108,34 @@ class ModelConfig(Section):
         at_most=2**24,
         metavar="TOKENS",
         summary="window of {} tokens",
-        help="sliding-window attention: each token attends to itself and to the TOKENS - 1 before it",
+        help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens before "
+        "it",
     )
     seq_length: int = flag(
         changes_model=False,
         help="sequence length in tokens",
-        group="data and dataloader",
         at_least=1,
         at_most=2**24,
         megatron_arg=True,
+        group=COMMON_FLAGS,
     )
     max_position_embeddings: int = flag(
         derived="--seq-length; required for absolute positions",
         at_least=1,
         at_most=2**24,
-        help="number of position embeddings, the longest sequence that absolute positions support",
+        help="maximum sequence length in tokens; with absolute positions, the number of position embeddings",
         changes_layer_time=False,
         megatron_arg=True,
     )
     position_embedding_type: str = flag(
-        "absolute", choices=POSITION_EMBEDDINGS, help="type of the position embeddings", megatron_arg=True
+        "absolute", choices=POSITION_EMBEDDINGS, help="type of position embeddings", megatron_arg=True
     )
     rotary_base: float = flag(
         10000.0,
         above=1,
         group="rotary embeddings",
         summary="rotary base {:g}",
-        help="base of the rotary frequencies, base^(-2i / dimension); Hugging Face's rope_theta",
+        help="base of the rotary frequencies base^(-2i / dimension); Hugging Face calls it rope_theta",
         changes_layer_time=False,
         megatron_arg=True,
     )
@@ -137,70 +145,73 @@ class ModelConfig(Section):
         at_most=1,
         group="rotary embeddings",
         summary="{:.0%} of each head rotated",
-        help="rotate this part of each head's dimension, a number above 0 and at most 1",
+        help="fraction of each head's dimension that is rotated, above 0 and at most 1",
         megatron_arg=True,
     )
     rotary_interleaved: bool = flag(
         False,
         group="rotary embeddings",
         summary="interleaved rotation",
-        help="rotate pairs of neighbours (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, i + half "
-        "the dimension)",
+        help="rotate pairs of neighboring elements (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, "
+        "i + dimension / 2)",
         megatron_arg=True,
     )
     rope_scaling_type: str | None = flag(
         None,
         choices=ROPE_SCALINGS,
         summary="{} RoPE scaling",
-        help="change the rotary frequencies for a longer context than a model was trained with",
-        **_OF_ROPE_SCALING,
+        help="scale the rotary frequencies for a context longer than the original context of the model",
+        **_ROPE_SCALING_FLAG,
     )
     rope_scaling_factor: float = flag(
         8.0,
         at_least=1,
         summary="scaling factor {:g}",
-        help="how many times longer the context is, for --rope-scaling-type",
-        **_OF_ROPE_SCALING,
+        help="with --rope-scaling-type: length of the new context divided by the original length",
+        **_ROPE_SCALING_FLAG,
     )
     rope_original_max_position_embeddings: int = flag(
         8192,
         at_least=1,
         at_most=2**24,
-        help="context that the model was trained with before the scaling",
-        **_OF_ROPE_SCALING,
+        help="with --rope-scaling-type llama3 or yarn: original context length in tokens, before scaling",
+        **_ROPE_SCALING_FLAG,
     )
     rope_low_freq_factor: float = flag(
         1.0,
         above=0,
-        help="frequencies with at most this number of rotations in the original context are divided by the "
-        "factor",
-        **_OF_ROPE_SCALING,
+        help="with --rope-scaling-type llama3: frequencies with at most X rotations in the original context "
+        "are divided by --rope-scaling-factor",
+        **_ROPE_SCALING_FLAG,
     )
     rope_high_freq_factor: float = flag(
         4.0,
         above=0,
-        help="frequencies with at least this number of rotations in the original context stay as they are",
-        **_OF_ROPE_SCALING,
+        help="with --rope-scaling-type llama3: frequencies with at least X rotations in the original context "
+        "are unchanged",
+        **_ROPE_SCALING_FLAG,
     )
     rope_beta_slow: float = flag(
         1.0,
         above=0,
-        help="number of rotations in the original context below which a frequency is divided by the factor",
-        **_OF_ROPE_SCALING,
+        help="with --rope-scaling-type yarn: frequencies with fewer than X rotations in the original context "
+        "are divided by --rope-scaling-factor",
+        **_ROPE_SCALING_FLAG,
     )
     rope_beta_fast: float = flag(
         32.0,
         above=0,
-        help="number of rotations in the original context above which a frequency stays as it is",
-        **_OF_ROPE_SCALING,
+        help="with --rope-scaling-type yarn: frequencies with more than X rotations in the original context "
+        "are unchanged",
+        **_ROPE_SCALING_FLAG,
     )
-    # Layer times depend on the padded size only, which layer_times.py records.
+    # Layer times depend only on the padded vocabulary size, which layer_times.py records.
     vocab_size: int | None = flag(
         None,
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
-        help="vocabulary size before padding; needed if there is no tokenizer (for example with --dry-run)",
+        help="vocabulary size before padding; needed if no tokenizer is given, for example with --dry-run",
         changes_layer_time=False,
     )
     make_vocab_size_divisible_by: int = flag(
@@ -208,7 +219,7 @@ class ModelConfig(Section):
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
-        help="pad the vocabulary to a multiple of this value times the tensor-parallel size",
+        help="pad the vocabulary size to a multiple of N x tensor-parallel size",
         changes_layer_time=False,
         megatron_arg=True,
         unused_with=("model.pad_vocab_size_to",),
@@ -218,56 +229,56 @@ class ModelConfig(Section):
         changes_model=False,
         at_least=1,
         at_most=2**31 - 1,
-        help="pad the vocabulary to exactly this size, independently of the tensor-parallel size",
+        help="pad the vocabulary to exactly this size, whatever the tensor-parallel size",
         changes_layer_time=False,
     )
     layernorm_epsilon: float = flag(
-        1e-5, above=0, help="epsilon of the norms", changes_layer_time=False, megatron_arg=True
+        1e-5, above=0, help="epsilon of all norms", changes_layer_time=False, megatron_arg=True
     )
     embed_layernorm: bool = flag(
         False, summary="embedding norm", help="apply a norm to the word embeddings", megatron_arg=True
     )
     normalization: str = flag(
-        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms of the model"
+        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms in the model"
     )
     layer_arrangement: str = flag(
         "pre-norm",
         choices=LAYER_ARRANGEMENTS,
         summary="{} layers",
-        help="arrangement of norms, attention and MLP in a transformer layer",
+        help="order of norms, attention and MLP in a transformer layer",
     )
     activation: str = flag(
         "gelu",
         choices=ACTIVATIONS,
         summary="{}",
-        help="activation of the MLP",
+        help="activation function of the MLP",
         unused_with=("model.glu_activation",),
     )
     glu_activation: str | None = flag(
         None,
         choices=GLU_ACTIVATIONS,
         summary="{}",
-        help="use a gated MLP with this activation of the gate, instead of --activation",
+        help="use a gated MLP with this activation function of the gate; replaces --activation",
         megatron_arg=True,
     )
-    disable_bias_linear: bool = flag(False, summary="no biases", help="linear layers without bias")
+    disable_bias_linear: bool = flag(False, summary="no biases", help="use linear layers without bias")
     add_qkv_bias: bool = flag(
         False,
         summary="QKV bias",
-        help="with --disable-bias-linear, keep the bias of the query, key and value projection",
+        help="with --disable-bias-linear: keep the bias of the query, key and value projection",
         megatron_arg=True,
         used_with=("model.disable_bias_linear",),
     )
     untie_embeddings_and_output_weights: bool = flag(
         False,
         summary="untied LM head",
-        help="an LM head with its own weight, instead of the word embedding's",
+        help="give the LM head its own weight, instead of sharing the word embeddings",
         megatron_arg=True,
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False,
         summary="residual after norm",
-        help="take the residual connection from the output of the norm instead of its input",
+        help="take the residual connection from the norm's output instead of its input",
         megatron_arg=True,
     )
     init_method_std: float = flag(
@@ -281,11 +292,11 @@ class ModelConfig(Section):
     mup: bool = flag(
         False,
         group="initialization",
-        help="maximal update parametrization for Adam (Tensor Programs V, arXiv:2203.03466): hyperparameters "
-        "transfer from a narrow model to a wide one. With W = hidden size / --mup-base-hidden-size, the "
-        "matrices of the transformer layers are initialized with --init-method-std / sqrt(W) and learn at "
-        "lr / W; the logits are multiplied by --mup-output-mult / W, the attention scores by --mup-attn-mult "
-        "/ head dimension",
+        help="use maximal update parametrization for Adam (muP, arXiv:2203.03466), with which "
+        "hyperparameters transfer from a narrow model to a wide one. With W = hidden size / "
+        "--mup-base-hidden-size, weight matrices of transformer layers are initialized with "
+        "--init-method-std / sqrt(W) and trained with --lr / W. The logits are multiplied by "
+        "--mup-output-mult / W, the attention scores by --mup-attn-mult / head dimension",
         excludes={
             "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, set --mup-attn-mult or "
             "remove one of them",
@@ -296,14 +307,16 @@ class ModelConfig(Section):
     mup_base_hidden_size: int = flag(
         1,
         at_least=1,
-        help="hidden size at which --mup changes neither the initialization nor the learning rates",
-        **_OF_MUP,
+        help="with --mup: hidden size for which initialization and learning rates do not change",
+        **_MUP_FLAG,
     )
     mup_input_mult: float = flag(
-        1.0, above=0, help="multiplier of the embedding output with --mup", **_OF_MUP
+        1.0, above=0, help="with --mup: multiplier of the embedding output", **_MUP_FLAG
     )
-    mup_output_mult: float = flag(1.0, above=0, help="multiplier of the logits with --mup", **_OF_MUP)
-    mup_attn_mult: float = flag(1.0, above=0, help="multiplier of the attention scores with --mup", **_OF_MUP)
+    mup_output_mult: float = flag(1.0, above=0, help="with --mup: multiplier of the logits", **_MUP_FLAG)
+    mup_attn_mult: float = flag(
+        1.0, above=0, help="with --mup: multiplier of the attention scores", **_MUP_FLAG
+    )
     hidden_dropout: float = flag(
         0.1,
         changes_model=False,
@@ -318,19 +331,19 @@ class ModelConfig(Section):
         at_least=0,
         below=1,
         group="regularization",
-        help="dropout probability of the attention weights. Above 0, memory grows with the square of the "
-        "sequence length without the Triton kernels: on CPUs, and on GPUs before compute capability 8.0 "
-        "(--recompute-granularity selective avoids that)",
+        help="dropout probability of the attention weights. Without the Triton kernels (on CPUs, and on GPUs "
+        "below compute capability 8.0), a value above 0 makes memory grow with the square of the sequence "
+        "length; --recompute-granularity selective avoids this growth",
     )
 
     @property
     def query_groups(self) -> int:
-        """Number of key heads and of value heads: that of the query heads, unless they share them."""
+        """Number of key heads, and of value heads. Without grouped queries, the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def heads_problem(self, tp_size: int) -> str | None:
-        """Why the attention heads do not divide among tensor-parallel ranks, into whole groups or parts of
-        one, and the remedy; None if they do."""
+        """Returns why the tensor-parallel ranks cannot have whole query groups or equal parts of one, and the
+        remedy; None if they can."""
         heads, groups = self.num_attention_heads, self.query_groups
         rows = 2 * self.kv_channels * groups
         if heads % tp_size:
@@ -353,28 +366,28 @@ class ModelConfig(Section):
             return (
                 f"--num-query-groups {groups} and a head dimension of {self.kv_channels} make {rows} rows of "
                 f"keys and values, which are not divisible by --tensor-model-parallel-size {tp_size}: "
-                "decrease the latter"
+                "decrease the tensor-parallel size"
             )
         return None
 
     @property
     def attention_window(self) -> int | None:
-        """Tokens that each token attends to at most; None if that is the whole sequence."""
+        """Maximum number of tokens that each token attends to; None for the whole sequence."""
         return self.window_size if self.window_size and self.window_size < self.seq_length else None
 
     @property
     def query_width(self) -> int:
-        """Size of all query heads, which is also the size of the attention's output."""
+        """Total size of the query heads, which is also the size of the attention's output."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def key_width(self) -> int:
-        """Size of all key heads, and of all value heads."""
+        """Total size of the key heads, and of the value heads."""
         return self.query_groups * self.kv_channels
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated elements of each head."""
+        """Number of rotated elements in each head."""
         return int(self.kv_channels * self.rotary_percent)
 
     @property
@@ -389,18 +402,18 @@ class ModelConfig(Section):
 
     @property
     def matrix_init_std(self) -> float:
-        """Standard deviation of the initial matrices of the transformer layers."""
+        """Standard deviation of the initial weight matrices in transformer layers."""
         return self.init_method_std / math.sqrt(self.width_ratio)
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of the initial matrices whose output is added to the residual stream. As in
-        GPT-2: the stream's variance does not grow with the number of layers."""
+        """Standard deviation of the initial weight matrices whose output is added to the residual stream. As
+        in GPT-2, the stream's variance does not grow with the number of layers."""
         return self.matrix_init_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def matrix_lr_mult(self) -> float:
-        """Multiplier of the learning rate of the matrices of the transformer layers."""
+        """Multiplier of the learning rate of the weight matrices in transformer layers."""
         return 1.0 / self.width_ratio
 
     @property
@@ -410,7 +423,7 @@ class ModelConfig(Section):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of query x key."""
+        """Multiplier of the attention scores."""
         default = self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
         return default if self.softmax_scale is None else self.softmax_scale
 

@@ -1,29 +1,31 @@
-"""The number format of the computation and the loss scale."""
+"""The precision of the computation, and the loss scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """The number format of the computation; master weights and gradient accumulation are always fp32."""
+    """The precision of the computation. Master weights and gradient accumulation are always fp32."""
 
     group: ClassVar[str] = "mixed precision"
 
     fp16: bool = flag(
         False,
-        help="run the model in fp16, with loss scaling",
+        help="train in fp16 with loss scaling; master weights and gradient accumulation are fp32",
         excludes={"precision.bf16": "remove one of them"},
     )
-    bf16: bool = flag(False, help="run the model in bf16")
+    bf16: bool = flag(
+        False, help="train in bf16; master weights and gradient accumulation are fp32", group=COMMON_FLAGS
+    )
     loss_scale: float | None = flag(
         None,
         at_least=0,
-        help="static loss scale for fp16 (default, or 0: dynamic loss scaling); the DeepSpeed JSON "
+        help="static loss scale for fp16 (default, and with 0: dynamic loss scaling); --deepspeed_config "
         "overrides it",
         needs={"precision.fp16": "fp32 and bf16 have no loss scaling, remove it or add --fp16"},
     )
@@ -40,7 +42,10 @@ class PrecisionConfig(Section):
         used_with=("precision.fp16",),
     )
     hysteresis: int = flag(
-        2, at_least=1, help="overflows before the dynamic loss scale is halved", used_with=("precision.fp16",)
+        2,
+        at_least=1,
+        help="number of overflows after which the dynamic loss scale is halved",
+        used_with=("precision.fp16",),
     )
     fp32_residual_connection: bool = flag(
         False,

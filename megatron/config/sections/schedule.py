@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES
 
 
@@ -15,9 +15,13 @@ class ScheduleConfig(Section):
 
     group: ClassVar[str] = "learning rate"
 
-    lr: float = flag(above=0, help="maximum learning rate, reached at the end of the warm-up")
+    lr: float = flag(
+        above=0, help="maximum learning rate, reached at the end of the warm-up", group=COMMON_FLAGS
+    )
     min_lr: float = flag(0.0, at_least=0, help="minimum learning rate, reached at the end of the decay")
-    lr_decay_style: str = flag("linear", choices=LR_DECAY_STYLES, help="learning rate decay function")
+    lr_decay_style: str = flag(
+        "linear", choices=LR_DECAY_STYLES, help="learning-rate schedule after the warm-up"
+    )
     lr_decay_iters: int | None = flag(
         None, at_least=1, help="iteration at which the decay ends (default: --train-iters)"
     )
@@ -28,23 +32,32 @@ class ScheduleConfig(Section):
         None, at_least=1, help="consumed tokens at which the decay ends, instead of --lr-decay-samples"
     )
     lr_wsd_decay_style: str = flag(
-        "exponential", choices=WSD_DECAY_STYLES, help="decay function of the last phase of WSD"
+        "exponential",
+        choices=WSD_DECAY_STYLES,
+        help="with --lr-decay-style WSD: shape of the final decay, a factor between --min-lr (0) and --lr "
+        "(1)",
     )
     lr_wsd_decay_iters: int | None = flag(
-        None, at_least=0, help="iterations of WSD's decay, which ends at --lr-decay-iters; 0: no decay"
+        None,
+        at_least=0,
+        help="with --lr-decay-style WSD: iterations of the final decay, which ends at --lr-decay-iters; 0 "
+        "disables it",
     )
     lr_wsd_decay_samples: int | None = flag(
-        None, at_least=0, help="samples of WSD's decay, which ends at --lr-decay-samples; 0: no decay"
+        None,
+        at_least=0,
+        help="with --lr-decay-style WSD: samples of the final decay, which ends at --lr-decay-samples; 0 "
+        "disables it",
     )
-    lr_warmup_iters: int = flag(0, at_least=0, help="iterations of linear warm-up")
-    lr_warmup_samples: int = flag(0, at_least=0, help="samples of linear warm-up")
+    lr_warmup_iters: int = flag(0, at_least=0, help="iterations of the linear warm-up")
+    lr_warmup_samples: int = flag(0, at_least=0, help="samples of the linear warm-up")
     lr_warmup_fraction: float | None = flag(
         None, at_least=0, below=1, help="length of the warm-up as a fraction of the length of the decay"
     )
     override_lr_scheduler: bool = flag(
         False,
         aliases=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
-        help="on resume, use the learning-rate schedule of the flags if it differs from the checkpoint",
+        help="on resume, use the learning-rate schedule of the flags where the checkpoint's schedule differs",
         excludes={
             "schedule.use_checkpoint_lr_scheduler": "the first selects the schedule of the flags, the "
             "second the checkpoint's; remove one"
@@ -54,6 +67,6 @@ class ScheduleConfig(Section):
     use_checkpoint_lr_scheduler: bool = flag(
         False,
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
-        help="on resume, use the checkpoint's learning-rate schedule if it differs from the flags",
+        help="on resume, use the checkpoint's learning-rate schedule where the schedule of the flags differs",
         used_with=("checkpoint.load",),
     )

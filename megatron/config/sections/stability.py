@@ -1,4 +1,4 @@
-"""What a run does about bad data, loss spikes, non-finite values and inconsistent replicas."""
+"""How a run handles bad data, loss spikes, non-finite values and inconsistent replicas."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ class StabilityConfig(Section):
         (),
         nargs="+",
         metavar="FIRST-LAST",
-        help="skip the training step in these ranges of iterations (inclusive). Their samples and tokens "
-        "count as consumed, and learning rate, batch size and sequence length advance; weights and optimizer "
-        "states stay unchanged. No evaluation, save or exit before the end of a range",
+        help="inclusive ranges of iterations to skip. Their samples and tokens count as consumed, and "
+        "learning rate, batch size and sequence length advance; weights and optimizer states do not change. "
+        "Evaluations, saves and exits wait for the end of a range",
     )
     max_consecutive_skips: int | None = flag(
         None,
         at_least=1,
-        help="skip steps with a non-finite loss or gradient, and stop at the Nth consecutive skipped step. "
-        "Default: fp32 and bf16 stop at the first one, fp16 when the loss scale is at its minimum; with "
-        "--spike-policy skip it is --spike-window",
+        help="skip steps with a non-finite loss or gradient, and stop at the Nth consecutive skipped step "
+        "(default: with --spike-policy skip, --spike-window; otherwise fp32 and bf16 stop at the first such "
+        "step, fp16 when the loss scale is at its minimum)",
     )
     spike_policy: str | None = flag(
         None,
         choices=SPIKE_POLICIES,
-        help="what to do at a loss or gradient norm spike. warn: log it; skip: skip the update; rollback: "
-        "load the newest checkpoint in --save and skip the data from there to the spike",
+        help="what to do at a spike of the loss or the gradient norm\n"
+        "warn: log it\n"
+        "skip: skip the update\n"
+        "rollback: load the newest checkpoint in --save and skip the data from there to the spike",
     )
     spike_loss_factor: float = flag(
         1.5,
@@ -53,32 +55,33 @@ class StabilityConfig(Section):
     spike_window: int = flag(
         50,
         at_least=2,
-        help="number of latest updates in the median; no spike is detected before that many",
+        help="number of latest updates in the median; no spike is detected before this many updates",
         used_with=("stability.spike_policy",),
     )
     max_rollbacks: int = flag(
         3,
         at_least=1,
-        help="stop at a spike after N rollbacks (--spike-policy rollback)",
+        help="with --spike-policy rollback: stop at the next spike after N rollbacks",
         used_with=("stability.spike_policy=rollback",),
     )
     check_invariants_interval: int | None = flag(
         None,
         at_least=1,
         help="every N iterations, check that replicas of parameters and optimizer states are equal on all "
-        "ranks and that all values are finite; stop with the names of those that are not",
+        "ranks and that all values are finite. If not, stop and name the affected tensors",
     )
     sync_tp_duplicated_parameters: bool = flag(
         False,
-        help="after each step, average the parameters that are replicated over tensor-parallel ranks (norms, "
-        "biases of row-parallel layers, position embeddings). They are equal by construction, so this only "
-        "matters if a device computes wrong results",
+        help="after each step, average the parameters that are replicated across tensor-parallel ranks "
+        "(norms, biases of row-parallel layers, position embeddings). They are equal by construction: "
+        "averaging matters only if a device computes wrong results",
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
 
     @property
     def skipped_ranges(self) -> tuple[tuple[int, int], ...]:
-        """--skip-train-iteration-range as (first, last), inclusive; ConfigError for an invalid range."""
+        """--skip-train-iteration-range as inclusive (first, last). Raises ConfigError for an invalid
+        range."""
         return tuple(_iteration_range(text) for text in self.skip_train_iteration_range)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import Section, flag
+from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import GPUS
 from megatron.errors import ConfigError
 
-# Signals that can be handled and that have no other use in a run.
+# Signals that a process can handle and that a run does not use otherwise.
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 _RECOMPUTED_LAYERS = {
-    "training.checkpoint_activations|training.recompute_granularity=full": "it applies to checkpointed "
-    "activations only; add the latter, or remove the former"
+    "training.checkpoint_activations|training.recompute_granularity=full": "it needs "
+    "checkpointed activations; add --checkpoint-activations or remove the flag"
 }
-_HARNESS = {"training.eval_harness_tasks": "it names the tasks, add it or remove the former"}
+_HARNESS = {"training.eval_harness_tasks": "set the tasks, or remove the flag"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,21 @@ class TrainingConfig(Section):
     group: ClassVar[str] = "training"
 
     train_iters: int | None = flag(
-        None, at_least=1, help="total number of iterations over all runs; or give --train-samples"
+        None,
+        at_least=1,
+        help="length of the training in iterations, including resumed parts; alternative to --train-samples",
+        group=COMMON_FLAGS,
     )
     train_samples: int | None = flag(
-        None, at_least=1, help="total number of samples over all runs; or give --train-iters"
+        None,
+        at_least=1,
+        help="length of the training in samples, including resumed parts; alternative to --train-iters",
     )
     train_tokens: int | None = flag(
-        None, at_least=1, help="total number of tokens over all runs, if it is reached earlier"
+        None,
+        at_least=1,
+        help="end the training at this number of tokens, if it is reached before --train-iters or "
+        "--train-samples",
     )
     eval_interval: int = flag(
         1000,
@@ -43,7 +51,7 @@ class TrainingConfig(Section):
         unused_with=("training.eval_iters=0",),
     )
     eval_iters: int = flag(
-        100, at_least=0, group="validation", help="batches per evaluation; 0: no evaluation"
+        100, at_least=0, group="validation", help="batches per evaluation; 0 disables evaluation"
     )
     eval_harness_tasks: tuple[str, ...] = flag(
         (),
@@ -51,22 +59,22 @@ class TrainingConfig(Section):
         nargs="+",
         metavar="TASK",
         group="validation",
-        help="tasks of EleutherAI's lm-evaluation-harness to run on the model during training (pip install "
-        "lm_eval), each --eval-harness-interval iterations",
+        help="tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) to evaluate during training, "
+        "every --eval-harness-interval iterations",
         needs={"training.eval_harness_interval": "set the iterations between two runs"},
     )
     eval_harness_interval: int | None = flag(
         None,
         at_least=1,
         group="validation",
-        help="iterations between two runs of --eval-harness-tasks",
+        help="iterations between evaluations of --eval-harness-tasks",
         needs=_HARNESS,
     )
     eval_harness_tasks_path: str | None = flag(
         None,
         metavar="FOLDER",
         group="validation",
-        help="folder with the YAML files of more tasks; these files can run Python code, so give only files "
+        help="folder with YAML files of additional tasks. These files can run Python code: use only files "
         "that you trust",
         needs=_HARNESS,
     )
@@ -75,48 +83,56 @@ class TrainingConfig(Section):
         at_least=1,
         metavar="N",
         group="validation",
-        help="use the first N documents of each of --eval-harness-tasks (default: all)",
+        help="evaluate only the first N documents of each task (default: all documents)",
         needs=_HARNESS,
     )
     exit_interval: int | None = flag(
-        None, at_least=1, help="save and exit when the iteration is a multiple of this"
+        None, at_least=1, help="save and exit when the iteration is a multiple of N"
     )
-    exit_duration_in_mins: int | None = flag(None, at_least=1, help="save and exit after this many minutes")
+    exit_duration_in_mins: int | None = flag(
+        None, at_least=1, help="save and exit N minutes after the launch"
+    )
     exit_signal: tuple[str, ...] = flag(
         ("SIGUSR2", "SIGTERM", "SIGHUP"),
         nargs="*",
         metavar="SIGNAL",
-        help="save and exit with exit code 75 on these signals; without a value, on none. A closed terminal "
-        "sends SIGHUP; nohup ignores it. SIGINT (Ctrl-C) saves and exits with 130 unless it is listed here; "
-        "a second one ends the process at once",
+        help="save and exit on these signals, with code 75 (0 under torch's launcher); without a value, on "
+        "no signal. Closing a terminal sends SIGHUP, which nohup ignores. Ctrl-C (SIGINT) saves and exits "
+        "with code 130, unless SIGINT is listed; a second Ctrl-C ends the process at once",
     )
-    kill_switch_path: str | None = flag(None, metavar="FILE", help="save and exit when this file exists")
+    kill_switch_path: str | None = flag(
+        None, metavar="FILE", help="save and exit as soon as this file exists"
+    )
     hang_timeout: float = flag(
         540.0,
         at_least=0,
         metavar="SECONDS",
-        help="time without progress (a micro-batch, a step, bytes of a checkpoint) after which the run "
-        "prints the stacks of all threads and aborts; 0: no limit. A load or save has 4 times this limit, "
-        "the start 10 times (with --compile the first step and evaluation, too), and every phase at least 3 "
-        "times its median duration",
+        help="seconds without progress (a micro-batch, a step, bytes of a checkpoint) after which the run "
+        "prints the stacks of all threads and aborts; 0 disables the limit. The limit is 4 times as long for "
+        "a load or save, and 10 times for startup and, with --compile, for the first step and the first "
+        "evaluation. Each phase has at least 3 times its median duration",
     )
     no_preflight: bool = flag(
-        False, help="skip the check at the start that nodes are consistent, have memory and see the files"
+        False,
+        help="skip the startup check that the nodes are consistent, have enough memory and see the files",
     )
     seed: int = flag(
         1234,
         at_least=0,
         at_most=2**32 - 1,
         group="initialization",
-        help="random seed of the initialization, the data order and dropout",
+        help="random seed of initialization, data order and dropout",
     )
     no_train: bool = flag(
-        False, aliases=("--eval-only",), metavar="1", help="evaluate only; the value 1 is optional"
+        False,
+        aliases=("--eval-only",),
+        metavar="1",
+        help="evaluate without training; the value 1 is optional",
     )
     checkpoint_activations: bool = flag(
         False,
-        help="activation checkpointing: keep only the inputs of transformer layers and recompute the rest in "
-        "the backward pass; the same as --recompute-granularity full",
+        help="activation checkpointing: store only the inputs of transformer layers, and recompute the "
+        "layers in the backward pass; equivalent to --recompute-granularity full",
         excludes={
             "training.recompute_granularity=selective": "the first recomputes whole layers, the "
             "second only attention; remove one of them"
@@ -125,68 +141,76 @@ class TrainingConfig(Section):
     checkpoint_num_layers: int = flag(
         1,
         at_least=1,
-        help="number of layers per checkpointed group, with --checkpoint-activations",
+        help="with --checkpoint-activations: number of layers that are recomputed together, from one stored "
+        "input",
         needs=_RECOMPUTED_LAYERS,
     )
     recompute_granularity: str | None = flag(
         None,
         choices=("selective", "full"),
-        help="what the backward pass recomputes. full: whole transformer layers, as "
-        "--checkpoint-activations; selective: softmax and dropout of the attention, which need most of the "
-        "memory with --attention-dropout",
+        help="activations that the backward pass recomputes instead of storing them\n"
+        "selective: softmax and dropout of the attention, which take most of the memory with "
+        "--attention-dropout\n"
+        "full: whole transformer layers, as with --checkpoint-activations",
     )
     partition_activations: bool = flag(
         False,
-        help="shard the checkpointed activations over the tensor-parallel group (DeepSpeed)",
+        help="shard the stored inputs of --checkpoint-activations across the tensor-parallel group "
+        "(DeepSpeed)",
         needs=_RECOMPUTED_LAYERS,
         excludes={
-            "parallel.sequence_parallel": "activations are sharded along the sequence, remove the former"
+            "parallel.sequence_parallel": "activations are already sharded along the sequence, remove "
+            "--partition-activations"
         },
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
     checkpoint_in_cpu: bool = flag(
-        False, help="keep the checkpointed activations in CPU memory (DeepSpeed)", needs=_RECOMPUTED_LAYERS
+        False,
+        help="keep the stored inputs of --checkpoint-activations in host memory (DeepSpeed)",
+        needs=_RECOMPUTED_LAYERS,
     )
     compile: bool = flag(
         False,
-        help="compile the transformer layers with torch.compile (needs a C++ compiler); the first iteration "
-        "and the first evaluation take up to a minute longer, less with a warm compile cache",
+        help="compile the transformer layers with torch.compile, which needs a C++ compiler. The first "
+        "iteration and the first evaluation take up to a minute longer, or less with a warm compile cache",
     )
     require_kernels: bool = flag(
         False,
-        help="stop at the start if a rank cannot run the Triton kernels; by default all ranks then compute "
-        "with PyTorch's operations, and the log names the rank and the reason",
+        help="exit at startup if a rank cannot run the Triton kernels. By default, all ranks then use "
+        "PyTorch's operations, and the log names the rank and the reason",
     )
     loss_implementation: str = flag(
         "fused",
         choices=("fused", "plain"),
-        help="fused: compute LM head and loss in chunks of tokens, without storing all logits; plain: store "
-        "all logits, for comparison",
+        help="how the LM head and the loss are computed\n"
+        "fused: in chunks of tokens, without storing all logits\n"
+        "plain: with all logits in memory, for comparison",
     )
     z_loss_weight: float = flag(
         0.0,
         at_least=0,
         group="regularization",
-        help="coefficient of the z-loss log(Z)^2 per token, with Z the sum of exp(logits), as in PaLM "
-        "(1e-4); part of the logged lm loss, not of the validation loss",
+        help="coefficient of the z-loss log(Z)^2 per token, where Z is the sum of exp(logits); PaLM used "
+        "1e-4. The logged lm loss includes the z-loss, the validation loss does not",
         excludes={
             "training.loss_implementation=plain": "only the fused loss supports it, remove one of the two"
         },
     )
     dry_run: bool = flag(
-        False, help="check all flags, print the layout, batches and stages, and exit without reading data"
+        False,
+        help="check all flags, print layout, batch sizes and pipeline stages, and exit without training",
     )
     simulate: bool = flag(
         False,
         help="with --dry-run: also run a training step of every pipeline stage on a simulated device, and "
-        "print its memory, work and communication, see docs/simulation.md",
+        "print its memory, operations and communication; see docs/simulation.md",
         needs={"training.dry_run": "it simulates a step and trains nothing; add --dry-run, or remove it"},
     )
     gpu: str | None = flag(
         None,
         choices=GPUS,
-        help="with --dry-run: the device whose memory the plan is compared with; exit code 2 if it does not "
-        "fit",
+        help="with --dry-run: GPU for which memory and step time are planned; exit code 2 if the run does "
+        "not fit its memory",
         excludes={"training.device_memory": "both give the memory of a device, remove one of them"},
         used_with=("training.dry_run",),
     )
@@ -195,7 +219,8 @@ class TrainingConfig(Section):
         metavar="GIB",
         above=0,
         at_most=1_000_000,
-        help="the same for a device with this much memory in GiB, instead of --gpu",
+        help="with --dry-run: plan for a device with this memory in GiB, instead of --gpu; exit code 2 if "
+        "the run does not fit",
         used_with=("training.dry_run",),
     )
     deepspeed_config: str | None = flag(
@@ -203,8 +228,8 @@ class TrainingConfig(Section):
         aliases=("--deepspeed_config",),
         group="distributed",
         metavar="FILE",
-        help="JSON file with further DeepSpeed settings; it must not contradict the flags, except for the "
-        "loss scale, for which the file takes precedence",
+        help="JSON file with additional DeepSpeed settings. They must not contradict the flags, except for "
+        "the loss scale, for which the file takes precedence",
     )
 
     def derive(self) -> dict[str, Any]:
@@ -212,17 +237,17 @@ class TrainingConfig(Section):
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whole transformer layers are recomputed: only the input of each group of layers is kept."""
+        """Whether whole transformer layers are recomputed, from the stored input of each group of layers."""
         return self.checkpoint_activations or self.recompute_granularity == "full"
 
     @property
     def recomputes_attention(self) -> bool:
-        """Only softmax and dropout of the attention are recomputed."""
+        """Whether only softmax and dropout of the attention are recomputed."""
         return self.recompute_granularity == "selective"
 
 
 def _signal_name(text: str) -> str:
-    """The full name of a signal: 'USR2' and 'SIGUSR2' are the same, as for Slurm."""
+    """Returns the full name of a signal. Like Slurm, it accepts 'USR2' for 'SIGUSR2'."""
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     if name not in EXIT_SIGNALS:
         raise ConfigError(f"--exit-signal {text}: expected one of {', '.join(EXIT_SIGNALS)}")

@@ -1,4 +1,4 @@
-// Elements, numbers, sortable tables. All text goes in as text nodes, so no value is read as HTML.
+// Elements, numbers, sortable tables. All text is inserted as text nodes, so no value is parsed as HTML.
 
 const GIB = 2 ** 30;
 const NONE = "\u2013";
@@ -12,17 +12,17 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** An HTML element. Children are nodes or texts; null is left out. attributes.on: event -> handler. */
+/** Returns an HTML element. Children are nodes, strings, or null, which is skipped. attributes.on: event -> handler. */
 function element(name, attributes = {}, ...children) {
   return fill(document.createElement(name), attributes, children);
 }
 
-/** An SVG element. */
+/** Returns an SVG element. */
 function drawn(name, attributes = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
 }
 
-/** A number with a fixed count of decimals and groups of thousands. Unknown values are a dash. */
+/** Formats a number with a fixed number of decimals and thousands separators. Unknown values are a dash. */
 function fixed(value, decimals = 0) {
   if (value === null || value === undefined) return NONE;
   if (typeof value !== "number") return String(value); // "nan", "inf"
@@ -33,7 +33,7 @@ function fixed(value, decimals = 0) {
 const gib = (bytes, decimals = 2) => (typeof bytes === "number" ? fixed(bytes / GIB, decimals) : fixed(bytes));
 const percent = (share, decimals = 1) => (typeof share === "number" ? fixed(100 * share, decimals) : fixed(share));
 
-/** Four significant digits, without an exponent. */
+/** Formats seconds with four significant digits, without an exponent. */
 function seconds(value) {
   if (typeof value !== "number") return fixed(value);
   if (value === 0) return "0";
@@ -41,7 +41,7 @@ function seconds(value) {
   return fixed(value, Math.min(Math.max(4 - digits, 0), 6));
 }
 
-/** Bytes in the largest unit that leaves one digit before the point. */
+/** Formats bytes in the largest unit in which the number is at least 1. */
 function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
@@ -49,7 +49,7 @@ function size(bytes) {
   return `${fixed(bytes / 1024 ** power, power ? 2 : 0)} ${units[power]}`;
 }
 
-/** A text as nodes in which no line breaks inside a flag such as --micro-batch-size. */
+/** Returns a text as nodes, so that no line breaks inside a flag such as --micro-batch-size. */
 function prose(text) {
   return text.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? element("span", { class: "flag" }, part) : part));
 }
@@ -60,10 +60,10 @@ function section(title, note, ...children) {
 }
 
 /**
- * A table whose column heads are buttons that sort it.
- * A column: title, unit, value(row) to sort by, and for what is shown text(row) or node(row), else the value.
- * Columns with `number` are right-aligned, those with `wide` break their lines. Unknown values come last in both
- * directions.
+ * Returns a table whose column heads are buttons that sort it.
+ * A column has: title; unit; value(row), by which rows are sorted; text(row) or node(row), which are shown instead
+ * of the value; `number`, which aligns it right; `wide`, which wraps its text. Unknown values are sorted last in
+ * both directions.
  */
 function sortableTable(columns, rows, options = {}) {
   let sorted = null;
@@ -118,17 +118,17 @@ function sortableTable(columns, rows, options = {}) {
     "aria-label": options.label }, table), show };
 }
 
-/** [[name, colour variable or CSS class of a rule]] */
+/** Returns a legend. entries: [[name, color variable or CSS class of a rule]] */
 function legend(entries) {
-  return element("ul", { class: "legend" }, ...entries.map(([name, colour]) => {
-    const swatch = colour.startsWith("rule")
-      ? element("span", { class: `swatch ${colour}` })
-      : element("span", { class: "swatch", style: `background: var(--${colour})` });
+  return element("ul", { class: "legend" }, ...entries.map(([name, color]) => {
+    const swatch = color.startsWith("rule")
+      ? element("span", { class: `swatch ${color}` })
+      : element("span", { class: "swatch", style: `background: var(--${color})` });
     return element("li", {}, swatch, name);
   }));
 }
 
-/** A value in large type with its name and unit. */
+/** Returns a value in large type with its name and unit. */
 function figure(name, value, unit = "") {
   return element("div", { class: "figure" }, element("div", { class: "name" }, name),
     element("div", { class: "value" }, value, unit ? element("span", { class: "unit" }, ` ${unit}`) : null));

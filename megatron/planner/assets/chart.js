@@ -1,6 +1,6 @@
 // Axes, stacked columns, and a bar of shares, as SVG and HTML.
 
-/** Round steps that divide 0 .. most (or from .. to) into about `count` parts. */
+/** Returns round values that divide the range from .. to into about `count` parts, and their number of decimals. */
 function ticks(from, to, count = 6) {
   const rough = (to - from) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -11,8 +11,8 @@ function ticks(from, to, count = 6) {
 }
 
 /**
- * Stacked columns. columns: [{name, title, parts: [{name, colour, value}]}]; limits: [{value, solid}], drawn as
- * lines across. Values are in `unit`.
+ * Draws stacked columns, and limits as horizontal lines. Values are in `unit`.
+ * columns: [{name, title, parts: [{name, color, value}]}]; limits: [{value, solid}].
  */
 function stackedColumns(columns, limits, unit, axisName) {
   const [left, top, height, foot] = [52, 16, 260, 40];
@@ -36,7 +36,7 @@ function stackedColumns(columns, limits, unit, axisName) {
     let below = 0;
     for (const part of column.parts.filter((one) => one.value > 0)) {
       stack.append(drawn("rect", { x: x + gap, width: slot - 2 * gap, y: y(below + part.value),
-        height: y(below) - y(below + part.value), style: `fill: var(--${part.colour})` }));
+        height: y(below) - y(below + part.value), style: `fill: var(--${part.color})` }));
       below += part.value;
     }
     if (slot >= 40) {
@@ -56,13 +56,13 @@ function stackedColumns(columns, limits, unit, axisName) {
   return image;
 }
 
-/** One bar of shares with its legend. parts: [{name, colour, value}], shares of `total`. */
+/** Returns a bar of shares with its legend. parts: [{name, color, value}]; the values are parts of `total`. */
 function shareBar(parts, total) {
   const bar = element("div", { class: "bar", role: "img", "aria-label": "shares, listed below" });
   for (const part of parts.filter((one) => one.value > 0)) {
-    const style = `flex: ${part.value / total}; background: var(--${part.colour})`;
+    const style = `flex: ${part.value / total}; background: var(--${part.color})`;
     bar.append(element("span", { style, title: `${part.name}: ${seconds(part.value)} s` }));
   }
-  const entries = parts.map((part) => [`${part.name} ${percent(part.value / total)} %`, part.colour]);
+  const entries = parts.map((part) => [`${part.name} ${percent(part.value / total)} %`, part.color]);
   return [bar, legend(entries)];
 }

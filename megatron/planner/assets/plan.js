@@ -1,7 +1,7 @@
-// The sections of a plan, and the table of a search or a recipe. A plan is the object of tools/plan.py --json.
+// The sections of a plan, and the table of a search or a recipe. A plan is the object that tools/plan.py --json writes.
 
 const MEMORY_PARTS = ["state", "activations", "head", "temporaries", "tables"];
-const CONTENT_COLOURS = { embedding: "embedding", "transformer layer": "transformer", "LM head": "lm-head" };
+const CONTENT_COLORS = { embedding: "embedding", "transformer layer": "transformer", "LM head": "lm-head" };
 
 function planSections(plan) {
   return [planFigures(plan), stepSection(plan), stageSection(plan), memorySection(plan), scheduleSection(plan),
@@ -20,7 +20,7 @@ function planFigures(plan) {
   const figures = [
     figure("parameters", fixed(plan.parameters)),
     figure("devices", fixed(plan.layout.world_size)),
-    figure("fullest rank", gib(plan.peak_bytes), "GiB"),
+    figure("most loaded rank", gib(plan.peak_bytes), "GiB"),
   ];
   if (plan.device_bytes !== null) figures.push(figure("device memory", gib(plan.device_bytes), "GiB"));
   if (step !== null) {
@@ -34,7 +34,7 @@ function planFigures(plan) {
 }
 
 function verdict(plan) {
-  if (plan.fits === null) return element("p", { class: "note" }, "With --gpu or --device-memory the plan says whether it fits.");
+  if (plan.fits === null) return element("p", { class: "note" }, "Set --gpu or --device-memory to check whether the plan fits.");
   const spare = plan.device_bytes - plan.peak_bytes - plan.reserve_bytes;
   const rank = plan.memory.find((part) => part.total === plan.peak_bytes).rank;
   const verb = plan.fits ? `Fits with ${gib(spare)} GiB to spare` : `Does not fit: ${gib(-spare)} GiB too much`;
@@ -43,7 +43,7 @@ function verdict(plan) {
     + `the allocator; the device has ${gib(plan.device_bytes)} GiB.`);
 }
 
-/** Seconds of the rank whose passes take longest, by kind: the shares that tools/plan.py prints. */
+/** Returns the seconds of the busiest rank by kind of work: the shares that tools/plan.py prints. */
 function stepParts(step) {
   const busy = new Map();
   for (const stage of step.stages) {
@@ -57,23 +57,23 @@ function stepParts(step) {
   const [matmul, other, tensor] = [...busy.values()].reduce((a, b) => (total(b) > total(a) ? b : a));
   const waits = Math.max(step.pipeline - matmul - other - tensor, 0);
   return [
-    { name: "matrix products", colour: "matmul", value: matmul },
-    { name: "other kernels", colour: "other", value: other },
-    { name: "tensor-parallel and ZeRO collectives", colour: "tensor", value: tensor },
-    { name: "waits in the pipeline", colour: "waits", value: waits },
-    { name: "gradient reduction", colour: "reduction", value: step.reduction },
-    { name: "optimizer", colour: "optimizer", value: step.optimizer },
-    { name: "weight gather", colour: "gather", value: step.gather },
+    { name: "matrix products", color: "matmul", value: matmul },
+    { name: "other kernels", color: "other", value: other },
+    { name: "tensor-parallel and ZeRO collectives", color: "tensor", value: tensor },
+    { name: "waits in the pipeline", color: "waits", value: waits },
+    { name: "gradient reduction", color: "reduction", value: step.reduction },
+    { name: "optimizer", color: "optimizer", value: step.optimizer },
+    { name: "weight gather", color: "gather", value: step.gather },
   ];
 }
 
 function stepSection(plan) {
   if (plan.step === null) return null;
-  return section("Time of a step", "Step time of the most loaded rank: predicted, not measured on a GPU. Compare layouts with it.",
+  return section("Time of a step", "Step time of the busiest rank: predicted, not measured on a GPU. Use it to compare layouts.",
     ...shareBar(stepParts(plan.step), plan.step.total));
 }
 
-/** 'embedding, 5 x transformer layer' */
+/** Returns a text such as 'embedding, 5 x transformer layer'. */
 function contentWords(content) {
   const runs = [];
   for (const title of content) {
@@ -88,8 +88,8 @@ function stageMap(stage) {
   const side = stage.content.length > 24 ? 5 : 11;
   const image = drawn("svg", { width: Math.max(stage.content.length * (side + 2), 1), height: 18, role: "img", "aria-label": contentWords(stage.content) });
   stage.content.forEach((title, index) => {
-    const colour = CONTENT_COLOURS[title] ?? "norm";
-    image.append(drawn("rect", { x: index * (side + 2), y: 4, width: side, height: 11, rx: 1, style: `fill: var(--${colour})` },
+    const color = CONTENT_COLORS[title] ?? "norm";
+    image.append(drawn("rect", { x: index * (side + 2), y: 4, width: side, height: 11, rx: 1, style: `fill: var(--${color})` },
       drawn("title", {}, title)));
   });
   return image;
@@ -114,9 +114,9 @@ function stageSection(plan) {
         text: (stage) => seconds(times[stage.stage][kind]) });
     }
   }
-  const entries = [...Object.entries(CONTENT_COLOURS), ["norm and others", "norm"]];
-  return section("Stages", "Layers are indices in the layer list. In flight: micro-batches whose activations the stage keeps. "
-    + `Weight: by --partition-method ${plan.layout.partition_method}.`,
+  const entries = [...Object.entries(CONTENT_COLORS), ["norm and others", "norm"]];
+  return section("Stages", "Layers: indices in the layer list. In flight: largest number of micro-batches whose activations the stage keeps. "
+    + `Weight: as --partition-method ${plan.layout.partition_method} computes it.`,
   legend(entries), sortableTable(columns, plan.stages, { id: "stages", label: "stages" }).node);
 }
 
@@ -124,21 +124,21 @@ function memorySection(plan) {
   const columns = plan.memory.map((part) => ({
     name: String(part.rank),
     title: [`rank ${part.rank}: ${gib(part.total)} GiB`, ...MEMORY_PARTS.map((name) => `${name} ${gib(part[name])} GiB`)].join("\n"),
-    parts: MEMORY_PARTS.map((name) => ({ name, colour: name, value: part[name] / GIB })),
+    parts: MEMORY_PARTS.map((name) => ({ name, color: name, value: part[name] / GIB })),
   }));
   const limits = [];
   const entries = MEMORY_PARTS.map((name) => [name, name]);
   if (plan.device_bytes !== null) {
     limits.push({ value: plan.device_bytes / GIB, solid: true });
     limits.push({ value: (plan.device_bytes - plan.reserve_bytes) / GIB, solid: false });
-    entries.push([`device, ${gib(plan.device_bytes)} GiB`, "rule solid"], ["less the reserve", "rule"]);
+    entries.push([`device, ${gib(plan.device_bytes)} GiB`, "rule solid"], ["device minus reserve", "rule"]);
   }
   const names = plan.memory.some((part) => part.host > 0) ? [...MEMORY_PARTS, "total", "host"] : [...MEMORY_PARTS, "total"];
   const table = sortableTable([
     { title: "rank", number: true, value: (part) => part.rank },
     ...names.map((name) => ({ title: name, unit: "GiB", number: true, value: (part) => part[name], text: (part) => gib(part[name], 3) })),
   ], plan.memory, { id: "memory", label: "memory of each pipeline rank" });
-  return section("Memory", "Peak memory of one device of each pipeline rank during a step.",
+  return section("Memory", "Peak memory per device of each pipeline rank during a step.",
     legend(entries), stackedColumns(columns, limits, "GiB", "pipeline rank"), table.node);
 }
 
@@ -146,11 +146,11 @@ function scheduleSection(plan) {
   if (!plan.timeline.length) return null;
   const all = plan.layout.micro_batches;
   const few = plan.timeline_micro_batches < all ? ` with ${plan.timeline_micro_batches} micro-batches (a step has ${all})` : "";
-  const second = plan.stages.length > plan.memory.length ? " A rank's later stages are lighter." : "";
+  const second = plan.stages.length > plan.memory.length ? " Passes of a rank's later stages are lighter." : "";
   const entries = [["forward", "forward"], ["backward", "backward"]];
-  if (plan.timeline.some((event) => event.kind === "weight")) entries.push(["gradients of weights", "weight"]);
-  return section("Schedule", `${plan.layout.schedule}${few}. Numbers are micro-batches.${second} Drag to move, Ctrl and wheel to zoom; `
-    + "with the keyboard: +, \u2212, arrows, 0.",
+  if (plan.timeline.some((event) => event.kind === "weight")) entries.push(["weight gradients", "weight"]);
+  return section("Schedule", `${plan.layout.schedule}${few}. Numbers are micro-batches.${second} Drag to move, Ctrl and wheel to zoom. `
+    + "Keyboard: + and \u2212 zoom, arrows move, 0 shows all.",
   legend(entries), ...timeline(plan.timeline, plan.memory.length));
 }
 
@@ -171,7 +171,7 @@ function communicationSection(plan) {
   const choice = element("select", { id: "rank", on: { change: () => show(Number(choice.value)) } },
     ...ranks.map((rank) => element("option", { value: rank, selected: rank === busiest ? "" : null }, `${rank}`)));
   show(busiest);
-  return section("Communication", "Of one device per step. Bytes are those of the full tensors: the output of an all-gather, the input of a "
+  return section("Communication", "Calls of one device per step. Bytes count full tensors: the output of an all-gather, the input of a "
     + "reduce-scatter, the tensor of an all-reduce.",
   element("div", { class: "controls" }, element("label", { for: "rank" }, "pipeline rank"), choice), content);
 }
@@ -205,18 +205,18 @@ function whatIfSection(plan) {
   const base = plan.step.tokens_per_second;
   const relative = (row) => (row.tokens_per_second === null ? null : row.tokens_per_second / base - 1);
   const sign = (value) => (value === null ? NONE : `${value >= 0 ? "+" : "\u2212"}${percent(Math.abs(value))}`);
-  const answer = (row) => (row.fits === null ? "refused" : row.fits ? "yes" : "no");
+  const answer = (row) => (row.fits === null ? "rejected" : row.fits ? "yes" : "no");
   return section("What if", "One change at a time, relative to this plan.", sortableTable([
     { title: "change", value: (row) => row.change },
     { title: "throughput", unit: "tokens/s", number: true, value: (row) => row.tokens_per_second },
     { title: "relative", unit: "%", number: true, value: relative, text: (row) => sign(relative(row)) },
-    { title: "fullest rank", unit: "GiB", number: true, value: (row) => row.peak_bytes, text: (row) => gib(row.peak_bytes) },
+    { title: "most loaded rank", unit: "GiB", number: true, value: (row) => row.peak_bytes, text: (row) => gib(row.peak_bytes) },
     { title: "fits", value: answer, node: (row) => element("span", { class: row.fits ? "good" : "bad" }, answer(row)) },
     { title: "reason", wide: true, value: (row) => row.reason || null, node: (row) => element("span", { class: "note" }, ...prose(row.reason)) },
-  ], plan.what_if, { id: "what-if", label: "what one change would give" }).node);
+  ], plan.what_if, { id: "what-if", label: "effect of one change at a time" }).node);
 }
 
-/** The layouts of a search or the steps of a recipe; the chosen one is shown below the table. */
+/** Returns a table of the layouts of a search or the steps of a recipe; the chosen plan is shown below the table. */
 function layoutsSections(data, isSearch) {
   const plans = (isSearch ? data.candidates : data.steps).map((plan, index) => ({ number: index + 1, what_if: [], ...plan }));
   const below = element("div", { id: "chosen" });
@@ -236,7 +236,7 @@ function layoutsSections(data, isSearch) {
     { title: "step", unit: "s", number: true, value: (plan) => plan.step.total, text: (plan) => seconds(plan.step.total) },
     { title: "MFU", unit: "%", number: true, value: (plan) => plan.step.mfu, text: (plan) => percent(plan.step.mfu) },
     { title: "bubble", unit: "%", number: true, value: (plan) => plan.step.bubble, text: (plan) => percent(plan.step.bubble) },
-    { title: "fullest rank", unit: "GiB", number: true, value: (plan) => plan.peak_bytes, text: (plan) => gib(plan.peak_bytes) },
+    { title: "most loaded rank", unit: "GiB", number: true, value: (plan) => plan.peak_bytes, text: (plan) => gib(plan.peak_bytes) },
     layout("TP", "tensor_parallel"), layout("PP", "pipeline_parallel"), layout("DP", "data_parallel"), layout("ZeRO", "zero_stage"),
     layout("micro-batch", "micro_batch_size"), layout("recompute", "recompute", false), layout("schedule", "schedule", false),
     { title: "SP", value: (plan) => (plan.layout.sequence_parallel ? "yes" : "no") },
@@ -249,12 +249,12 @@ function layoutsSections(data, isSearch) {
   const table = sortableTable(columns, plans, { id: "layouts", label: "layouts", isSelected: (plan) => plan === chosen });
   choose(chosen);
   const note = isSearch
-    ? `${fixed(data.combinations)} combinations, ${fixed(data.planned)} planned in full; the fastest ${plans.length} that fit. SP: sequence parallel.`
-    : "In the recipe's order. SP: sequence parallel.";
+    ? `${fixed(data.combinations)} combinations, ${fixed(data.planned)} planned in full. The table has the fastest ${plans.length} that fit. SP: sequence parallel.`
+    : "The steps are in the recipe's order. SP: sequence parallel.";
   return [section(isSearch ? "Layouts" : "Steps", note, table.node), below];
 }
 
-/** The command line of a plan, quoted for a shell. */
+/** Returns the command line of a plan, quoted for a shell. */
 function commandOf(plan) {
   const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`);
   return ["pretrain_gpt.py", ...plan.flags].map(quoted).join(" ");

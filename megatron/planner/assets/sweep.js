@@ -1,4 +1,4 @@
-// The sections of a sweep: its report.json (docs/sweep.md) and the remarks of its report.
+// The sections of a sweep. The data are its report.json (docs/sweep.md) and the remarks of its text report.
 
 function sweepSections(data) {
   const { sweep } = data;
@@ -10,7 +10,7 @@ function sweepSections(data) {
     data.remarks.length ? section("Remarks", null, remarks) : null, ...sweepCharts(data.rows)].filter((part) => part !== null);
 }
 
-/** GiB of each pipeline rank; of more than four the least and the largest. */
+/** Formats the GiB of each pipeline rank; for more than four ranks, the smallest and the largest. */
 function perRank(sizes) {
   if (!sizes) return NONE;
   if (sizes.length > 4) return `${gib(Math.min(...sizes))} to ${gib(Math.max(...sizes))}`;
@@ -48,14 +48,14 @@ function sweepTable(data) {
   return sortableTable(columns, data.rows, { id: "sweep", label: "rows of the sweep" }).node;
 }
 
-/** Time, largest memory and bubble of each row, measured beside predicted. */
+/** Returns bar charts of the time, largest memory and bubble of each row, measured and predicted. */
 function sweepCharts(rows) {
   const known = rows.filter((row) => row.measured || row.predicted);
   const largest = (values) => (values.memory_bytes?.length ? Math.max(...values.memory_bytes) / GIB : null);
   const share = (values) => (typeof values.bubble === "number" ? 100 * values.bubble : null);
   const charts = [
     ["Time", "s per step; the line is the range of the repeats", (values) => values.step_s],
-    ["Memory", "GiB of the fullest pipeline rank", largest],
+    ["Memory", "GiB of the most loaded pipeline rank", largest],
     ["Bubble", "% of a step", share],
   ];
   return charts.map(([title, unit, value]) => {

@@ -1,9 +1,9 @@
-// The pipeline schedule: a lane per rank, a rectangle per pass. It can be zoomed and moved along the time.
+// The pipeline schedule: a lane per rank, a rectangle per pass. Users can zoom it and move it along the time axis.
 
 const LANE = { left: 58, right: 1100, top: 6 };
-const SHORTEST = 1e-6; // of the whole timeline: the narrowest visible part
+const SHORTEST = 1e-6; // the shortest visible range, as a fraction of the whole timeline
 
-/** events: those of the plan; ranks: number of lanes. */
+/** Returns the timeline with its controls. events: passes of the plan; ranks: number of lanes. */
 function timeline(events, ranks) {
   const end = Math.max(...events.map((event) => event.end));
   const height = ranks > 32 ? 15 : 24; // of a lane
@@ -24,7 +24,7 @@ function timeline(events, ranks) {
     return names;
   }
 
-  /** The passes of one kind and one of a rank's stages as one path: a step may have tens of thousands. */
+  /** Draws all passes of one kind, of the first stages (or the later ones) of all ranks, as one path: there are thousands. */
   function passes(kind, second) {
     const labels = [];
     let path = "";
@@ -38,7 +38,7 @@ function timeline(events, ranks) {
         labels.push(drawn("text", { class: "inside", x: left + width / 2, y: y + height / 2 + 2, "text-anchor": "middle" }, `${event.micro_batch}`));
       }
     }
-    // Of a rank's two stages the later one is lighter.
+    // The passes of a rank's later stages are lighter.
     return [drawn("path", { class: `passes ${kind}`, d: path, opacity: second ? 0.6 : null }), ...labels];
   }
 
@@ -67,7 +67,7 @@ function timeline(events, ranks) {
     draw();
   }
 
-  /** Divides the visible time by `factor`, around `share` of the width. */
+  /** Divides the visible time range by `factor`. The time at `share` of the width stays in its place. */
   function zoom(factor, share = 0.5) {
     const span = (view.to - view.from) / factor;
     const fixedTime = view.from + share * (view.to - view.from);
@@ -79,14 +79,14 @@ function timeline(events, ranks) {
     show(view.from + by, view.to + by);
   }
 
-  /** Where the pointer is, as a share of the lanes' width. */
+  /** Returns the pointer's horizontal position, as a share of the lanes' width. */
   function place(event) {
     const box = image.getBoundingClientRect();
     const inside = ((event.clientX - box.left) / box.width) * (LANE.right + 8);
     return Math.min(Math.max((inside - LANE.left) / (LANE.right - LANE.left), 0), 1);
   }
 
-  /** The pass under the pointer. */
+  /** Returns the pass under the pointer. */
   function under(event) {
     const box = image.getBoundingClientRect();
     const rank = Math.floor(((event.clientY - box.top) * ((LANE.right + 8) / box.width) - LANE.top) / height);
@@ -101,7 +101,7 @@ function timeline(events, ranks) {
     event.preventDefault();
     keys[event.key]();
   });
-  // Without Ctrl the wheel scrolls the page. A pinch on a touchpad arrives as a wheel with Ctrl.
+  // Without Ctrl the wheel scrolls the page. Browsers report a pinch on a touchpad as a wheel event with Ctrl.
   image.addEventListener("wheel", (event) => {
     if (!event.ctrlKey) return;
     event.preventDefault();

@@ -1,1 +1,1 @@
-"""Simulation of a training step without devices: see docs/simulation.md."""
+"""Simulates a training step without devices: see docs/simulation.md."""

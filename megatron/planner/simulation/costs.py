@@ -1,4 +1,4 @@
-"""What the layers of a run and its optimizer step cost. All types are frozen and can be pickled."""
+"""The costs of layers and optimizer steps. All types are frozen and can be pickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def spec_bytes(specs: Sequence[Spec]) -> int:
-    """Bytes of tensors of these shapes and dtypes."""
+    """Returns the bytes of tensors of these shapes and dtypes."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
 
 
@@ -24,8 +24,8 @@ def spec_bytes(specs: Sequence[Spec]) -> int:
 class PassCost:
     """A pass of a micro-batch through a layer.
 
-    peak: the most bytes that are allocated, beyond those at its begin. change: the bytes at its end, minus
-    those at its begin.
+    peak: maximum of the allocated bytes, minus the bytes at the start of the pass. change: allocated bytes at
+    the end of the pass, minus the bytes at its start.
     """
 
     actions: tuple[Action, ...] = ()
@@ -35,10 +35,11 @@ class PassCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """An entry of the layer list; several, if they are recomputed together or computed with the loss.
+    """The costs of an entry of the layer list, or of several that are recomputed together or computed with
+    the loss.
 
-    first, end: indices in the layer list. frees_input: bytes of the input that nothing holds when the forward
-    pass has ended, but the caller. output: shapes and dtypes of what the layer returns, on this rank.
+    first, end: range of indices in the layer list. frees_input: bytes of the input that only the caller holds
+    after the forward pass. output: shapes and dtypes of what the layer returns on this rank.
     """
 
     first: int
@@ -51,11 +52,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The costs of a model of few layers.
+    """The costs of a model with few layers.
 
-    weight: the pass that computes the gradients that the backward pass has left, of all layers together
-    (--pipeline-schedule zero-bubble). tables: bytes that stay allocated between micro-batches and are not
-    state. host: bytes that a micro-batch in flight keeps in host memory.
+    weight: the weight-gradient pass of all layers together (--pipeline-schedule zero-bubble). tables: bytes
+    that stay allocated between micro-batches, without the state. host: bytes that a micro-batch in flight
+    keeps in host memory.
     """
 
     layers: tuple[LayerCost, ...]
@@ -66,12 +67,12 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class UpdateCosts:
-    """The state of a rank, in bytes, and what its optimizer step does.
+    """The state of a rank in bytes, and the actions of its optimizer step.
 
-    host: state in host memory. reductions: of the buckets of layers, started in the last backward pass, the
-    last layers first. reduce: the reduction after that. step: the rest of the step. gathers: the all-gathers
-    of the weights of the buckets, in the order of the layers; the next forward pass waits for them. peak: the
-    most bytes that are allocated during the step, beyond the state.
+    host: bytes of the state in host memory. reductions: gradient reductions of the buckets of layers, which
+    start in the last backward pass, last layers first. reduce: the reductions after that pass. step: the rest
+    of the step. gathers: all-gathers of the buckets' weights, in the order of the layers, for which the next
+    forward pass waits. peak: maximum of the bytes that the step allocates in addition to the state.
     """
 
     parameters: int
@@ -85,7 +86,8 @@ class UpdateCosts:
     peak: int
 
     def plus(self, times: float, fewer: UpdateCosts, more: UpdateCosts) -> UpdateCosts:
-        """These costs and `times` the difference of two others; their buckets stay."""
+        """Returns these costs plus `times` x (`more` - `fewer`), for an extrapolation to more layers or
+        replicas. The buckets do not change."""
 
         def extrapolated(own: int, few: int, many: int) -> int:
             return round(own + times * (many - few))
@@ -102,7 +104,8 @@ class UpdateCosts:
         )
 
     def with_buckets(self, layers: Sequence[int]) -> UpdateCosts:
-        """The costs with other buckets, instead of a bucket of each layer. layers: of each bucket."""
+        """Returns the costs with larger buckets than these costs, which have one bucket per layer. layers:
+        number of layers in each new bucket."""
         if not layers or not self.reductions:
             return self
         return replace(
@@ -112,8 +115,8 @@ class UpdateCosts:
         )
 
     def between_stages(self, last: int) -> UpdateCosts:
-        """The costs in a pipeline whose last rank is `last`: the group of the tied embedding has rank 0 and
-        that one."""
+        """Returns the costs in a pipeline whose last rank is `last`: the process group of the tied embedding
+        then consists of the pipeline ranks 0 and `last`."""
 
         def moved(actions: tuple[Action, ...]) -> tuple[Action, ...]:
             return tuple(
@@ -127,7 +130,7 @@ class UpdateCosts:
 
 
 def _scaled(actions: Sequence[Action], factor: float) -> tuple[Action, ...]:
-    """The actions with `factor` times as many bytes."""
+    """Returns the actions with `factor` times as many bytes."""
     return tuple(
         replace(action, bytes=factor * action.bytes) if isinstance(action, Kernel | Collective) else action
         for action in actions
@@ -137,8 +140,9 @@ def _scaled(actions: Sequence[Action], factor: float) -> tuple[Action, ...]:
 def _sum(
     actions: Sequence[Action], times: float, fewer: Sequence[Action], more: Sequence[Action]
 ) -> tuple[Action, ...]:
-    """The actions and `times` the difference of two others, by kind: as many equal actions as there are then,
-    with the bytes of all. Each collective is waited for at once."""
+    """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action. Both the number
+    of actions and their total bytes are extrapolated; each action then has the mean bytes of its kind. Each
+    collective is followed by its wait."""
     sums: dict[tuple[Any, ...], list[float]] = {}
     for factor, part in ((1.0, actions), (times, more), (-times, fewer)):
         for action in part:

@@ -1,14 +1,14 @@
-"""The simulated device 'sim': tensors on it have shapes and dtypes, but no values.
+"""The simulated device 'sim', on which tensors have shapes and dtypes, but no values.
 
 `SimulatedDevice` is a dispatch mode, so it sees every PyTorch operation of the program, in forward and
-backward passes. An operation on the device runs on fake tensors (`FakeTensorMode`, which also raises if
-tensors of two devices meet) and is counted: FLOPs, bytes, collective calls, host synchronizations, memory.
+backward passes. An operation on the device runs on fake tensors and is counted: FLOPs, bytes, collective
+calls, host synchronizations, memory. (`FakeTensorMode` also raises an error for tensors of two devices.)
 
-Operations on host tensors run for real, so that the program's own bookkeeping works. Large host tensors
-(offloaded optimizer state, weights before they are moved to the device) are fake too.
+Operations on host tensors run for real, so that the program's own bookkeeping works. Only large host tensors
+are fake, such as offloaded optimizer state, and weights before they are moved to the device.
 
-Small integer tensors on the device keep their true values, computed on the side. So the pipeline's shape
-messages and partition tables are real, and the code that reads them runs as it is.
+Small integer tensors on the device also have true values, which are computed on the CPU. So the pipeline's
+shape messages and partition tables are real, and the code that reads them runs unchanged.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall
 from megatron.planner.simulation.trace import StepTrace, making_place
 
 NAME = "sim"
-# Integer tensors of at most this many elements keep their values.
+# Integer tensors of at most this many elements have true values.
 _MOST_VALUES = 1024
 # Host tensors with more elements are fake.
 _MOST_HOST_ELEMENTS = 2**18
-# Storages that are smaller are not worth the time to look for their place.
+# For smaller storages, the place that made them is not searched, since this takes time.
 _LEAST_NAMED_BYTES = 2**16
-# They launch nothing on a device.
+# Operations that launch no kernel on a device.
 _NO_KERNEL = frozenset(
     "empty empty_like new_empty empty_strided new_empty_strided detach _unsafe_view lift_fresh "
     "_reshape_alias set_ alias is_same_size resize_ record_stream".split()
 )
-# Their output's size depends on values, which the host must wait for.
+# Operations whose output size depends on values, for which the host must wait.
 _VALUE_SIZED = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive equal".split())
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
-# They change tensors in place and have no implementation for fake tensors.
+# In-place operations without an implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
 
 
 Receive = Callable[[Tensor, int], None]
-"""Writes into a tensor, integers on the CPU, what the rank of this number sends in such a message."""
+"""Function (values, source) that writes the message from rank `source` into `values`, integers on the CPU."""
 
 
 def receive_nothing(values: Tensor, source: int) -> None:
-    """For a rank that receives no messages."""
+    """The `Receive` function of a rank that receives no messages. Raises AssertionError."""
     raise AssertionError("nothing is received")
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """Runs what is within its context on the simulated device, and counts it in `trace` and `memory`."""
+    """Runs operations within its context on the simulated device, and counts them in `trace` and `memory`."""
 
     def __init__(
         self, receive: Receive = receive_nothing, make_trace: Callable[[MemoryTracker], Any] = StepTrace
     ) -> None:
-        """make_trace: makes what counts the operations and calls, `StepTrace` or with its methods."""
+        """receive: provides the content of received messages. make_trace: makes the object that counts
+        operations and calls: a `StepTrace`, or another class with its methods."""
         super().__init__()
         self.memory = MemoryTracker()
         self.host_memory = MemoryTracker()
@@ -85,24 +86,24 @@ class SimulatedDevice(TorchDispatchMode):
         return torch.device(NAME, 0)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The true value of a tensor on the device, on the CPU; None if it is not known."""
+        """Returns a CPU tensor with the true values of a tensor on the device; None if they are not known."""
         return self._values.get(tensor)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy of a host tensor in page-locked memory."""
+        """Returns a copy of a host tensor in pinned memory."""
         copy = tensor.clone()
         self._pinned.add(copy.untyped_storage())
         return copy
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage's size was changed in place."""
+        """Updates the size of a storage that was changed in place."""
         self.memory.resized(storage)
         self.host_memory.resized(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked for most often, so answered first
+        if func is torch.ops.prim.device.default:  # the most frequent call, so it comes first
             return args[0].fake_device
         try:
             return self._run(func, args, kwargs or {})
@@ -139,8 +140,8 @@ class SimulatedDevice(TorchDispatchMode):
         return result
 
     def _view(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Views are half of all operations: their shapes are found without what else `FakeTensorMode` does,
-        which takes four times as long."""
+        """Runs a view. Views are half of all operations, so this takes a shortcut: the full `FakeTensorMode`
+        is four times as slow."""
         with in_kernel_invocation_manager(self._fake):
             result = func(*args, **kwargs)
         return tree_map_only(Tensor, lambda view: FakeTensor(self._fake, view, args[0].fake_device), result)
@@ -190,7 +191,7 @@ class SimulatedDevice(TorchDispatchMode):
     # --- operations that connect host and device ---
 
     def _item(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """The host reads a number. Without a known value it is 1, or true."""
+        """Returns the number that the host reads from the device: 1, or True, if its value is not known."""
         (tensor,) = args
         self.trace.add_sync("item")
         value = self.value_of(tensor)
@@ -199,7 +200,7 @@ class SimulatedDevice(TorchDispatchMode):
         return True, True if tensor.dtype == torch.bool else torch.ones((), dtype=tensor.dtype).item()
 
     def _to_copy(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """A copy to another device; not handled if the device stays the same."""
+        """Copies a tensor to another device; not handled (False) if the device stays the same."""
         (source,), device = args, kwargs.get("device")
         target = source.device.type if device is None else torch.device(device).type
         if target == source.device.type:
@@ -230,7 +231,7 @@ class SimulatedDevice(TorchDispatchMode):
         return result
 
     def _copy_(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """An in-place copy between devices; not handled within one device."""
+        """Copies a tensor in place between devices; not handled (False) within one device."""
         target, source = args[0], args[1]
         if target.device.type == source.device.type:
             return False, None
@@ -281,13 +282,13 @@ class SimulatedDevice(TorchDispatchMode):
     # --- true values of small integer tensors ---
 
     def _keep_values(self, func: Any, args: tuple, kwargs: dict[str, Any], outputs: list[FakeTensor]) -> None:
-        """Runs the operation on the true values too, if all are known and the outputs are small integers."""
+        """Runs the operation also on the true values, if all are known and the outputs are small integers."""
         if not outputs or not all(map(_may_have_values, outputs)):
             return
         inputs = _tensors(args, kwargs)
         if any(isinstance(x, FakeTensor) and x not in self._values for x in inputs):
             for tensor in _mutated(func, args, kwargs):
-                self._values.pop(tensor, None)  # it is not the value any more
+                self._values.pop(tensor, None)  # its value has changed to an unknown one
             return
 
         def real(x: Any) -> Any:
@@ -301,7 +302,7 @@ class SimulatedDevice(TorchDispatchMode):
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of an operation, in order."""
+    """Returns the tensors among the arguments of an operation, in order."""
     return list(_iterate(args)) + list(_iterate(kwargs.values()))
 
 
@@ -318,7 +319,7 @@ def _flat_results(result: Any) -> Sequence[Any]:
 
 
 def describe_call(name: str, args: tuple) -> CollectiveCall | None:
-    """The call of the c10d operation `name`; None for operations that exchange no tensors."""
+    """Describes the call of the c10d operation `name`; None for operations that exchange no tensors."""
     lists = [_tensors((argument,), {}) for argument in args]
     # The longest list of tensors is the full tensor: the output of an all-gather, the input of a
     # reduce-scatter.
@@ -334,7 +335,7 @@ def describe_call(name: str, args: tuple) -> CollectiveCall | None:
 
 
 def _group_of(args: tuple) -> dist.ProcessGroup:
-    """The process group among the arguments."""
+    """Returns the process group among the arguments."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             name = dist.ProcessGroup.unbox(argument).group_name
@@ -343,11 +344,12 @@ def _group_of(args: tuple) -> dist.ProcessGroup:
 
 
 def _communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
-    """What NCCL keeps a communicator for: (name of the process group, None), or for a message outside a batch
-    (name, the other rank). None for a group of one rank, which needs no buffers. name: of the operation.
+    """Returns a key that is equal for calls with one NCCL communicator: (name of the process group, None), or
+    (name of the group, the other rank) for a message outside a batch. None for a group of one rank, which
+    needs no buffers.
 
-    Messages of the default group are sent one at a time, those of other groups in batches
-    (`engine.executor`).
+    name: name of the operation. The engine sends messages of the default group one at a time, and messages of
+    other groups in batches (`engine.executor`).
     """
     group = _group_of(args)
     if dist.get_world_size(group) == 1:
@@ -357,9 +359,9 @@ def _communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
 
 
 def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
-    """(rows, columns, inner length) of a matrix product, or of each product of a batch; (queries, keys,
-    elements of a head) of attention, whose operands are [batch, heads, seq, head_dim] in PyTorch, and
-    [seq, batch, heads, head_dim] in `megatron.kernels`."""
+    """Returns `Kernel.product`: (rows, columns, inner length) of a matrix product, or of each product in a
+    batch; (queries, keys, elements of a head) of attention. Its operands are [batch, heads, seq, head_dim] in
+    PyTorch, and [seq, batch, heads, head_dim] in `megatron.kernels`."""
     name = func.overloadpacket.__name__
     if "attention" in name:
         queries, keys = [x for x in args if isinstance(x, Tensor) and x.dim() == 4][:2]
@@ -372,15 +374,16 @@ def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
 
 
 def _alignment(args: tuple) -> int:
-    """Of the operands of a matrix product, see `megatron.planner.simulation.passes.Kernel`."""
+    """Returns `Kernel.alignment` of the operands of a matrix product."""
     matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
-    # The stride of the dimension that is not contiguous; cuBLAS needs one that is, so PyTorch copies others.
+    # A row's length in memory is the larger stride. cuBLAS needs a contiguous dimension, so PyTorch copies a
+    # matrix that has none.
     rows = [max(x.stride()[-2:]) if 1 in x.stride()[-2:] else x.shape[-1] for x in matrices]
     return math.gcd(8, *rows)
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Bytes that reading the tensor takes: an expanded tensor is read once."""
+    """Returns the bytes read for a tensor. Repeated elements of an expanded tensor are read once."""
     elements = tensor.numel()
     if elements and 0 in tensor.stride():
         elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -392,7 +395,7 @@ def _may_have_values(tensor: Tensor) -> bool:
 
 
 def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that the operation writes to."""
+    """Returns the arguments that the operation writes to."""
     found: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -402,7 +405,7 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _overwrites(func: Any, name: str) -> bool:
-    """Whether the operation writes its mutated arguments without reading them."""
+    """Returns whether the operation writes its mutated arguments without reading them."""
     return name in ("copy_", "fill_", "zero_") or func._schema.overload_name == "out"
 
 
@@ -413,7 +416,7 @@ def _indexes_by_mask(name: str, args: tuple) -> bool:
 
 
 def _is_large_factory(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the operation makes a large host tensor from no other tensor."""
+    """Returns whether the operation makes a large host tensor without reading another tensor."""
     shape = args[0] if args else None
     if not isinstance(shape, (list, torch.Size)) or _tensors(args, kwargs):
         return False

@@ -1,13 +1,13 @@
-"""The costs of a run's layers and of its optimizer step, recorded on the simulated device.
+"""Records the costs of a run's layers and of its optimizer step on the simulated device.
 
-A model of the run with few layers, without pipeline parallelism, is made and runs through the run's own code:
-embedding, two transformer layers (or recomputed groups of layers; four with ZeRO-2 and 3, which prefetch),
-final norm, head and loss. A micro-batch is recorded after tables and buffers exist. A stage of the run is put
-together from these layers: transformer layers between the first and the last one of a model cost the same.
+The run's own code makes and runs a small model without pipeline parallelism: embedding, two transformer
+layers (or recomputed groups of layers; four with ZeRO-2 and 3, which prefetch), final norm, head and loss.
+One micro-batch is recorded, after tables and buffers exist. The costs of any stage are then assembled from
+these layers, since all transformer layers between the first and the last cost the same.
 
 The optimizer step is recorded with all parameters of a rank, without passes of micro-batches.
 
-The process that calls this module cannot be used for anything else: see `processes`.
+The process that calls this module cannot be used for anything else afterwards: see `processes`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.mpu.deferred_gradients import accumulate
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.mpu.vector_math import initialize_vector_math
-from megatron.mpu.weight_gradient import device_adds
+from megatron.mpu.weight_gradient import supports_fused_accumulation
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
 from megatron.planner.simulation.device import SimulatedDevice, receive_nothing
@@ -47,7 +47,7 @@ _MOST_CHUNKS = 8192
 
 
 class _Recorder:
-    """Records what happens between two calls of `begin`. See `StepTrace` for the other methods."""
+    """Records actions and memory between two calls of `begin`. See `StepTrace` for the `add_` methods."""
 
     def __init__(self, memory: MemoryTracker) -> None:
         self._memory = memory
@@ -56,30 +56,30 @@ class _Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forgets what was recorded."""
+        """Discards everything recorded so far."""
         self._costs: dict[tuple[str, int], PassCost] = {}
         self._pass: tuple[str, int] | None = None
         self._start, self._actions = 0, list[Action]()
 
     def name_groups(self, layout: ParallelLayout) -> None:
-        """layout: of the rank whose calls follow."""
+        """Sets the layout with which the ranks of later calls are translated into names of groups."""
         self._layout = layout
 
     def begin(self, name: str, index: int = 0) -> None:
-        """What follows belongs to the pass `name` of layer `index`."""
+        """Starts to record the pass `name` of layer `index`."""
         self.end()
         self._pass, self._start, self._actions = (name, index), self._memory.total, []
         self._memory.restart_peak()
 
     def end(self) -> None:
-        """What follows belongs to no pass."""
+        """Ends the pass that is being recorded."""
         if self._pass is not None:
             peak, total = self._memory.peak - self._start, self._memory.total - self._start
             self._costs[self._pass] = PassCost(tuple(self._actions), peak, total)
         self._pass = None
 
     def cost(self, name: str, index: int = 0) -> PassCost:
-        """Of a pass; nothing if it does nothing."""
+        """Returns the recorded cost of a pass; an empty one if it was not recorded."""
         return self._costs.get((name, index), PassCost())
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
@@ -92,21 +92,21 @@ class _Recorder:
         self._actions.append(Collective(group, call.operation, call.bytes))
 
     def add_wait(self, work: dist.Work) -> None:
-        """The host makes the device wait for a collective."""
+        """Records that the host makes the device wait for a collective."""
         for age, started in enumerate(reversed(self._started)):
             if started is work:
                 self._actions.append(Wait(age))
                 return
 
     def add_sync(self, cause: str) -> None:
-        """The prediction has no time for a host that waits."""
+        """Records nothing: predictions do not count the time of host synchronizations."""
 
 
 class _ObservedModel(GPTModelPipe):
-    """The run's model, whose layers are recorded one by one."""
+    """The run's model. Its layers are recorded one by one."""
 
     def observe(self, recorder: _Recorder, is_alive: Callable[[int], bool]) -> None:
-        """From now on the layers are recorded."""
+        """Starts to record the layers. is_alive: see `MemoryTracker.is_alive`."""
         self.recorder, self._is_alive = recorder, is_alive
         self.entries: list[tuple[range, tuple[Spec, ...]]] = []
         self.freed_inputs: list[int] = []
@@ -129,13 +129,13 @@ class _ObservedModel(GPTModelPipe):
         return super().loss(outputs, labels_and_mask)
 
     def begin_backward(self, host_bytes: int) -> None:
-        """The forward pass has ended. host_bytes: that are allocated in host memory."""
+        """Ends the forward pass and begins the backward pass. host_bytes: bytes allocated in host memory."""
         self.recorder.begin("backward", len(self.entries))
         self._note_freed_input()
         self.host_bytes = host_bytes
 
     def _note_freed_input(self) -> None:
-        """Notes whether the input of the layer that has ended is still allocated."""
+        """Records how many bytes of the last layer's input have been freed: all or none."""
         if self._input is not None:
             key, size = self._input
             self.freed_inputs.append(0 if self._is_alive(key) else size)
@@ -148,14 +148,15 @@ class _ObservedModel(GPTModelPipe):
 
 
 def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bool) -> ModelCosts:
-    """The costs of the layers of a configuration without pipeline parallelism and with few layers.
-    num_entries: of the layer list. ConfigError if the loss is computed in too many chunks to record."""
+    """Records the layers of a configuration with few layers and without pipeline parallelism. Raises
+    ConfigError if the loss is computed in too many chunks to record. num_entries: length of the layer list.
+    kernels: whether the device runs Triton kernels."""
     _check_chunks(config, vocab_size)
     with _rank_on_device(config, vocab_size, (0, num_entries), 0, kernels) as rank:
         simulated, model, recorder = rank.simulated, rank.model, rank.recorder
         before = simulated.memory.total
         model.observe(recorder, simulated.memory.is_alive)
-        if config.parallel.shards_gradients:  # the next micro-batch starts what this one has learned
+        if config.parallel.shards_gradients:  # the first one finds the order for prefetching
             _run_micro_batch(rank)
         else:
             _make_tables(rank)
@@ -180,24 +181,22 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
 
 
 def _check_chunks(config: Config, vocab_size: int) -> None:
-    """Each chunk of the fused loss is recorded, which takes milliseconds."""
+    """Raises ConfigError if the fused loss has too many chunks. Recording one chunk takes milliseconds."""
     tokens = config.batch.micro_batch_size * config.model.seq_length
-    tp_size, element_size = (
-        config.parallel.tensor_model_parallel_size,
-        2 + 2 * (config.precision.name == "fp32"),
-    )
+    tp_size = config.parallel.tensor_model_parallel_size
+    element_size = 4 if config.precision.name == "fp32" else 2
     columns = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size
     sizes = chunk_sizes(tokens, columns, config.model.hidden_size, element_size, on_cpu=False)
     if tokens > _MOST_CHUNKS * sizes.tokens:
         raise ConfigError(
             f"--micro-batch-size {config.batch.micro_batch_size} x --seq-length {config.model.seq_length}: "
-            f"the loss of {tokens:,} tokens has {-(-tokens // sizes.tokens):,} chunks, and at most "
-            f"{_MOST_CHUNKS:,} are planned: reduce one of the two, or increase --tensor-model-parallel-size"
+            f"the loss of {tokens:,} tokens has {-(-tokens // sizes.tokens):,} chunks. Expected at most "
+            f"{_MOST_CHUNKS:,}. Reduce one of the two, or increase --tensor-model-parallel-size."
         )
 
 
 def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
-    """The passes of a micro-batch, as the engine runs them. Returns what the loss is computed from."""
+    """Runs the passes of a micro-batch, as the engine does. Returns shapes and dtypes of the loss's input."""
     model, optimizer, tokens = rank.model, rank.optimizer, rank.tokens()
     labels = (torch.zeros_like(tokens), torch.ones(tokens.shape, device=tokens.device))
     optimizer.unit_overlap.begin_micro_batch()
@@ -215,7 +214,7 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
 
 @torch.no_grad()
 def _make_tables(rank: _Rank) -> None:
-    """Runs the layers once: they make what they keep for all micro-batches."""
+    """Runs the layers once, so that they make the tables that they keep for all micro-batches."""
     tokens = rank.tokens()
     with rank.model.dropout_rng.use_samples(range(len(tokens))):
         rank.model(tokens)
@@ -224,7 +223,8 @@ def _make_tables(rank: _Rank) -> None:
 def record_update(
     config: Config, vocab_size: int, bounds: tuple[int, ...], rank: int, kernels: bool
 ) -> UpdateCosts:
-    """The state and the optimizer step of a rank of the run. bounds: of the stages."""
+    """Records the state and the optimizer step of a rank. bounds: layer indices at which the stages begin,
+    and the end of the last one. kernels: whether the device runs Triton kernels."""
     with _rank_on_device(config, vocab_size, bounds, rank, kernels) as on_device:
         simulated, optimizer, recorder = on_device.simulated, on_device.optimizer, on_device.recorder
         memory = simulated.memory
@@ -264,8 +264,8 @@ def record_update(
 def _without_gathers(
     actions: Sequence[Action], waits: Sequence[int]
 ) -> tuple[tuple[Action, ...], tuple[tuple[Action, ...], ...]]:
-    """The actions of an optimizer step without the all-gathers of the buckets, which start last, and these by
-    bucket. waits: number of the collectives of each bucket."""
+    """Splits the actions of an optimizer step: returns all actions but the buckets' all-gathers, which start
+    last, and the all-gathers of each bucket. waits: number of all-gathers per bucket."""
     starts = [action for action in actions if isinstance(action, Collective)]
     first = len(starts) - sum(waits)
     later = starts[first:]
@@ -274,12 +274,12 @@ def _without_gathers(
         for action in actions
         if not any(action is one for one in later)
     ]
-    of_buckets = iter(later)
-    return tuple(rest), tuple(tuple(islice(of_buckets, count)) for count in waits)
+    gathers = iter(later)
+    return tuple(rest), tuple(tuple(islice(gathers, count)) for count in waits)
 
 
 def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
-    """An optimizer makes its state in its first step."""
+    """Runs a first optimizer step, in which optimizers allocate their state."""
     for flat in optimizer.flat:
         flat.set_master_grad(1.0)
     optimizer.optimizer.step()
@@ -289,7 +289,7 @@ def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank on the simulated device."""
+    """A rank on the simulated device, with its model and optimizer."""
 
     config: Config
     simulated: SimulatedDevice
@@ -298,7 +298,7 @@ class _Rank:
     recorder: _Recorder
 
     def tokens(self) -> Tensor:
-        """The tokens of a micro-batch, without values."""
+        """Returns the tokens of a micro-batch, without values."""
         shape = (self.config.batch.micro_batch_size, self.config.model.seq_length)
         return torch.zeros(shape, dtype=torch.int64, device=self.simulated.device)
 
@@ -307,7 +307,7 @@ class _Rank:
 def _rank_on_device(
     config: Config, vocab_size: int, bounds: tuple[int, ...], rank: int, kernels: bool
 ) -> Iterator[_Rank]:
-    """The model and the optimizer of a rank."""
+    """Makes the model and the optimizer of a rank on the simulated device, within this context."""
     initialize_vector_math()
     layout = ParallelLayout.from_config(config.parallel, rank)
     with simulated_process(receive_nothing, layout, kernels, _Recorder) as (simulated, _):
@@ -316,7 +316,7 @@ def _rank_on_device(
         recorder.name_groups(layout)
         tp_group = layout.make_tp_group()
         model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
-        device_adds(next(model.parameters()))  # it asks the device once per process
+        supports_fused_accumulation(next(model.parameters()))  # it asks the device once per process
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)

@@ -1,8 +1,8 @@
-"""Do the collective calls of all ranks fit together? A deadlock is found from the calls alone.
+"""Checks whether the collective calls of all ranks match, or whether they would deadlock.
 
-Every call is taken to block its rank until it is complete: a collective, when all ranks of its group have
-called it; a send or receive, when the other rank has called its counterpart. Real backends block less, so a
-set of calls that passes here cannot deadlock for its order.
+The check assumes that every call blocks its rank until it is complete: a collective, until all ranks of its
+group have called it; a send or receive, until the other rank has called its counterpart. Real backends block
+less, so calls that pass this check cannot deadlock because of their order.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from megatron.planner.simulation.passes import Group
 from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall, Instruction, StepRecord
 from megatron.planner.simulation.trace import COMMIT
 
-# Calls that a rank issues together: more than one only for messages that are sent and received as a batch.
+# Calls that a rank issues together: several for a batch of messages, otherwise one.
 Batch = tuple[CollectiveCall, ...]
 _MOST_NAMED = 4
 
 
 def rank_calls(record: StepRecord, order: tuple[Instruction, ...]) -> list[Batch]:
-    """The calls of the record's rank in a step with the instructions `order`."""
+    """Returns the calls of the record's rank in a step with the instructions `order`."""
     batches: list[Batch] = []
     kinds = [*(instruction.kind for instruction in order), ""]
-    for kind, work in zip(kinds, record.works_of(order), strict=True):
+    for kind, count in zip(kinds, record.counts_of(order), strict=True):
         if kind.startswith(COMMIT):
-            batches += [work.calls] if work.calls else []
+            batches += [count.calls] if count.calls else []
         else:
-            batches += [(call,) for call in work.calls]
+            batches += [(call,) for call in count.calls]
     return batches
 
 
 def calls_of_other(calls: Sequence[Batch], simulated: ParallelLayout, other: ParallelLayout) -> list[Batch]:
-    """The calls of another rank of the same stage: the same calls in its own process groups."""
+    """Translates the calls of a simulated rank to another rank of its stage, which makes equal calls in its
+    own process groups."""
     translated: dict[CollectiveCall, CollectiveCall] = {}
 
     def translate(call: CollectiveCall) -> CollectiveCall:
@@ -49,8 +50,8 @@ def calls_of_other(calls: Sequence[Batch], simulated: ParallelLayout, other: Par
 def translate_ranks(
     ranks: Sequence[int], simulated: ParallelLayout, other: ParallelLayout
 ) -> tuple[int, ...]:
-    """A group of the rank of `simulated`, as the rank of `other` has it: where all members share a coordinate
-    with the one rank, they share it with the other."""
+    """Translates a process group of the rank of `simulated` to the corresponding group of the rank of
+    `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
     own, wanted = _coordinates(simulated.rank, simulated), _coordinates(other.rank, other)
     members = [_coordinates(rank, simulated) for rank in ranks]
     is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(3)]
@@ -60,32 +61,30 @@ def translate_ranks(
 
 
 def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int]:
-    """(pipeline, data, tensor), as in `ParallelLayout`."""
+    """Returns the (pipeline, data, tensor) coordinates of a rank, as in `ParallelLayout`."""
     rest, tensor = divmod(rank, layout.tp_size)
     return (*divmod(rest, layout.dp_size), tensor)
 
 
 def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
-    """What the ranks of a process group differ in: 'tensor', 'data', 'pipeline', 'model' (tensor and
-    pipeline) or 'world'; the pipeline ranks of a group that has some of them."""
+    """Names a process group after the axes in which its ranks differ: 'tensor', 'data', 'pipeline', 'model'
+    (tensor and pipeline) or 'world'. A group of only some pipeline ranks is named by these pipeline ranks."""
     varying = [
         len(set(axis)) > 1 for axis in zip(*(_coordinates(rank, layout) for rank in ranks), strict=True)
     ]
     pipeline, data, tensor = varying
     if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
         return tuple(_coordinates(rank, layout)[0] for rank in ranks)
-    names = {
-        (False, False): "data",
-        (True, False): "pipeline",
-        (False, True): "tensor",
-        (True, True): "model",
-    }
-    return "world" if data and (pipeline or tensor) else names[pipeline, tensor]
+    if data:
+        return "world" if pipeline or tensor else "data"
+    if pipeline:
+        return "model" if tensor else "pipeline"
+    return "tensor" if tensor else "data"
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
-    """Runs the calls of all ranks; None if all complete. Otherwise a sentence: two calls that meet and do not
-    fit, or ranks that never continue, with what they wait for. calls: global rank -> its calls in order."""
+    """Runs the calls of all ranks against each other. Returns None if all complete, otherwise a sentence on
+    two calls that do not match, or on the ranks that wait forever. calls: rank -> its calls in order."""
     world = _World({rank: deque(batches) for rank, batches in calls.items()})
     return world.run()
 
@@ -94,7 +93,7 @@ def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
 class _World:
     batches: dict[int, deque[Batch]]
     pending: dict[int, list[CollectiveCall]] = field(default_factory=dict)
-    """Per rank, the calls of its current batch that are not complete."""
+    """Rank -> the calls of its current batch that are not complete."""
     collectives: dict[tuple[int, ...], dict[int, CollectiveCall]] = field(
         default_factory=lambda: defaultdict(dict)
     )
@@ -119,7 +118,7 @@ class _World:
         return self._waiting()
 
     def _post(self, rank: int, call: CollectiveCall) -> tuple[str | None, list[int]]:
-        """A rank issues a call. Returns a contradiction if there is one, and the ranks that may go on."""
+        """Issues a call of a rank. Returns (a sentence if it does not match, ranks that can continue)."""
         if call.operation in POINT_TO_POINT:
             return self._post_message(rank, call)
         waiting = self.collectives[call.ranks]
@@ -158,7 +157,7 @@ class _World:
 
 
 def _contradiction(rank: int, call: CollectiveCall, other: int, its_call: CollectiveCall) -> str:
-    return f"calls that do not fit: rank {rank} in {_text(call)}, rank {other} in {_text(its_call)}"
+    return f"calls that do not match: rank {rank} in {_text(call)}, rank {other} in {_text(its_call)}"
 
 
 def _text(call: CollectiveCall) -> str:

@@ -1,14 +1,14 @@
-"""Which storages are alive on the simulated device, how large they are, and whose they are.
+"""Tracks the storages on the simulated device: their sizes, and to which owner each belongs.
 
 An owner is one of
 
-    ("state", name)       parameters, gradients or optimizer, as marked by `mark_state`
-    ("table", place)      alive when a step began, and not state
+    ("state", name)       parameters, gradients or optimizer state, as marked by `mark_state`
+    ("table", place)      allocated before the step began, but not state; place: the code that made it
     ("kept", slot)        made by an earlier instruction of this step, for the micro-batch in this slot
     ("temporary", "")     made by the current instruction
 
-Sizes are what PyTorch's CUDA allocator counts as allocated: rounded up to 512 bytes. Fragmentation, the CUDA
-context and buffers of NCCL and cuBLAS are not known here.
+Sizes are rounded up to 512 bytes, as PyTorch's CUDA allocator counts them. Fragmentation, the CUDA context
+and the buffers of NCCL and cuBLAS are not tracked.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Block:
 
 
 class MemoryTracker:
-    """Counts the storages that it is shown, until they are freed."""
+    """Counts the bytes of the storages passed to `add`, until they are freed."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._young: set[int] = set()
-        """Storages that the current instruction has made."""
+        """Keys of the storages that the current instruction has made."""
         self._sums: Counter[Owner] = Counter()
         self._peak_sums: dict[Owner, int] = {}
         self._during = self._peak_during = ""
@@ -50,7 +50,7 @@ class MemoryTracker:
         self.peak = 0
 
     def add(self, storage: torch.UntypedStorage, place: str) -> None:
-        """Counts a storage, once. place: where it was made, as 'model/position.py _causal'."""
+        """Counts a storage once. place: the code that made it, such as 'model/position.py _causal'."""
         key = storage._cdata
         if key in self._blocks:
             return
@@ -60,13 +60,12 @@ class MemoryTracker:
         self._resize(key, _rounded(storage.nbytes()))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """The storage's size has changed."""
+        """Updates the size of a storage after it has changed."""
         if storage._cdata in self._blocks:
             self._resize(storage._cdata, _rounded(storage.nbytes()))
 
     def mark_state(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Says that the tensors on the device are the rank's state `name`, one of `STATE`. The first mark of
-        a storage counts."""
+        """Marks tensors as the rank's state `name`, one of `STATE`. A storage keeps its first mark."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             block = self._blocks.get(key)
@@ -74,7 +73,7 @@ class MemoryTracker:
                 self._give(key, block, ("state", name))
 
     def begin_step(self) -> None:
-        """From now on the peak is that of the step; what exists already, and is not state, is a table."""
+        """Starts a step and its peak. Storages that exist at this time and are not state become tables."""
         for key, block in self._blocks.items():
             if block.owner[0] != "state":
                 self._give(key, block, ("table", block.place))
@@ -82,17 +81,17 @@ class MemoryTracker:
         self.restart_peak()
 
     def is_alive(self, storage_key: int) -> bool:
-        """Whether the storage, by its `_cdata`, has not been freed."""
+        """Returns whether the storage is still allocated. storage_key: the storage's `_cdata`."""
         return storage_key in self._blocks
 
     def begin_instruction(self, name: str) -> None:
-        """What is made from now on is temporary, until the instruction ends."""
+        """Starts an instruction. Storages made from now on are temporary until it ends."""
         self.end_instruction(None)
         self._during = name
 
     def end_instruction(self, slot: Hashable) -> None:
-        """What the instruction has made and not freed is kept for the micro-batch in `slot`; None: the work
-        was outside of instructions."""
+        """Ends the instruction. Its storages that are not freed are kept for the micro-batch in `slot`, or,
+        if `slot` is None, for work outside of instructions."""
         owner = ("kept", slot)
         for key in self._young:
             self._give(key, self._blocks[key], owner)
@@ -100,10 +99,11 @@ class MemoryTracker:
         self._during = ""
 
     def peak_memory(self) -> Memory:
-        """By owner, when most was allocated since `begin_step`."""
+        """Returns the bytes by owner at the peak since `begin_step`."""
         return _memory(self._peak_sums, self._peak_during)
 
     def current_memory(self) -> Memory:
+        """Returns the bytes by owner at this time."""
         return _memory(self._sums, self._during)
 
     def _give(self, key: int, block: _Block, owner: Owner) -> None:
@@ -120,7 +120,7 @@ class MemoryTracker:
             self.restart_peak()
 
     def restart_peak(self) -> None:
-        """Most was allocated now, until more is allocated after this call."""
+        """Sets the peak to the memory at this time."""
         self.peak, self._peak_sums, self._peak_during = self.total, dict(self._sums), self._during
 
     def _free(self, key: int) -> None:
@@ -135,17 +135,17 @@ def _rounded(size: int) -> int:
 
 
 def _memory(sums: dict[Owner, int], during: str) -> Memory:
-    def of_kind(kind: str) -> dict[Hashable, int]:
+    def owned_by(kind: str) -> dict[Hashable, int]:
         return {what: size for (owner, what), size in sums.items() if owner == kind and size}
 
-    state, kept = of_kind("state"), of_kind("kept")
+    state, kept = owned_by("state"), owned_by("kept")
     outside = kept.pop(None, 0)
     return Memory(
         parameters=state.get("parameters", 0),
         gradients=state.get("gradients", 0),
         optimizer=state.get("optimizer", 0),
         activations=tuple(kept[slot] for slot in sorted(kept, key=str)),
-        temporaries=sum(of_kind("temporary").values()) + outside,
-        tables={str(place): size for place, size in sorted(of_kind("table").items(), key=str)},
+        temporaries=sum(owned_by("temporary").values()) + outside,
+        tables={str(place): size for place, size in sorted(owned_by("table").items(), key=str)},
         during=during,
     )

@@ -1,12 +1,12 @@
-"""What a pass of a micro-batch does on its device, in order, and how long that takes.
+"""The actions of a device in a pass of a micro-batch, and their time.
 
-A pass is a list of kernels, of collectives that start, and of waits for them. Its time is that of a replay:
-kernels run one after the other; the collectives of one process group run one after the other, beside the
-kernels; a wait holds the kernels until its collective is complete. So a collective costs the time that no
-kernel between its start and its wait hides.
+A pass is a list of kernels, starts of collectives, and waits for collectives. A replay gives its time:
+kernels run one after the other; the collectives of one process group also run one after the other,
+concurrently with the kernels; a wait delays the kernels until its collective is complete. So a collective
+costs only the time that is not hidden by kernels between its start and its wait.
 
-The lists come from `layer_costs`, which records the layers of a run on the simulated
-device. Those of other programs can be written by hand.
+`layer_costs` records the lists of a run's layers on the simulated device. The lists of other programs can be
+written by hand.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 Group = str | tuple[int, ...]
-"""'tensor', 'data', 'pipeline', 'model', 'world', or some pipeline ranks."""
+"""A process group: 'tensor', 'data', 'pipeline', 'model', 'world', or some pipeline ranks. See
+`matching.group_name`."""
 
 
 @dataclass(frozen=True)
 class Kernel:
     """An operation that the device runs.
 
-    flops: of matrix products and attention. bytes: of the tensors that are read and written. product: rows,
-    columns and inner length of a matrix product, of each of the products of a batch; queries, keys and
-    elements of a head of fused attention; None for others. alignment: the largest power of two, up to 8, that
-    divides the rows of a product's matrices as they lie in memory, in elements.
+    flops: FLOPs, counted for matrix products and attention only. bytes: bytes of the tensors that it reads
+    and writes. product: (rows, columns, inner length) of a matrix product, or of each product in a batch;
+    (queries, keys, elements of a head) of fused attention; None for other kernels. alignment: largest power
+    of two, up to 8, that divides the row length in memory, in elements, of a product's matrices.
     """
 
     name: str
@@ -39,8 +40,8 @@ class Kernel:
 class Collective:
     """The start of a collective.
 
-    group: what its ranks differ in, see `matching.group_name`. operation: of c10d, as
-    'allreduce_'. bytes: of the full tensor: the output of an all-gather, the input of a reduce-scatter.
+    operation: name of the c10d operation, such as 'allreduce_'. bytes: bytes of the full tensor: the output
+    of an all-gather, the input of a reduce-scatter.
     """
 
     group: Group
@@ -50,15 +51,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for a collective. age: number of collectives that have started since. The collective of an
-    earlier pass is taken to be complete."""
+    """The wait for a collective. age: number of collectives that have started after it. A collective of an
+    earlier pass is assumed to be complete."""
 
     age: int
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Other work of the device, of known length."""
+    """Other work of the device, whose time is known."""
 
     seconds: float
 
@@ -68,8 +69,8 @@ Action = Kernel | Collective | Wait | Busy
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass: in matrix products and attention, in other kernels and in waits for launches, and
-    in waits for collectives."""
+    """Seconds of a pass. products: in matrix products and attention. others: in other kernels, and in waits
+    for kernel launches. waits: in waits for collectives."""
 
     products: float = 0.0
     others: float = 0.0
@@ -90,9 +91,9 @@ def pass_time(
     launch_seconds: float,
     contention: float = 0.0,
 ) -> PassTime:
-    """The time of a pass. launch_seconds: of the host, per kernel; the host waits for nothing, so only a pass
-    of many short kernels is limited by it. contention: by how much a second of a collective lengthens the
-    kernels beside it."""
+    """Returns the time of a pass. launch_seconds: host time per kernel. The host runs ahead of the device, so
+    this time limits only a pass of many short kernels. contention: seconds that one second of a concurrent
+    collective adds to the kernels."""
     communication = clock = products = others = waits = 0.0
     free: dict[Group, float] = {}
     ends: list[float] = []
@@ -115,7 +116,7 @@ def pass_time(
         elif isinstance(action, Busy):
             clock += action.seconds
         elif action.age < len(ends) and (until := ends[-1 - action.age]) > clock:
-            # A collective of an earlier pass is complete: this pass has computed beside it.
+            # A wait whose collective started in an earlier pass (age >= len(ends)) takes no time.
             waits += until - clock
             clock = until
     others += max(launches * launch_seconds - clock, 0.0)

@@ -1,7 +1,7 @@
-"""Simulations in parallel, each in a process of its own.
+"""Runs simulations in parallel, each in its own process.
 
-A simulation changes its process for good: the device type, DeepSpeed's accelerator, the default process
-group. The processes are forked from a server that has imported everything already.
+A simulation permanently changes its process: the device type, DeepSpeed's accelerator, the default process
+group. The processes are forked from a server that has already imported all modules.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from megatron.planner.simulation.record import SimulationError
 
 _PRELOADED = ["torch._dynamo", "setuptools", "megatron.planner.simulation.world"]
 _SHOWN_LINES = 30
-# Workers are started in threads, and the start of the server changes the environment for a moment.
+# Threads start workers, and the start of the server changes the environment for a moment, so they take turns.
 _STARTING = threading.Lock()
 
 
 def run_in_processes(
     function: Callable[..., Any], arguments: Iterable[Sequence[Any]], processes: int | None = None
 ) -> list[Any]:
-    """`function(*a)` for each tuple `a` of arguments, each in a fresh process, `processes` at a time
-    (default: one per core); errors as those of `Worker.run`. function: of a module, by name."""
+    """Calls `function(*a)` for each tuple `a` of `arguments`, each in a new process; returns the results.
+    function: a function of a module, since it is pickled. processes: number of processes at a time (default:
+    one per core). Raises the errors of `Worker.run`."""
     workers: list[Worker] = []
 
     def run_one(values: Sequence[Any]) -> Any:
@@ -51,7 +52,7 @@ def run_in_processes(
         try:
             for task in as_completed(tasks):
                 task.result()
-        except BaseException:  # nothing else is started, and what runs ends
+        except BaseException:  # starts no further process, and ends the running ones
             threads.shutdown(wait=False, cancel_futures=True)
             for worker in list(workers):
                 worker.end()
@@ -60,10 +61,10 @@ def run_in_processes(
 
 
 class Worker:
-    """A process that stays, and runs one function after the other."""
+    """A process that runs one function after the other."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """environment: variables that the process sets."""
+        """Starts the process. environment: variables to set in it."""
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name) / "output"
         context = _server()
@@ -74,9 +75,9 @@ class Worker:
         theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result. A UserError of the function is raised here, and one if the process is
-        killed. SimulationError if the process fails in another way, with the last lines that it has printed.
-        """
+        """Runs a function in the process, and returns its result. Raises the function's UserError, and a
+        UserError if the process is killed. If it fails in another way, raises SimulationError with its last
+        lines of output."""
         with suppress(BrokenPipeError):  # the process has ended, which is reported below
             self._connection.send((function, arguments))
         try:
@@ -88,21 +89,21 @@ class Worker:
         return value
 
     def _failure(self) -> Exception:
-        """The error for a process that has ended."""
+        """Returns the error for a process that has ended."""
         self._process.join()
         if self._process.exitcode == -signal.SIGKILL:
             return UserError(
-                "a process that simulates this run was killed, probably since the machine's memory is full: "
-                "stop other programs, or plan on a machine with more memory"
+                "a process that simulates this run was killed, probably because memory ran out. "
+                "Stop other programs, or plan on a machine with more memory."
             )
         lines = self._output.read_text(errors="replace").splitlines() if self._output.exists() else []
         return SimulationError(
-            f"a simulating process failed (exit code {self._process.exitcode}):\n"
+            f"a process that simulates this run failed (exit code {self._process.exitcode}):\n"
             + "\n".join(lines[-_SHOWN_LINES:])
         )
 
     def is_alive(self) -> bool:
-        """Whether the process can run another function."""
+        """Returns whether the process can run another function."""
         return self._process.is_alive()
 
     def end(self) -> None:
@@ -111,7 +112,7 @@ class Worker:
 
 
 def _serve(connection: Connection, output: str, environment: dict[str, str]) -> None:
-    """In the new process: answers until the other end is closed."""
+    """Runs functions in the new process, until the other end of the connection is closed."""
     os.environ.update(environment)
     with _to_file(output):
         with suppress(EOFError):
@@ -121,14 +122,14 @@ def _serve(connection: Connection, output: str, environment: dict[str, str]) -> 
 
 
 def start_server() -> None:
-    """Starts the server that processes are forked from, which takes seconds. A command that plans calls it
-    before its own imports."""
+    """Starts the server from which processes are forked. This takes seconds in the background, so a command
+    that plans calls it before its own imports."""
     _server()
 
 
 def _server() -> ForkServerContext:
-    """The server that processes are forked from. It starts with few variables of the environment changed:
-    DeepSpeed must not look for a GPU, and the simulation needs one thread."""
+    """Returns the server from which processes are forked; starts it if it does not run. It gets two
+    environment variables: DeepSpeed must not look for a GPU, and a simulation needs only one thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with _STARTING, temporary_environment({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}):
@@ -138,9 +139,9 @@ def _server() -> ForkServerContext:
 
 @contextmanager
 def _to_file(output: str) -> Iterator[None]:
-    """What this process, its libraries and crashes write goes to a file."""
+    """Sends all output of this process to a file within this context, including crashes of libraries."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    gc.freeze()  # what the server has imported is not searched, and its pages stay shared
+    gc.freeze()  # garbage collection skips the server's imports, so their memory pages stay shared
     with open(output, "w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
         with redirect_stdout(file):
@@ -148,7 +149,7 @@ def _to_file(output: str) -> Iterator[None]:
 
 
 def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[bool, Any]:
-    """(True, result) or (False, message of a UserError)."""
+    """Calls the function; returns (True, result) or (False, message of a UserError)."""
     try:
         return True, function(*arguments)
     except UserError as error:
@@ -157,6 +158,6 @@ def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[boo
         if isinstance(error, RuntimeError) and "overflow" not in str(error):
             raise
         return False, (
-            f"a tensor of this model is larger than any device can hold ({one_line(error)}): reduce the "
-            "sizes of the model, --seq-length or --micro-batch-size"
+            f"a tensor of this model is larger than any device can hold ({one_line(error)}). Reduce the "
+            "sizes of the model, --seq-length or --micro-batch-size."
         )

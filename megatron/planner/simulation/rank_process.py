@@ -1,4 +1,4 @@
-"""A process that is a rank of a run on the simulated device."""
+"""Makes a process a rank of a run on the simulated device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BACKEND = "simulated"
 
 
 class _Ranges:
-    """Reads the ranges that the engine marks for profilers."""
+    """Reads the profiler ranges of the engine, which mark the beginning and end of steps and instructions."""
 
     def __init__(self, simulated: SimulatedDevice) -> None:
         self._simulated = simulated
@@ -56,11 +56,11 @@ class _Ranges:
 
 
 class _SimulatedAccelerator(CPU_Accelerator):
-    """DeepSpeed's accelerator for the simulated device. It answers as a GPU would: asynchronous, with
-    page-locked host memory and with fp16."""
+    """DeepSpeed's accelerator for the simulated device. It has the features of a GPU: it is asynchronous, and
+    supports pinned host memory and fp16."""
 
     def __init__(self, simulated: SimulatedDevice, ranges: _Ranges, kernels: bool) -> None:
-        """kernels: whether it runs Triton kernels, as GPUs since the A100 do."""
+        """kernels: whether the device runs Triton kernels, as GPUs since the A100 do."""
         super().__init__()
         self._kernels = kernels
         self._name = NAME
@@ -122,7 +122,7 @@ class _SimulatedAccelerator(CPU_Accelerator):
 
 
 class _Event:
-    """A device event; waiting for one synchronizes with the device."""
+    """A device event. Waiting for it counts as a host synchronization."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -147,8 +147,9 @@ def simulated_process(
     kernels: bool,
     make_trace: Callable[[MemoryTracker], Any] = StepTrace,
 ) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
-    """Makes this process the rank of `layout` on a simulated device. It may have been another rank before.
-    make_trace: see `SimulatedDevice`."""
+    """Makes this process the rank of `layout` on a simulated device, within this context. The process may
+    have been another rank before. receive, make_trace: see `SimulatedDevice`. kernels: whether the device
+    runs Triton kernels."""
     _register()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -162,24 +163,25 @@ def simulated_process(
         MASTER_ADDR="localhost",
         MASTER_PORT="1",
     )
-    # Backward passes run in this thread, where the mode is active.
+    # Backward passes must run in this thread, since the dispatch mode is active only here.
     with patched_torch(simulated), torch.autograd.set_multithreading_enabled(False), simulated:
         yield simulated, ranges
 
 
 @cache
 def _register() -> None:
-    """Makes the device and its backend known to this process."""
+    """Registers the device and its communication backend in this process."""
     register_device()
     dist.Backend.register_backend(_BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 
 
 def no_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> Tensor:
-    """Parameters on the simulated device have no values."""
+    """Returns a parameter of the right shape without initial values."""
     return torch.empty(local_shape(spec, tp_group))
 
 
 def mark_state(simulated: SimulatedDevice, optimizer: MixedPrecisionOptimizer) -> None:
+    """Marks the optimizer's weights, gradients, master weights and moments as state of the rank."""
     for flat in optimizer.flat:
         simulated.memory.mark_state("parameters", [flat.weights, flat.local_weights])
         simulated.memory.mark_state(
@@ -192,7 +194,7 @@ def mark_state(simulated: SimulatedDevice, optimizer: MixedPrecisionOptimizer) -
 
 
 def _tensors_of(state: Any) -> list[Tensor]:
-    """The tensors of a moment, which may be quantized."""
+    """Returns the tensors of a moment, which has several if it is quantized."""
     if isinstance(state, Tensor):
         return [state]
     return [x for x in getattr(state, "__dict__", {}).values() if isinstance(x, Tensor)]

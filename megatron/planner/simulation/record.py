@@ -1,4 +1,4 @@
-"""What a simulated training step reports. All types are frozen and can be pickled."""
+"""The record of a simulated training step. All types are frozen and can be pickled."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 STEP = "step"
-"""The kind of the work of a step outside the instructions of the pipeline schedule."""
+"""Name of the work in a step that is outside the instructions of the pipeline schedule."""
 
 
 class SimulationError(RuntimeError):
-    """The step cannot be simulated, or not extrapolated to more micro-batches."""
+    """A step cannot be simulated, or cannot be extrapolated to more micro-batches."""
 
 
 @dataclass(frozen=True)
 class OperationCount:
-    """Calls of one operation, and what they cost: FLOPs of matrix products and attention, and the bytes of
-    the tensors that are read and written."""
+    """Number of calls of one operation, their FLOPs (of matrix products and attention), and the bytes of the
+    tensors that they read and write."""
 
     calls: int
     flops: int
@@ -27,7 +27,7 @@ class OperationCount:
 
 
 POINT_TO_POINT = ("send", "recv_")
-"""c10d's names of messages."""
+"""c10d's names of the operations that send and receive a message."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class CollectiveCall:
     """One call of a collective or of a point-to-point operation, as this rank issues it."""
 
     operation: str
-    """Name of the c10d operation, as 'allreduce_', 'send' or 'recv_'."""
+    """Name of the c10d operation, such as 'allreduce_', 'send' or 'recv_'."""
     ranks: tuple[int, ...]
-    """Global ranks of the process group, sorted; of 'send' and 'recv_' only the other rank."""
+    """Global ranks of the process group, sorted; for 'send' and 'recv_' only the other rank."""
     dtype: str
     elements: int
-    """Of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
+    """Elements of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
     bytes: int
+    """Bytes of the full tensor."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class HostSync:
     cause: str
     """'item', 'copy to host', 'copy to device', 'synchronize' or the name of the operation."""
     place: str
-    """file:line function, innermost first, of the callers in this repository and in DeepSpeed."""
+    """Callers in this repository and in DeepSpeed, innermost first, as 'file:line function'."""
 
 
 @dataclass(frozen=True)
 class OpCounts:
-    """Everything that one instruction of the schedule does, or the rest of the step does."""
+    """The work of one instruction of the schedule, or of the step outside of instructions."""
 
     operations: Mapping[str, OperationCount]
     calls: tuple[CollectiveCall, ...]
@@ -68,13 +69,13 @@ class OpCounts:
 
     @property
     def launched(self) -> int:
-        """Operations that run on the device; views launch nothing."""
+        """Number of operations that run on the device; views do not."""
         return sum(count.calls for count in self.operations.values())
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of the schedule: its kind, as 'ForwardPass', and its chunk, which is 0 with 1F1B."""
+    """One instruction of the schedule. kind: such as 'ForwardPass'. chunk: model chunk; 0 with 1F1B."""
 
     kind: str
     chunk: int = 0
@@ -91,13 +92,14 @@ class Memory:
     gradients: int
     optimizer: int
     activations: tuple[int, ...]
-    """Per in-flight micro-batch, what earlier instructions left for later ones; in the order of slots."""
+    """Bytes that earlier instructions keep for later ones; an entry per micro-batch in flight, by slot."""
     temporaries: int
-    """Made by the current instruction."""
+    """Bytes that the current instruction has made."""
     tables: Mapping[str, int]
-    """What lives longer than a step, by the place that made it: attention biases, receive buffers."""
+    """Storages that live longer than a step, such as attention biases and receive buffers: place in the code
+    that made them -> bytes."""
     during: str = ""
-    """The instruction."""
+    """Name of the current instruction."""
 
     @property
     def total(self) -> int:
@@ -109,65 +111,66 @@ class Memory:
 class StepRecord:
     """One training step of one rank: the second of a run, when all state and all tables exist.
 
-    `first`, `rest` and `last` are the work of one instruction: of its first occurrence in a step, of any
-    other, and of its last one. The last backward pass also starts to reduce gradients. The simulation has
-    checked that all others are equal, so that `works_of` is exact for any number of micro-batches.
+    `first`, `rest` and `last` are the work of an instruction in its first occurrence in the step, in any
+    middle one, and in its last one. (The last backward pass also starts to reduce gradients.) The simulation
+    has checked that all middle occurrences are equal, so `counts_of` is exact for any number of
+    micro-batches.
     """
 
     rank: int
     stage: int
     world_size: int
     micro_batches: int
-    """Simulated ones; `schedule` may have more."""
+    """Number of simulated micro-batches; the run's step may have more."""
     parameters: int
     """Number of parameters on this rank."""
     start_peak: int
-    """Most bytes on the device before the first step, while model and optimizer are made."""
+    """Largest number of bytes on the device before the first step, while model and optimizer are made."""
     peak: Memory
     end: Memory
     host_bytes: int
-    """Large tensors in host memory at the end of the step: offloaded state, offloaded activations."""
+    """Bytes of large tensors in host memory at the end of the step: offloaded state and activations."""
     communicators: int
-    """Of NCCL, from the start of the process."""
+    """Number of NCCL communicators that the process has made."""
     first: Mapping[Instruction, OpCounts]
     rest: Mapping[Instruction, OpCounts]
     last: Mapping[Instruction, OpCounts]
     order: tuple[Instruction, ...]
-    """The instructions of the step, in order."""
+    """The instructions of the simulated step, in order."""
     outside: OpCounts
     """The work of the step outside of instructions."""
 
-    def works_of(self, order: Sequence[Instruction]) -> tuple[OpCounts, ...]:
-        """The work of each instruction of `order`, then that outside of instructions. `order` may have more
-        micro-batches than were simulated."""
+    def counts_of(self, order: Sequence[Instruction]) -> tuple[OpCounts, ...]:
+        """Returns the work of each instruction in `order`, followed by the work outside of instructions.
+        `order` may have more micro-batches than were simulated."""
         left, seen = Counter(order), set()
-        works = []
+        found = []
         for instruction in order:
             left[instruction] -= 1
             kind = self.rest if left[instruction] else self.last
-            works.append((kind if instruction in seen else self.first)[instruction])
+            found.append((kind if instruction in seen else self.first)[instruction])
             seen.add(instruction)
-        return (*works, self.outside)
+        return (*found, self.outside)
 
     @cached_property
-    def works(self) -> tuple[OpCounts, ...]:
-        """`works_of` the simulated step."""
-        return self.works_of(self.order)
+    def counts(self) -> tuple[OpCounts, ...]:
+        """The work of each instruction of the simulated step, and of the step outside of instructions."""
+        return self.counts_of(self.order)
 
     @property
     def flops(self) -> int:
-        return sum(work.flops for work in self.works)
+        return sum(count.flops for count in self.counts)
 
     @property
     def calls(self) -> tuple[CollectiveCall, ...]:
-        """All collective calls, in the order of the instructions; those outside come last."""
-        return tuple(call for work in self.works for call in work.calls)
+        """All collective calls in the order of the instructions, then those outside of instructions."""
+        return tuple(call for count in self.counts for call in count.calls)
 
     @property
     def syncs(self) -> dict[tuple[str, HostSync], int]:
-        """How often the host waits: (instruction kind, what for) -> number of times."""
-        counts: Counter[tuple[str, HostSync]] = Counter()
+        """Host synchronizations: (kind of instruction, synchronization) -> number of times."""
+        found: Counter[tuple[str, HostSync]] = Counter()
         kinds = [*(instruction.kind for instruction in self.order), STEP]
-        for kind, work in zip(kinds, self.works, strict=True):
-            counts.update((kind, sync) for sync in work.syncs)
-        return dict(counts)
+        for kind, count in zip(kinds, self.counts, strict=True):
+            found.update((kind, sync) for sync in count.syncs)
+        return dict(found)

@@ -1,8 +1,8 @@
-"""The costs of a run's stages: those of its layers, recorded on the simulated device, put together.
+"""Assembles the costs of a run's stages from the costs of its layers.
 
-Other processes record (`layer_costs`), one per core: a model of few layers for each
-tensor-parallel layout, micro-batch size and kind of recomputation, and an optimizer step for each kind of
-rank. The processes stay, and what they have recorded is kept: a search records some dozens of models.
+Other processes, one per core, record the layers on the simulated device (`layer_costs`): a model with few
+layers for each tensor-parallel layout, micro-batch size and kind of recomputation, and an optimizer step for
+each kind of rank. The processes and all recordings are kept, since a search needs dozens of models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.schedule import ScheduleConfig
-from megatron.model.attention_choice import counts_kernels
+from megatron.model.attention_choice import run_uses_kernels
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan
@@ -32,11 +32,12 @@ from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
 from megatron.planner.simulation.processes import Worker
 
 _FEW_LAYERS, _MANY_LAYERS = 2, 4
-"""The optimizer step of a rank with more transformer layers than many is extrapolated from that of few."""
+"""The optimizer step of a rank with more than `_MANY_LAYERS` transformer layers is extrapolated from the
+steps with `_FEW_LAYERS` and with one more."""
 _MANY_REPLICAS = 64
-"""That of a run with more replicas is extrapolated, too."""
+"""The optimizer step of a run with more replicas is extrapolated from this number and half of it."""
 _NO_BUCKETS = 10**15
-# What neither the layers nor the optimizer step depend on.
+# Settings on which neither the layers nor the optimizer step depend.
 _NEUTRAL: dict[str, Any] = {
     "parallel.partition_method": "type:transformer",
     "parallel.partition_profile": None,
@@ -59,13 +60,14 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What a pass of a micro-batch through a stage costs.
+    """The costs of the passes of a micro-batch through a stage.
 
-    layers: in order. weight: the pass of --pipeline-schedule zero-bubble that computes the gradients of
-    weights. inputs: shapes and dtypes of what the stage receives, or of the tokens. receives, sends: number
-    of tensor-parallel ranks that each receive a part of the input, and send a part of the output; 1 if each
-    has all of it, 0 at the ends of the pipeline. tables: bytes that stay allocated between micro-batches and
-    are not state. host: bytes in host memory of a micro-batch in flight.
+    layers: costs of the layers, in order. weight: the weight-gradient pass of --pipeline-schedule
+    zero-bubble. inputs: shapes and dtypes of the stage's input. receives: number of parts in which the
+    tensor-parallel ranks receive the input, one part each; 1 if each rank receives all of it, 0 in the first
+    stage. sends: number of parts in which they send the output; 0 in the last stage. tables: bytes that stay
+    allocated between micro-batches, without the state. host: bytes that a micro-batch in flight keeps in host
+    memory.
     """
 
     layers: tuple[LayerCost, ...]
@@ -78,31 +80,31 @@ class StageCosts:
 
     @property
     def outputs(self) -> tuple[Spec, ...]:
-        """Shapes and dtypes of what the stage returns; of the last stage, what the loss is computed from."""
+        """Shapes and dtypes of the stage's output; for the last stage, of the loss's input."""
         return self.layers[-1].output if self.layers else self.inputs
 
     @property
     def passes(self) -> dict[str, Iterator[Action]]:
-        """The actions of the forward, the backward and the weight pass. The engine all-gathers what it has
-        received in parts."""
+        """The actions of the forward, the backward and the weight-gradient pass. They include the engine's
+        all-gathers of tensors that were received in parts."""
         hidden = spec_bytes(self.outputs[:1])
         own_part = [Kernel("clone", 0.0, 2 * hidden / self.sends)] if self.sends > 1 else []
-        of_layers = [layer.forward.actions for layer in self.layers]
-        back = [layer.backward.actions for layer in reversed(self.layers)]
+        forward = [layer.forward.actions for layer in self.layers]
+        backward = [layer.backward.actions for layer in reversed(self.layers)]
         return {
-            "forward": chain(_gather(self.inputs, self.receives), *of_layers, own_part),
-            "backward": chain(_gather(self.outputs, self.sends), *back),
+            "forward": chain(_gather(self.inputs, self.receives), *forward, own_part),
+            "backward": chain(_gather(self.outputs, self.sends), *backward),
             "weight": iter(self.weight.actions),
         }
 
 
 def _gather(specs: Sequence[Spec], parts: int) -> tuple[Action, ...]:
-    """The all-gather of a hidden state of which each tensor-parallel rank has a part."""
+    """Returns the all-gather of a hidden state that was received in parts; nothing for one part."""
     return (Collective("tensor", "_allgather_base_", spec_bytes(specs[:1])), Wait(0)) if parts > 1 else ()
 
 
 def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) -> StageCosts:
-    """The costs of a stage of the plan."""
+    """Returns the costs of a stage of the plan."""
     costs = _stage(config, plan.names, vocab_size, plan.bounds[stage], plan.bounds[stage + 1])
     own, following = plan.rank_of(stage), plan.rank_of_stage[stage + 1 :][:1]
     return replace(
@@ -113,7 +115,7 @@ def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) ->
 
 
 def _stage(config: Config, names: Sequence[str], vocab_size: int, first: int, end: int) -> StageCosts:
-    """The costs of the layers `first` to `end` - 1 as a stage between other ranks."""
+    """Returns the costs of the layers `first` to `end` - 1 as a stage whose neighbors are on other ranks."""
     count = list(names[first:end]).count(TRANSFORMER_LAYER)
     parts = _Parts.record(config, names, vocab_size, count)
     tokens = ((config.batch.micro_batch_size, config.model.seq_length), torch.int64)
@@ -130,23 +132,23 @@ def _stage(config: Config, names: Sequence[str], vocab_size: int, first: int, en
 
 
 def whole_model_costs(config: Config, names: Sequence[str], vocab_size: int) -> StageCosts:
-    """The costs of all layers of the model as one stage. names: of the layers."""
+    """Returns the costs of all layers of the model as one stage. names: names of the layers."""
     return _stage(config, names, vocab_size, 0, len(names))
 
 
 def inputs_of_stages(config: Config, plan: StagePlan, vocab_size: int) -> list[tuple[Spec, ...]]:
-    """Shapes and dtypes of what each stage but the first one receives."""
+    """Returns the shapes and dtypes of the input of each stage but the first."""
     inner = range(1, len(plan.bounds) - 1)
     return [stage_costs(config, plan, vocab_size, stage).inputs for stage in inner]
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The layers of a recorded model, which stand for those of the run.
+    """The layers of a small recorded model, from which the costs of the run's layers are taken.
 
-    begins: index of the first transformer layer. few, many: transformer layers of the recorded model and of
-    the run. per_group: transformer layers that are recomputed together. rest: those of a smaller group at the
-    end of a stage.
+    begins: index of the first transformer layer. few: transformer layers of the recorded model. many:
+    transformer layers of the run. per_group: transformer layers that are recomputed together. rest:
+    transformer layers in the smaller group at the end of a stage, if its layers do not fill the last group.
     """
 
     model: ModelCosts
@@ -158,15 +160,18 @@ class _Parts:
 
     @classmethod
     def record(cls, config: Config, names: Sequence[str], vocab_size: int, count: int) -> _Parts:
-        """Records what a stage with `count` transformer layers needs: the first group of the model, which
-        computes what all share, and another one; and a smaller group at the end of the stage. With ZeRO-2 and
-        3 a layer starts collectives of the next but one."""
+        """Records a model for stages with `count` transformer layers.
+
+        It has the first group of the model, which also computes tensors that all layers share, a second
+        group, and the smaller group at the end of a stage. With ZeRO-2 and 3 it has four groups, since a
+        layer starts collectives of the layer after the next.
+        """
         per_group = config.training.checkpoint_num_layers if config.training.recomputes_layers else 1
         groups = 4 if config.parallel.shards_gradients else 2
         many, rest = config.model.num_layers, count % per_group
         few = min(many // per_group, groups) * per_group + rest
         settings, entries = _layers_config(config, few), len(names) - many + few
-        recording = _RECORDINGS.get(record_layers, settings, vocab_size, entries, counts_kernels(config))
+        recording = _RECORDINGS.get(record_layers, settings, vocab_size, entries, run_uses_kernels(config))
         return cls(recording.result(), names.index(TRANSFORMER_LAYER), few, many, per_group, rest)
 
     @property
@@ -175,7 +180,7 @@ class _Parts:
         return [layer for layer in self.model.layers if self.begins <= layer.first < end]
 
     def layers_between(self, first: int, end: int, count: int) -> list[LayerCost]:
-        """The costs of the layers `first` to `end` - 1 of the run, with `count` transformer layers."""
+        """Returns the costs of the run's layers `first` to `end` - 1, with `count` transformer layers."""
         last = self.begins + self.few
         found = [layer for layer in self.model.layers if first <= layer.first < min(self.begins, end)]
         groups = self._groups_of(
@@ -193,12 +198,13 @@ class _Parts:
         ]
 
     def _groups_of(self, count: int, has_last: bool, has_first: bool) -> list[LayerCost]:
-        """The costs of `count` groups of a stage that has the first or the last transformer layer."""
+        """Returns the costs of the `count` groups of a stage. has_last, has_first: whether the stage has the
+        last or the first transformer layer of the model."""
         known = self._groups
         if has_first and has_last and count <= len(known):
             return known
         found = [known[-2 if len(known) > 2 else -1]] * count
-        # What the layers of a stage share is computed in the first one of them.
+        # The first layer of a stage also computes the tensors that all its layers share.
         if count and (has_first or self.outputs_of(self.begins - 1) == known[0].output):
             found[0] = known[0]
         if count > 1 and has_last:
@@ -208,7 +214,7 @@ class _Parts:
         return found
 
     def outputs_of(self, index: int) -> tuple[Spec, ...]:
-        """What a layer of the run returns."""
+        """Returns the shapes and dtypes of the output of the run's layer `index` in the layer list."""
         if index >= self.begins + self.many:
             index -= self.many - self.few
         elif index >= self.begins:
@@ -217,14 +223,14 @@ class _Parts:
 
 
 def _repeated(weight: PassCost, count: int, few: int) -> PassCost:
-    """The weight pass of `count` transformer layers. weight: of `few` ones."""
-    of_one = weight.actions[: len(weight.actions) // few]
-    return replace(weight, actions=of_one * count, change=weight.change * count // few)
+    """Returns the weight-gradient pass of `count` transformer layers, given the pass of `few` layers."""
+    actions = weight.actions[: len(weight.actions) // few] * count
+    return replace(weight, actions=actions, change=weight.change * count // few)
 
 
 def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> UpdateCosts:
-    """The state and the optimizer step of the first tensor and data rank of a pipeline rank. Those of many
-    layers or replicas are extrapolated from those of fewer ones."""
+    """Returns the state and the optimizer step of the first device (TP rank 0, DP rank 0) of a pipeline rank.
+    For many layers or replicas they are extrapolated from fewer."""
     held = [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]
     entries = [entry for stage in held for entry in range(plan.bounds[stage], plan.bounds[stage + 1])]
     count = [plan.names[entry] for entry in entries].count(TRANSFORMER_LAYER)
@@ -241,12 +247,12 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
         settings = _update_config(config, len(bounds) - 1, max(layers, 1), replicas, bool(buckets))
         first = place * parallel.tensor_model_parallel_size * replicas
         recording = _RECORDINGS.get(
-            record_update, settings, vocab_size, bounds, first, counts_kernels(config)
+            record_update, settings, vocab_size, bounds, first, run_uses_kernels(config)
         )
         found: UpdateCosts = recording.result()
         return found
 
-    def of_layers(replicas: int) -> UpdateCosts:
+    def with_replicas(replicas: int) -> UpdateCosts:
         if count <= _MANY_LAYERS:
             return record(entries, count, replicas)
         fewer, more = (record([inner], _FEW_LAYERS + number, replicas) for number in (0, 1))
@@ -254,9 +260,9 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
 
     replicas = parallel.data_parallel_size
     if replicas <= _MANY_REPLICAS:
-        update = of_layers(replicas)
-    else:  # affine in the share of a replica
-        update, fewer = of_layers(_MANY_REPLICAS), of_layers(_MANY_REPLICAS // 2)
+        update = with_replicas(replicas)
+    else:  # the costs are affine in 1 / replicas
+        update, fewer = with_replicas(_MANY_REPLICAS), with_replicas(_MANY_REPLICAS // 2)
         update = update.plus(1 - _MANY_REPLICAS / replicas, fewer, update)
     return update.with_buckets([len(bucket) for bucket in buckets]).between_stages(last)
 
@@ -264,9 +270,12 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
 def _short_pipeline(
     names: Sequence[str], entries: Sequence[int], layers: int, ranks: int
 ) -> tuple[int, tuple[int, ...]]:
-    """A pipeline of at most three ranks, one of which has `entries` of the layer list, but `layers`
-    transformer layers: (that rank, bounds of the stages). The optimizer does not depend on the layers of the
-    other ranks, nor on the number of a rank's stages. ranks: of the run."""
+    """Makes a pipeline of at most three ranks, of which one has the `entries` of the layer list, but with
+    only `layers` transformer layers. Returns (that rank, bounds of the stages).
+
+    It stands for the run's pipeline of `ranks` ranks: the optimizer step of a rank depends neither on the
+    layers of other ranks, nor on how its layers form stages.
+    """
     begins, many = names.index(TRANSFORMER_LAYER), list(names).count(TRANSFORMER_LAYER)
     few = max(layers, 1)
     own = [entry for entry in entries if not begins <= entry < begins + many]
@@ -283,8 +292,8 @@ def _short_pipeline(
 
 
 class _Recordings:
-    """What has been recorded, and the processes that record nothing now, by whether they count the Triton
-    kernels. A thread per core waits for a process."""
+    """Recordings that are complete or running, and the idle processes, separately with and without Triton
+    kernels. One thread per core waits for a process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -293,8 +302,8 @@ class _Recordings:
         self._idle: dict[bool, list[Worker]] = {True: [], False: []}
 
     def get(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """The result of a function of `layer_costs`, whose last argument says whether it
-        counts the kernels. Equal calls are recorded once."""
+        """Calls a function of `layer_costs` in a process, once for equal arguments. The last argument is
+        whether the device runs Triton kernels. Returns the future result."""
         with self._lock:
             call = (function, *arguments)
             if call not in self._recordings:
@@ -318,7 +327,8 @@ _RECORDINGS = _Recordings()
 
 
 def _layers_config(config: Config, num_layers: int) -> Config:
-    """The configuration of a model of few layers, without what its layers do not depend on."""
+    """Returns the configuration of a model with few layers. Settings on which the costs of layers do not
+    depend are reset, so that equal configurations are recorded once."""
     parallel = config.parallel
     shards = parallel.shards_gradients
     replicas = min(parallel.data_parallel_size, _MANY_REPLICAS) if shards else 1
@@ -338,8 +348,8 @@ def _layers_config(config: Config, num_layers: int) -> Config:
 
 
 def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, has_buckets: bool) -> Config:
-    """The configuration for a pipeline with other numbers of ranks, layers and replicas, with a bucket per
-    layer or none, without what the optimizer step does not depend on."""
+    """Returns the configuration of a pipeline with these numbers of ranks, layers and replicas, and one
+    bucket per layer or none. Settings on which the optimizer step does not depend are reset."""
     parallel = config.parallel
     settings = {
         **_NEUTRAL,
@@ -362,7 +372,7 @@ def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, h
 
 
 def _without_run(config: Config, optimizer: OptimizerConfig) -> Config:
-    """The configuration with other settings for what a run does besides: reads, writes and logs."""
+    """Returns the configuration with these optimizer settings, without what reads, writes or logs."""
     return replace(
         config,
         optimizer=optimizer,

@@ -1,7 +1,7 @@
-"""Changes to PyTorch that a simulated device needs, within a context.
+"""Patches PyTorch for the simulated device, within a context.
 
-Each is for code that chooses by device type before a dispatch mode sees the operation. Each has a test in
-tests/simulated/test_torch_patches.py that fails without it.
+Each patch replaces code that depends on the device type before a dispatch mode sees the operation. Each has a
+test in tests/simulated/test_torch_patches.py that fails without it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 from megatron.planner.simulation.device import NAME, SimulatedDevice
 
 aten = torch.ops.aten
-# What the collectives of PyTorch's fake process group return.
+# Type of the handles that collectives of PyTorch's fake process group return.
 _WORK = torch._C._distributed_c10d.FakeWork
 
 
 class _BackendModule(_DummyBackendModule):
-    """`torch.sim`: answers what torch.amp and torch.utils.checkpoint ask of a device's module."""
+    """The module `torch.sim`, which torch.amp and torch.utils.checkpoint use."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
 
 def register_device() -> None:
-    """Makes the device type 'sim' known to this process. It cannot be undone, so simulations run in processes
-    of their own. (A fake 'cuda' aborts the process if PyTorch was built without CUDA.)"""
+    """Registers the device type 'sim' in this process. This cannot be undone, so simulations run in separate
+    processes. (A fake 'cuda' device would abort the process if PyTorch was built without CUDA.)"""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_BackendModule())
 
 
@@ -60,8 +60,8 @@ def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
 
 
 def _tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.tensor(data, device=...)` fills the tensor outside of any mode: here it is made on the host and
-    copied, as CUDA does."""
+    """Makes the tensor on the host and copies it to the device, as with CUDA. The original
+    `torch.tensor(data, device=...)` fills the tensor outside of any dispatch mode."""
 
     def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != NAME:
@@ -72,8 +72,8 @@ def _tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply` would make new parameters, without the attributes of the old ones; for real devices it
-    changes them in place."""
+    """Changes parameters in place, as `Module._apply` does for real devices. For fake tensors the original
+    makes new parameters, without the attributes of the old ones."""
     for child in self.children() if recurse else ():
         child._apply(function)
     for parameter in self._parameters.values():
@@ -98,19 +98,20 @@ def _convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> N
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
-    """As torch.utils.swap_tensors, which refuses tensors with weak references; fake tensors may have one."""
+    """Swaps two tensors, even with weak references, which torch.utils.swap_tensors rejects."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
 
 
 def _tolist(self: FakeTensor) -> Any:
-    """Fake tensors would read their elements one by one; a device tensor is copied to the host once."""
+    """Copies the tensor to the host once, as for a real device. Fake tensors would read each element."""
     return self.to("cpu").tolist()
 
 
 def _resize_(original: Callable, simulated: SimulatedDevice) -> Callable:
-    """ZeRO-2 and 3 free and allocate buffers by resizing their storage, which is not an operation."""
+    """Reports the new size of a storage to the device. ZeRO-2 and 3 resize storages to free and allocate
+    buffers, which no dispatch mode sees."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
         original(storage, size)
@@ -120,8 +121,8 @@ def _resize_(original: Callable, simulated: SimulatedDevice) -> Callable:
 
 
 def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel that CUDA would choose: flash attention without a bias, the memory-efficient one with a bias
-    and for fp32."""
+    """Runs the kernel that PyTorch chooses on CUDA: the memory-efficient kernel with a bias or for fp32,
+    otherwise flash attention."""
 
     def attention(
         query: Tensor,
@@ -147,8 +148,8 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """CUDA's fused kernel, which keeps the reciprocal deviation of each row. On other devices PyTorch
-    composes the norm of elementary operations, which keep several tensors of the input's size."""
+    """Runs the fused kernel, as on CUDA, which keeps the reciprocal deviation of each row. For other devices
+    PyTorch uses elementary operations, which keep several tensors of the input's size."""
 
     def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         if x.device.type != NAME:
@@ -173,7 +174,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _without_values(function: Callable) -> Any:
-    """An operation of this name that returns tensors of the function's shapes and dtypes."""
+    """Registers a function that returns tensors without values, as an operation with its name."""
     name = f"megatron_simulation::{function.__name__.strip('_')}"
     operation = torch.library.custom_op(name, function, mutates_args=())
     operation.register_fake(function)
@@ -182,12 +183,12 @@ def _without_values(function: Callable) -> Any:
 
 @_without_values
 def _fused_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As `aten::_fused_rms_norm` on CUDA."""
+    """Returns outputs like `aten::_fused_rms_norm` on CUDA: the norm, and each row's reciprocal deviation."""
     return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
 
 
 def _silu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One kernel in the backward pass, as on CUDA. PyTorch composes it of seven for an unknown device."""
+    """Runs one kernel in the backward pass, as on CUDA. For unknown devices PyTorch runs seven."""
 
     def silu(x: Tensor, inplace: bool = False) -> Tensor:
         return original(x, inplace) if x.device.type != NAME else _FusedSiLU.apply(x)
@@ -208,12 +209,12 @@ class _FusedSiLU(torch.autograd.Function):
 
 @_without_values
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """As `aten::silu_backward`."""
+    """Returns an output like `aten::silu_backward`."""
     return torch.empty_like(x)
 
 
 def _wait(original: Callable, simulated: SimulatedDevice) -> Callable:
-    """The end of a collective is not an operation."""
+    """Reports the wait for a collective, which is not an operation that a dispatch mode sees."""
 
     def wait(work: dist.Work, *args: Any) -> Any:
         simulated.trace.add_wait(work)
@@ -223,9 +224,10 @@ def _wait(original: Callable, simulated: SimulatedDevice) -> Callable:
 
 
 def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-    """Objects travel as bytes, which the simulated device does not keep: every rank has what this one has."""
+    """Fills the objects of all ranks with this rank's object. The original sends objects as bytes, but
+    tensors on the simulated device have no values."""
     objects[:] = [mine] * len(objects)
 
 
 def _broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
-    """See `_all_gather_object`."""
+    """Leaves the objects as they are: all ranks are taken to have this rank's objects."""

@@ -1,4 +1,4 @@
-"""What one step does, collected while it runs, and checked to be the same for every micro-batch."""
+"""Collects the work of one step while it runs, and checks that it is equal for every micro-batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.planner.simulation.record import (
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _FRAMES = 3
 COMMIT = "CommitP2P"
-# The last of these passes starts to reduce gradients.
+# Passes that produce gradients. The last one in a step also starts to reduce them.
 REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
 
 
@@ -42,14 +42,17 @@ class _OpenCounts:
 
 
 class QueuedMessages:
-    """Names the instructions of several stages per rank. Their messages are queued until CommitP2P exchanges
-    them together, so what this instruction does depends on the messages since the last one."""
+    """Names the instructions of a schedule with several stages per rank.
+
+    Such a schedule queues messages until CommitP2P exchanges them together. So the work of a CommitP2P
+    depends on the messages since the previous one, which become part of its name.
+    """
 
     def __init__(self) -> None:
         self._queue: list[str] = []
 
     def name(self, instruction: Instruction) -> Instruction:
-        """The next instruction of the schedule; of CommitP2P with the queued messages."""
+        """Returns the next instruction of the schedule, in which CommitP2P names the queued messages."""
         if instruction.kind == COMMIT:
             queued, self._queue = self._queue, []
             return Instruction(f"{COMMIT}({', '.join(queued)})")
@@ -59,14 +62,14 @@ class QueuedMessages:
 
 
 class StepTrace:
-    """The work of the current step: per instruction, and outside of instructions."""
+    """Counts the work of the current step: per instruction, and outside of instructions."""
 
     def __init__(self, memory: MemoryTracker) -> None:
         self._memory = memory
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forgets the step before."""
+        """Starts a step, and discards the counts of the previous one."""
         self._done: list[tuple[Instruction, OpCounts]] = []
         self._queued = QueuedMessages()
         self._outside = _OpenCounts()
@@ -74,7 +77,7 @@ class StepTrace:
 
     @contextmanager
     def instruction(self, instruction: Instruction, slot: int) -> Iterator[None]:
-        """Within this context the work is that of the instruction, for the micro-batch in buffer `slot`."""
+        """Counts the work within this context as the instruction's, for the micro-batch in buffer `slot`."""
         self._current = _OpenCounts()
         instruction = self._queued.name(instruction)
         self._memory.begin_instruction(str(instruction))
@@ -86,7 +89,7 @@ class StepTrace:
             self._current = self._outside
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
-        """Counts an operation that runs on the device. bytes_written: of the kernel's bytes."""
+        """Counts an operation on the device. bytes_written: the part of the kernel's bytes that it writes."""
         count = self._current.counts.setdefault(kernel.name, [0, 0, 0, 0])
         count[0] += 1
         count[1] += int(kernel.flops)
@@ -94,14 +97,14 @@ class StepTrace:
         count[3] += bytes_written
 
     def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
-        """Counts a collective call. work: what the caller can wait for."""
+        """Counts a collective call. work: the handle on which the caller can wait."""
         self._current.calls.append(call)
 
     def add_wait(self, work: dist.Work) -> None:
-        """Counts nothing: the order of the calls is that of their starts."""
+        """Counts nothing: calls are ordered by their starts, not by the waits for them."""
 
     def add_sync(self, cause: str) -> None:
-        """Counts a host synchronization, at the place that the caller's frames show."""
+        """Counts a host synchronization at the place of the caller."""
         self._current.syncs.append(HostSync(cause, calling_place()))
 
     @property
@@ -117,32 +120,33 @@ class StepTrace:
     def by_instruction(
         self,
     ) -> tuple[dict[Instruction, OpCounts], dict[Instruction, OpCounts], dict[Instruction, OpCounts]]:
-        """The work of each instruction: of its first occurrence, of all others but the last, and of the last,
-        if there are several. With two occurrences the second one stands for all others.
+        """Returns three dictionaries with the work of each instruction: in its first occurrence, in a middle
+        one, and in the last one. The last two contain only instructions that occur more than once; if one
+        occurs twice, its second occurrence is in both.
 
-        SimulationError if the others differ: what they do then depends on more than the schedule, and other
-        numbers of micro-batches cannot be computed from this step.
+        Raises SimulationError if the middle occurrences differ. Their work then depends on more than the
+        schedule, so that the work for other numbers of micro-batches cannot be computed.
         """
-        works: dict[Instruction, list[OpCounts]] = {}
-        for instruction, work in self._done:
-            works.setdefault(instruction, []).append(work)
-        for instruction, found in works.items():
-            for work in found[2:-1] if instruction.kind in REDUCING_PASSES else found[2:]:
-                if work != found[1]:
+        counts: dict[Instruction, list[OpCounts]] = {}
+        for instruction, count in self._done:
+            counts.setdefault(instruction, []).append(count)
+        for instruction, found in counts.items():
+            for count in found[2:-1] if instruction.kind in REDUCING_PASSES else found[2:]:
+                if count != found[1]:
                     raise SimulationError(
-                        f"{instruction} does not do the same for every micro-batch: "
-                        f"{difference(found[1], work)}"
+                        f"the work of {instruction} differs between micro-batches: "
+                        f"{difference(found[1], count)}"
                     )
-        repeated = {instruction: found for instruction, found in works.items() if len(found) > 1}
+        repeated = {instruction: found for instruction, found in counts.items() if len(found) > 1}
         return (
-            {instruction: found[0] for instruction, found in works.items()},
+            {instruction: found[0] for instruction, found in counts.items()},
             {instruction: found[1] for instruction, found in repeated.items()},
             {instruction: found[-1] for instruction, found in repeated.items()},
         )
 
 
 def difference(expected: OpCounts, found: OpCounts) -> str:
-    """The first difference of two works, in words."""
+    """Describes the first difference between two counts."""
     for name in sorted(expected.operations.keys() | found.operations.keys()):
         before, after = expected.operations.get(name), found.operations.get(name)
         if before != after:
@@ -159,7 +163,7 @@ def difference(expected: OpCounts, found: OpCounts) -> str:
 
 
 def calling_place() -> str:
-    """The innermost frames of this repository and of DeepSpeed, as 'file:line function'."""
+    """Returns the innermost frames of this repository and of DeepSpeed, as 'file:line function'."""
     places = [
         f"{file}:{frame.f_lineno} {frame.f_code.co_name}" for file, frame in islice(_callers(), _FRAMES)
     ]
@@ -167,14 +171,14 @@ def calling_place() -> str:
 
 
 def making_place() -> str:
-    """The innermost frame of this repository or of DeepSpeed, as 'file function'."""
+    """Returns the innermost frame of this repository or of DeepSpeed, as 'file function'."""
     for file, frame in _callers():
         return f"{file} {frame.f_code.co_name}"
     return "unknown place"
 
 
 def _callers() -> Iterator[tuple[str, FrameType]]:
-    """The frames of this repository and of DeepSpeed with their files, innermost first."""
+    """Yields the frames of this repository and of DeepSpeed with their files, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if file := _shown(frame.f_code.co_filename):
@@ -183,7 +187,7 @@ def _callers() -> Iterator[tuple[str, FrameType]]:
 
 
 def _shown(file: str) -> str:
-    """The path from the package's folder on; '' for files of other packages and of the simulation."""
+    """Returns the path relative to the package's parent; '' for the simulation and other packages."""
     if file.startswith(_OWN_FOLDER):
         return ""
     for package in ("/deepspeed/", "/megatron/"):

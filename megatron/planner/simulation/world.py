@@ -1,10 +1,10 @@
-"""One rank of a run on the simulated device, through the run's own code.
+"""Simulates one rank of a run on the simulated device, with the run's own code.
 
 `simulate_rank` makes the process group, the model, the engine and the trainer as `megatron.training.run`
-does, and runs two iterations of the trainer's loop. The second is recorded: by then optimizer state and
-tables exist. No other rank exists: the backend's collectives return at once.
+does, and runs two iterations of the trainer's loop. The second one is recorded, since optimizer state and
+tables then exist. No other rank exists: the backend's collectives return at once.
 
-The process that calls it cannot be used for anything else afterwards: see `processes`.
+The process that calls `simulate_rank` cannot be used for anything else afterwards: see `processes`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.config import BatchSchedule, Config, ConfigError
 from megatron.config.batch import RunLength
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.model.attention_choice import counts_kernels
+from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
@@ -45,17 +45,18 @@ from megatron.training.trainer import Trainer, make_metrics
 
 _STEPS = 2
 _NEVER = 2**40
-# A first occurrence, two others that must be equal, and a last one.
+# A first one, two that must have equal counts, and a last one.
 _LEAST_MICRO_BATCHES = 4
-# Of 'interleaved': the warm-up, and each pair of passes of the steady state more than once.
+# Groups of micro-batches with --pipeline-schedule interleaved: they contain the warm-up, and each pair of
+# passes of the steady state more than once.
 _GROUPS = 4
 _MESSAGE_ELEMENTS = 256
 """Length of DeepSpeed's message with shapes (TENSOR_META_SIZE)."""
 
 
 def simulated_micro_batches(config: Config) -> int:
-    """Micro-batches that a step is simulated with: enough to fill its pipeline and to compare several, at
-    most those of the run."""
+    """Returns the number of micro-batches in a simulated step: enough to fill the pipeline and to compare
+    several of them, but at most the run's number."""
     parallel = config.parallel
     if parallel.schedule.micro_batches_multiple_of_ranks:
         enough = _GROUPS * parallel.micro_batch_multiple
@@ -64,14 +65,14 @@ def simulated_micro_batches(config: Config) -> int:
     return min(config.micro_batches_per_step, enough)
 
 
-def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
-    """The vocabulary and the stages of the run. ConfigError if the stages depend on measured times."""
+def find_stages(config: Config) -> tuple[Vocabulary, StagePlan]:
+    """Returns the vocabulary and the stages. Raises ConfigError if the stages depend on unmeasured times."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     if times is None and needs_profiling(config):
         raise ConfigError(
-            "--simulate needs the stages, and --partition-method profile measures them on the devices: give "
-            "the file of an earlier run as --partition-profile, or another --partition-method"
+            "--simulate with --partition-method profile: the stages depend on times that a run measures. Set "
+            "--partition-profile to the file of an earlier run, or set another --partition-method."
         )
     return vocab, plan_stages(config, vocab.size, times)
 
@@ -79,15 +80,16 @@ def plan_of(config: Config) -> tuple[Vocabulary, StagePlan]:
 def simulate_rank(
     config: Config, rank: int, inputs_of_stages: Sequence[tuple[Spec, ...]], micro_batches: int | None = None
 ) -> StepRecord:
-    """Simulates a training step of `rank` with `micro_batches` (default: `simulated_micro_batches`), with the
-    Triton kernels if `model.attention_choice.counts_kernels`. inputs_of_stages: see `stage_costs`."""
-    vocab, plan = plan_of(config)
+    """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
+    `model.attention_choice.run_uses_kernels`. inputs_of_stages: see `stage_costs.inputs_of_stages`.
+    micro_batches: None takes `simulated_micro_batches`."""
+    vocab, plan = find_stages(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count, first + _STEPS)
-    neighbours = _Neighbours(config, layout, inputs_of_stages)
-    with simulated_process(neighbours.fill, layout, counts_kernels(config)) as (simulated, ranges):
+    neighbors = _Neighbors(config, layout, inputs_of_stages)
+    with simulated_process(neighbors.fill, layout, run_uses_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: mark_state(simulated, optimizer)
@@ -97,12 +99,9 @@ def simulate_rank(
 
 
 def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
-    """The run's configuration with another number of micro-batches, without what writes or reads files,
-    evaluates or logs, and with an exit after `last_iteration`.
-
-    The first of the two steps, which is not recorded, only makes the state, with as few micro-batches as the
-    layout allows.
-    """
+    """Returns the run's configuration with `micro_batches` per step and an exit after `last_iteration`,
+    without evaluation, logs, and files that a run reads or writes. The first of the two steps only makes the
+    state and is not recorded, so it has as few micro-batches as the layout allows."""
     batch, parallel = config.batch, config.parallel
     unit = batch.micro_batch_size * parallel.data_parallel_size
     size, first = micro_batches * unit, max(parallel.min_micro_batches, parallel.micro_batch_multiple) * unit
@@ -132,32 +131,32 @@ def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -
     )
 
 
-class _Neighbours:
-    """Fills the messages with shapes that a rank receives, from the plan of the stages."""
+class _Neighbors:
+    """Stands for the neighbors of a rank: fills the messages with shapes that the rank receives from them."""
 
     def __init__(
         self, config: Config, layout: ParallelLayout, inputs_of_stages: Sequence[tuple[Spec, ...]]
     ) -> None:
-        """inputs_of_stages: what each stage but the first one receives."""
+        """inputs_of_stages: shapes and dtypes that each stage but the first one receives."""
         self._layout = layout
         holders = config.parallel.rank_of_stage
         received: dict[int, list[tuple[Spec, ...]]] = {}
         for stage, (source, holder) in enumerate(pairwise(holders), start=1):
             if holder == layout.pipeline_stage != source:
                 received.setdefault(source, []).append(inputs_of_stages[stage - 1])
-        # The shapes of each stage's input come in the order of the rank's stages, and may come again.
+        # The shapes are sent in the order of the rank's stages, and may be sent more than once.
         self._inputs = {source: cycle(specs) for source, specs in received.items()}
         self._parts = layout.tp_size if config.parallel.sends_parts else 1
 
     def fill(self, values: Tensor, source: int) -> None:
-        """See `device.Receive`."""
+        """Writes the message from rank `source` into `values`: a `device.Receive` function."""
         other = source // (self._layout.tp_size * self._layout.dp_size)
         if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
             message = self._shape_message(next(self._inputs[other]))
             values[: len(message)] = torch.tensor(message, dtype=torch.int32)
 
     def _shape_message(self, specs: Sequence[Spec]) -> list[int]:
-        """In the format of `PipelineEngine._send_tensor_meta`."""
+        """Returns a message in the format of `PipelineEngine._send_tensor_meta`."""
         ((*shape, hidden), dtype), *others = specs
         described = [
             number
@@ -168,7 +167,7 @@ class _Neighbours:
 
 
 class _EmptySamples:
-    """Token files are not read: no result depends on tokens."""
+    """A data set of zeros instead of token files: no result of a simulation depends on tokens."""
 
     name = "simulated"
 
@@ -183,7 +182,7 @@ class _EmptySamples:
 
 
 class _NoReport(StartupReport):
-    """The report of the first steps compares figures of all ranks, and the others are not there."""
+    """Reports nothing: the report needs figures of all ranks, but only one rank is simulated."""
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
         return iter(())

@@ -1,5 +1,6 @@
-"""Sweeps: the same training command with several values of some flags, planned, measured and compared.
+"""Sweeps: one training command with several values of some flags, planned, measured and compared.
 
-axes: the combinations. resolve: their configurations and predictions. folder: the record and the results.
-local, slurm: the runs. summary, table: the report. docs/sweep.md describes the files.
+axes: makes the combinations. resolve: checks and plans them. folder: the files of a sweep, which
+docs/sweep.md describes. local, slurm: do the runs. run_log: reads the result of a run. summary, table: the
+report.
 """

@@ -1,4 +1,4 @@
-"""The axes of a sweep, and the combinations of their values."""
+"""The axes of a sweep (flags and their values), and the combinations of these values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from megatron.config.peer_flags import IGNORED_FLAGS, rewrite, unsupported
 from megatron.errors import UserError
 
 MAX_ROWS = 1000
-# A negative number is a value.
+# A negative number, such as -1 or -.5, is a value and not a flag.
 _LIKE_A_FLAG = re.compile(r"-[^\d.]")
-# Flags that decide what a sweep measures. The sweep sets the first ones itself, after the base command.
+# Flags that the sweep itself appends to each command, see `run_words`.
 SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_interval", "logging.log_bubble")
+# Flags that a sweep does not accept, and why.
 _REFUSED = {
     "training.dry_run": "use the plan command instead",
     "training.simulate": "use pretrain_gpt.py --dry-run --simulate instead",
@@ -33,7 +34,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Axis:
-    """A flag and the values that it takes, as typed."""
+    """A varied flag, and its values as typed on the command line."""
 
     flag: str
     values: tuple[str, ...]
@@ -41,11 +42,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Row:
-    """A combination of values, and what is known of its configuration: an object of `rows` in sweep.json.
+    """A combination of values and facts about its configuration; an object of `rows` in sweep.json.
 
-    settings: flag -> value as typed. words: the flags of the command line. numbers: digest of the settings on
-    which the losses depend. tolerance: relative difference of losses that the precision explains. refused:
-    the sentence of the configuration that refuses it.
+    settings: flag -> value as typed. words: the settings as words of a command line. numbers: digest of the
+    settings on which the losses depend. tolerance: relative difference of losses that the precision allows.
+    predicted: see `resolve.predict`. refused: the error if the configuration is not valid, otherwise None.
     """
 
     index: int
@@ -60,17 +61,16 @@ class Row:
 
     @property
     def label(self) -> str:
-        """'--partition-method memory --micro-batch-size 2'; 'the base command' without an axis."""
+        """The settings, such as '--partition-method memory --zero-stage 1'; 'the base command' if there are
+        none."""
         words = (f"{flag} {shlex.quote(value)}" for flag, value in self.settings.items())
         return " ".join(words) or "the base command"
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]]:
-    """Splits 'WORDS --vary FLAG V1 V2 ... -- BASE' into the other words, the axes and the base command.
-
-    The word after --vary is the flag, although it begins with --. Its values end at the next word that begins
-    with --.
-    """
+    """Splits 'WORDS --vary FLAG V1 V2 ... -- BASE' into the words outside --vary, the axes, and the base
+    command. The values of a flag end at the next word that begins with --. Raises UserError for --vary
+    without a flag."""
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     words, base = argv[:end], rewrite(argv[end + 1 :])[0]
@@ -91,36 +91,37 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """'section.field' -> value of the flags in `words`. Raises UserError for a word that is not a flag."""
+    """Returns the settings in `words`: 'section.field' -> value. Raises UserError for an unknown word."""
     namespace, unknown = _parser().parse_known_args(list(words))
     if unknown:
         if instead := unsupported(unknown[0].split("=")[0]):
             raise UserError(f"{unknown[0]} in the command after -- is not supported: {instead}")
-        raise UserError(f"unknown word '{unknown[0]}' in the command after --: see pretrain_gpt.py --help")
+        raise UserError(f"unknown word '{unknown[0]}' in the command after --. See pretrain_gpt.py --help.")
     return vars(namespace)
 
 
 def check_base(base: Sequence[str]) -> dict[str, Any]:
-    """The flags of the base command. Raises UserError for flags that a sweep cannot have."""
+    """Returns the settings of the base command. Raises UserError for a flag that a sweep does not accept."""
     given = given_flags(base)
     for name, reason in _REFUSED.items():
         if name in given:
-            raise UserError(f"{setting_option(name)} in the base command: remove it, {reason}")
+            raise UserError(f"{setting_option(name)} in the base command: {reason}. Remove it.")
     return given
 
 
 def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
-    """The product of the axes; the last axis varies fastest. Raises UserError for an invalid axis."""
+    """Returns a row per combination of the axes' values; the last axis varies fastest. Raises UserError for
+    an invalid axis or base command."""
     given = check_base(base)
     names = [_check_axis(axis, given) for axis in axes]
     for first, second in itertools.combinations(range(len(axes)), 2):
         if names[first] == names[second]:
             raise UserError(
-                f"--vary {axes[first].flag} and --vary {axes[second].flag} are the same flag: give all "
-                "values to one"
+                f"--vary {axes[first].flag} and --vary {axes[second].flag} are the same flag. Set all values "
+                "after one --vary."
             )
     if (count := math.prod(len(axis.values) for axis in axes)) > MAX_ROWS:
-        raise UserError(f"the axes have {count:,} combinations: expected {MAX_ROWS:,} at most")
+        raise UserError(f"the axes have {count:,} combinations. Expected {MAX_ROWS:,} at most.")
     rows = []
     for index, values in enumerate(itertools.product(*(axis.values for axis in axes))):
         settings = {axis.flag: value for axis, value in zip(axes, values, strict=True)}
@@ -130,21 +131,22 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
 
 
 def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
-    """The row of settings that were read from a file. UserError if no --vary could have made it."""
+    """Returns the row for settings that were read from a file. Raises UserError for settings that --vary does
+    not accept: another user may have written the file."""
     (row,) = make_rows([Axis(flag, (value,)) for flag, value in settings.items()], base)
     return row
 
 
 def num_processes(words: Sequence[str]) -> int:
-    """The processes of a run: --world-size, or tensor x pipeline size without that flag."""
+    """Returns the number of processes of a run: --world-size, or TP size x PP size without that flag."""
     given = given_flags(words)
     sizes = [given.get(f"parallel.{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline")]
     return int(given.get("parallel.world_size") or sizes[0] * sizes[1])
 
 
 def _words_of(flag: str, value: str) -> list[str]:
-    """The words of a flag on the command line: none for the value '', and for a switch that is off.
-    UserError for a value that the command line would take for another flag."""
+    """Returns the words that set a flag on the command line: none for the value '' or a switch that is off.
+    Raises UserError for a value that would be parsed as a flag."""
     action = _actions()[flag]
     if _is_switch(action):
         return [flag] if value == "on" else []
@@ -153,20 +155,22 @@ def _words_of(flag: str, value: str) -> list[str]:
     try:
         words = shlex.split(value) if action.nargs is not None else [value]
     except ValueError as error:
-        raise UserError(f"--vary {flag} {value}: a quotation mark is open ({error})") from error
+        raise UserError(f"--vary {flag} {value}: a quotation mark is not closed ({error})") from error
     if any(_LIKE_A_FLAG.match(word) for word in words):
-        raise UserError(f"--vary {flag} {value}: a value cannot begin with a dash, remove it")
+        raise UserError(f"--vary {flag} {value}: a value cannot begin with a dash. Remove the dash.")
     return [flag, *words]
 
 
 def run_words(base: Sequence[str], words: Sequence[str], steps: int) -> list[str]:
-    """The flags of a run of `steps` steps, without evaluation, that logs every step and its bubble."""
+    """Returns the flags of one run: `steps` steps without evaluation, with a log line and the bubble of every
+    step. base: the base command. words: the flags of the row."""
     own = ["--exit-interval", str(steps), "--eval-iters", "0", "--log-interval", "1", "--log-bubble"]
     return [*base, *words, *own]
 
 
 def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
-    """The axis's 'section.field'. base: the flags of the base command."""
+    """Returns the setting of the axis as 'section.field'. Raises UserError if the flag cannot be varied, or a
+    value is not valid. base: the settings of the base command."""
     action = _actions().get(axis.flag)
     if action is None:
         nearest = difflib.get_close_matches(axis.flag, _actions(), n=1)
@@ -177,18 +181,19 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
         reason = _REFUSED.get(name, "the sweep sets it")
         raise UserError(f"--vary {axis.flag} is not possible: {reason}")
     if any(axis.flag == flag.name for flag in IGNORED_FLAGS):
-        raise UserError(f"--vary {axis.flag}: the flag is ignored, it changes nothing")
+        raise UserError(f"--vary {axis.flag}: the flag is ignored, so its value changes nothing")
     if not axis.values:
-        raise UserError(f"--vary {axis.flag} has no value: expected --vary FLAG VALUE VALUE ...")
+        raise UserError(f"--vary {axis.flag} has no value. Expected --vary FLAG VALUE VALUE ...")
     if len(set(axis.values)) < len(axis.values):
-        raise UserError(f"--vary {axis.flag} has a value twice: remove one")
+        raise UserError(f"--vary {axis.flag} has a value twice. Remove one of the two.")
     if _is_switch(action) and not set(axis.values) <= {"on", "off"}:
         raise UserError(f"--vary {axis.flag} {' '.join(axis.values)}: expected the values on and off")
-    # A value is appended to the base command and replaces its value. A flag cannot be taken away in this way.
-    takes_away = "off" if _is_switch(action) else ""
-    if name in base and takes_away in axis.values:
+    # A value of an axis is appended to the base command, which overrides a value but cannot remove a flag.
+    removes_flag = "off" if _is_switch(action) else ""
+    if name in base and removes_flag in axis.values:
         raise UserError(
-            f"{axis.flag} is in the base command, and a value of --vary omits it: remove it there"
+            f"--vary {axis.flag} has a value that removes the flag, but the base command sets it. Remove it "
+            "from the base command."
         )
     return name
 

@@ -1,6 +1,6 @@
-"""Checks the content of a sweep's files, which others may have written: types, numbers and names of fields.
+"""Checks the fields and values of a sweep's files, which other users may have written.
 
-Each function raises ValueError with what is wrong.
+Each function raises ValueError, whose message says what is wrong.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ MAX_REPEAT = 10_000
 
 
 def _is_number(value: Any) -> bool:
-    """Also NaN and infinity, as a loss may be."""
+    """Returns whether the value is a number. A loss may be NaN or infinite, so these count, too."""
     return type(value) is float or is_count(value, -MAX_COUNT)
 
 
 def _is_size(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 1e100  # sums of larger ones overflow in pictures
+    return _is_number(value) and 0 <= value < 1e100  # sums of larger numbers would overflow in plots
 
 
 def _is_time(value: Any) -> bool:
@@ -30,7 +30,7 @@ def _or_none(check: Check) -> Check:
 
 
 def _fields(checks: dict[str, Check]) -> Check:
-    """A dictionary in which these fields are valid. It may have others."""
+    """Returns a check for a dictionary in which these fields are valid. It may have further fields."""
     return lambda value: (
         isinstance(value, dict)
         and all(name in value and check(value[name]) for name, check in checks.items())
@@ -67,12 +67,7 @@ _RECORD: dict[str, Check] = {
     "format": is_count,
     **dict.fromkeys(("command", "commit", "host", "python", "created"), is_text),
 }
-_STEP = _fields(
-    {
-        "iteration": is_count,
-        "loss": _or_none(_is_number),
-    }
-)
+_STEP = _fields({"iteration": is_count, "loss": _or_none(_is_number)})
 _MEMORY = _fields({"stage": is_count, "name": is_text, "most_bytes": _is_size})
 _RESULT: dict[str, Check] = {
     "row": is_count,
@@ -86,7 +81,7 @@ _OPTIONAL: dict[str, Check] = {"bubble": _or_none(_is_size), "commit": is_text, 
 
 
 def check_record(content: Any) -> None:
-    """The content of sweep.json. Its rows are numbered from 0 in their order."""
+    """Checks the content of sweep.json, whose rows must be numbered from 0 in order."""
     _check(content, _RECORD)
     for place, row in enumerate(content["rows"]):
         _check(row, _ROW)
@@ -95,13 +90,13 @@ def check_record(content: Any) -> None:
 
 
 def check_result(content: Any, name: str) -> None:
-    """The content of a result. name: of the file, ROW-REPEAT."""
+    """Checks the content of a result file. name: the file's name without its suffix, ROW-REPEAT."""
     _check(content, _RESULT)
     _check(content, {field: check for field, check in _OPTIONAL.items() if field in content})
     if name != f"{content['row']:03d}-{content['repeat']}":
-        raise ValueError("its name is that of another run")
+        raise ValueError("the file has the name of another run")
     if content["status"] == "ok" and not (_is_time(content.get("step_s")) and content["steps"]):
-        raise ValueError("it has no time of a step")
+        raise ValueError("step_s or steps is missing")
 
 
 def _check(content: Any, checks: dict[str, Check]) -> None:

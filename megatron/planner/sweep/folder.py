@@ -1,11 +1,11 @@
-"""The folder of a sweep: sweep.json, the record of what is run, and one file per finished run.
+"""The folder of a sweep: sweep.json, which describes all runs, and one file per finished run.
 
     sweep.json               base command, combinations, predictions, commit, host
     runs/ROW-REPEAT.json     the result of a run, written at its end
     runs/ROW-REPEAT.log      its console output
     lock                     held while a local sweep runs
 
-A row keeps its number for the life of the folder, so that a sweep can be resumed and extended.
+The number of a row never changes, so that a sweep can be resumed and extended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_WAIT_FOR_LOCK_S = 60.0
 
 @dataclass(frozen=True)
 class Record:
-    """The content of sweep.json. script: of examples/slurm, with --sbatch. base: the flags of all runs."""
+    """The content of sweep.json. base: the flags that all runs share. script: the value of --sbatch."""
 
     base: list[str]
     steps: int
@@ -56,8 +56,8 @@ class Record:
         return [row for row in self.rows if row.refused is None]
 
     def tasks(self) -> Iterator[tuple[Row, int]]:
-        """The runs in their order. Repeats are interleaved (A B C A B C), so that a change of the machine's
-        speed affects all rows."""
+        """Yields (row, repeat) of all runs, in their order. Repeats are interleaved (A B C A B C), so that a
+        change of the machine's speed affects all rows."""
         for repeat in range(1, self.repeat + 1):
             for row in self.runnable:
                 yield row, repeat
@@ -70,31 +70,29 @@ class SweepFolder:
         self.path = path
 
     def read(self) -> Record:
-        """The record. UserError if the folder has none, or a damaged one."""
+        """Reads sweep.json. Raises UserError if it is missing or damaged."""
         file = self.path / "sweep.json"
         try:
             content = read_json(file)
         except FileNotFoundError:
             raise UserError(
-                f"{self.path} has no sweep.json: expected the folder of tools/sweep.py run"
+                f"{self.path} has no sweep.json. Expected the folder of tools/sweep.py run."
             ) from None
         except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}): give another folder") from error
+            raise UserError(f"{file} cannot be read ({error}). Set another folder.") from error
         with expect_layout(file, "the record of a sweep"):
             if content["format"] != FORMAT:
                 raise UserError(
-                    f"{file} has format {content['format']!r:.60}, expected {FORMAT}: use the program that "
-                    "wrote it"
+                    f"{file} has format {content['format']!r:.60}. Expected {FORMAT}. Use the version of the "
+                    "program that wrote the file."
                 )
             check_record(content)
             return Record(**{**content, "rows": [Row(**row) for row in content["rows"]]})
 
     def begin(self, record: Record) -> Record:
-        """Writes the record, or extends the one of this folder; returns what is run.
-
-        Rows of the folder keep their numbers, new combinations are added. Raises UserError if the base
-        command, the number of steps or the script differ, and for rows that no command could have added.
-        """
+        """Writes the record, or adds its rows to the folder's record. Returns the record that was written.
+        Existing rows keep their numbers. Raises UserError if the base command, the number of steps or the
+        script differ from the folder's, or if the folder has a row that --vary does not accept."""
         if (self.path / "sweep.json").exists():
             record = _extend(self.read(), record, self.path)
             for row in record.runnable:
@@ -107,25 +105,28 @@ class SweepFolder:
         return self.path / "runs" / f"{row:03d}-{repeat}.json"
 
     def results(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """(row, repeat) -> result of every finished run."""
+        """Reads the results of finished runs: (row, repeat) -> result. Raises UserError for a damaged
+        file."""
         found = {}
         for file in sorted((self.path / "runs").glob("*-*.json")):
             try:
                 result = read_json(file)
             except (OSError, ValueError) as error:
-                raise UserError(f"{file} cannot be read ({error}): delete it, the run is repeated") from error
+                raise UserError(
+                    f"{file} cannot be read ({error}). Delete the file; the sweep then repeats the run."
+                ) from error
             with expect_layout(file, "the result of a run"):
                 check_result(result, file.stem)
             found[result["row"], result["repeat"]] = result
         return found
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Writes the result of a run, complete or not at all."""
+        """Writes the result of a run atomically."""
         write_json(self.result_file(result["row"], result["repeat"]), result)
 
     def pending(self, record: Record, retry_failed: bool = False) -> list[tuple[Row, int]]:
-        """The runs to do: those without a result. A row that failed is not repeated; retry_failed: its failed
-        runs count as not done."""
+        """Returns the runs without a result. Rows with a failed run are not continued. retry_failed: treats
+        failed runs as runs without a result."""
         results = self.results()
         if retry_failed:
             results = {key: result for key, result in results.items() if result["status"] == "ok"}
@@ -138,8 +139,9 @@ class SweepFolder:
 
     @contextmanager
     def lock(self) -> Iterator[int]:
-        """Holds the folder; yields the descriptor, which a started run inherits, so that the folder stays
-        locked while a run of a killed sweep still ends. UserError if another sweep holds it."""
+        """Locks the folder, and yields the file descriptor of the lock. Raises UserError if another sweep
+        holds the lock for a minute. Runs inherit the descriptor. So if the sweep is killed, the folder stays
+        locked until its run has ended."""
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = open_own(self.path / "lock", 0)
         try:
@@ -147,7 +149,7 @@ class SweepFolder:
             while not _try_lock(descriptor):
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"{self.path}: another sweep or its last run uses this folder: wait, or end it"
+                        f"{self.path}: another sweep or its last run uses this folder. Wait, or end it."
                     )
                 time.sleep(0.2)
             yield descriptor
@@ -164,7 +166,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _extend(old: Record, new: Record, path: Path) -> Record:
-    """The record of the folder with the rows of the new command, checked to be the same sweep."""
+    """Returns the folder's record `old`, extended by the rows of `new`. Raises UserError if the two are not
+    the same sweep."""
     for what, before, now in (
         ("base command", shlex.join(old.base), shlex.join(new.base)),
         ("--steps", old.steps, new.steps),
@@ -172,8 +175,8 @@ def _extend(old: Record, new: Record, path: Path) -> Record:
     ):
         if before != now:
             raise UserError(
-                f"{path} has a sweep with another {what} ({before}; now {now}): its results cannot be "
-                "compared with these, give another folder"
+                f"{path} has a sweep with a different {what} ({before}; now {now}), so the results could not "
+                "be compared. Set another folder."
             )
     rows = list(old.rows)
     places = {row.label: place for place, row in enumerate(rows)}
@@ -183,17 +186,17 @@ def _extend(old: Record, new: Record, path: Path) -> Record:
             rows.append(replace(row, index=len(rows)))
         else:
             rows[place] = replace(row, index=rows[place].index)
-    # The first commit and host stay: they are those of the oldest results. Each result has its own.
+    # The commit and host of the oldest results stay in the record. Each result also has its own.
     return replace(old, rows=rows, repeat=max(old.repeat, new.repeat))
 
 
 def machine_facts() -> dict[str, Any]:
-    """Commit of this repository ('+' if files are changed), host and Python version."""
+    """Returns the commit of this repository ('+': changed files), the host and Python's version."""
     return {"commit": _commit(), "host": node_name(os.environ), "python": platform.python_version()}
 
 
 def now_text() -> str:
-    """The time, in UTC."""
+    """Returns the time in UTC, in ISO format."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 

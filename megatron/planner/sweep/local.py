@@ -1,4 +1,4 @@
-"""Runs of a sweep on this machine, one after another."""
+"""Does the runs of a sweep on this machine, one after another."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron.planner.sweep.folder import ROOT, Record, SweepFolder, machine_fac
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
 
-# The variables that a launcher sets: the sweep may itself run under one.
+# Variables that a launcher sets. A sweep may itself run under a launcher, but its runs must not see them.
 _LAUNCHER = (*TORCH_VARIABLES, FOLDER_VARIABLE)
-# torch's launcher ends after its ranks, and the diagnosis of a failure after the launcher.
+# A process that diagnoses a failure still prints after torch's launcher has ended.
 _MAX_WAIT_FOR_OUTPUT_S = 100.0
 # torch's launcher kills its ranks 30 s after SIGTERM.
 _MAX_WAIT_FOR_END_S = 45.0
@@ -38,12 +38,13 @@ def run_sweep(
     timeout_s: float | None = None,
     retry_failed: bool = False,
 ) -> None:
-    """Does the runs that have no result. timeout_s: a run that takes longer is ended and counts as a hang."""
+    """Does all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a hang.
+    retry_failed: see `SweepFolder.pending`."""
     with folder.lock() as lock, _end_on_sigterm():
         todo = folder.pending(record, retry_failed)
         num_tasks = len(list(record.tasks()))
         if len(todo) < num_tasks:
-            print_fn(f"{num_tasks - len(todo)} of {num_tasks} runs are done, or their row has failed")
+            print_fn(f"{num_tasks - len(todo)} of {num_tasks} runs are done, or belong to a failed row")
         failed: set[int] = set()
         for place, (row, repeat) in enumerate(todo, start=1):
             if row.index in failed:
@@ -59,9 +60,9 @@ def run_sweep(
 
 
 def run_command(base: list[str], row: Row, steps: int) -> list[str]:
-    """The command of a run: torch's launcher, or plain Python for one process. UserError for settings that
-    no --vary could have made."""
-    # From the settings: sweep.json may have been changed since its rows were checked.
+    """Returns the command of a run: torch's launcher, or plain Python for one process. Raises UserError for
+    settings that --vary does not accept."""
+    # The words are made from the settings: another user may have changed the words in sweep.json.
     words = run_words(base, checked_row(row.settings, base).words, steps)
     processes = num_processes(words)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -69,7 +70,7 @@ def run_command(base: list[str], row: Row, steps: int) -> list[str]:
 
 
 def run_environment(env: dict[str, str]) -> dict[str, str]:
-    """The environment of a run: this one without a launcher's variables."""
+    """Returns `env` without the variables of a launcher."""
     kept = {
         name: value
         for name, value in env.items()
@@ -105,10 +106,10 @@ def _run_one(
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float | None) -> bool:
-    """Copies the output to the log until the run has ended; returns whether it ran out of time."""
+    """Copies the output to the log until the run has ended. Returns whether the run exceeded the timeout."""
     assert process.stdout is not None
-    # A pipe and not the file itself: its end shows that the diagnosis of a failure is complete, and the ranks
-    # of a killed sweep end when they print.
+    # The run writes to a pipe instead of the file: the end of the pipe shows that the diagnosis of a failure
+    # is complete, and if the sweep is killed, the ranks end at their next print.
     with os.fdopen(open_own(log), "wb") as file:
         copier = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
         copier.start()
@@ -142,7 +143,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _end_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the current run and then the sweep, as Ctrl-C does."""
+    """Within this context SIGTERM ends the current run and then the sweep, as Ctrl-C does."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The configuration of each combination, found before anything runs, and what the planner predicts for it."""
+"""Checks the configuration of each combination before anything runs, and plans it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron.planner.step_time import planned_step
 from megatron.planner.sweep.axes import Row, num_processes, run_words
 from megatron.tokenizer.vocabulary import find_vocabulary
 
-# Stages x micro-batches of the largest simulated schedule, which takes a second.
+# Largest schedule (stages x micro-batches) that is simulated. It takes a second.
 _MAX_SIMULATED = 50_000
-# Settings that do not change the losses, by section: how the work is distributed and logged (the first
-# section of docs/parallelism.md). All other settings do, so rows that differ in one of them are not compared.
+# Settings that do not change the losses, by section: how the work is distributed and logged (see
+# docs/equal_losses.md). The losses of rows that differ in any other setting are not compared.
 _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
-    "parallel": None,  # all of the section
+    "parallel": None,  # all settings of the section
     "logging": None,
     "batch": ("micro_batch_size",),
     "data": ("num_workers", "valid_num_workers", "data_cache_path", "max_epochs_per_dataset"),
@@ -60,9 +60,10 @@ _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
 }
 
 
-# What the planner predicts; None where it cannot. memory_bytes: per pipeline rank. bubble: mean share of a
-# step in which a rank is idle. max_over_mean: FLOPs of the heaviest pipeline rank relative to the mean.
-# step_s: seconds. note: why values are missing.
+# The fields of a prediction; None for values that the planner cannot predict. layers: layer indices of each
+# stage. memory_bytes: per pipeline rank. bubble: mean fraction of a step in which a rank is idle.
+# max_over_mean: FLOPs of the heaviest pipeline rank relative to the mean. step_s: seconds per step. note: why
+# values are missing.
 _PREDICTION = dict.fromkeys(("layers", "memory_bytes", "bubble", "max_over_mean", "step_s", "note"))
 
 
@@ -74,13 +75,14 @@ def resolve_rows(
     processes: int | None = None,
     dry_run: bool = False,
 ) -> list[Row]:
-    """Checks and plans all combinations. UserError if each of them is refused: the base is at fault.
-
-    processes: None for --world-size, or TP x PP without that flag. dry_run: the files may be missing.
-    """
+    """Checks and plans all combinations. Raises UserError if all of them are invalid, since the cause is then
+    in the base command. steps: steps per run. processes: number of processes; None reads --world-size, or
+    else takes TP x PP. dry_run: True if the run's files, such as the data, may be missing."""
     resolved = [_resolve_row(base, row, steps, processes, dry_run) for row in rows]
     if all(row.refused for row in resolved):
-        raise UserError(f"all {len(rows)} combination(s) are refused, the first one: {resolved[0].refused}")
+        raise UserError(
+            f"all {len(rows)} combination(s) are refused. The reason for the first: {resolved[0].refused}"
+        )
     return resolved
 
 
@@ -98,7 +100,7 @@ def _resolve_row(base: Sequence[str], row: Row, steps: int, processes: int | Non
     return replace(
         row,
         processes=processes,
-        numbers=numbers_digest(config),
+        numbers=loss_settings_digest(config),
         tolerance=_tolerance(config),
         tokens_per_step=config.batch.global_batch_size * config.model.seq_length,
         predicted=predicted,
@@ -108,23 +110,24 @@ def _resolve_row(base: Sequence[str], row: Row, steps: int, processes: int | Non
 def _check_full_batch(config: Config) -> None:
     if config.batch.rampup_batch_size is not None:
         raise UserError(
-            "--rampup-batch-size: a sweep would measure its first, small batches; remove it (in the scripts "
-            "of examples/slurm: RAMPUP_BATCH_SIZE=)"
+            "--rampup-batch-size: a sweep would measure only the first, small batches. Remove the flag (in "
+            "the scripts of examples/slurm: RAMPUP_BATCH_SIZE=)."
         )
     if config.curriculum is not None:
         raise UserError(
-            "curriculum_learning in --deepspeed_config: a sweep would measure its first, short sequences; "
-            "remove it"
+            "curriculum_learning in --deepspeed_config: a sweep would measure only the first, short "
+            "sequences. Remove it from the file."
         )
 
 
 def _tolerance(config: Config) -> float:
-    """Invariant 1: 1e-5 for fp32, otherwise the rounding of the format."""
+    """Returns the allowed relative difference of losses between layouts: 1e-5 in fp32, as
+    docs/equal_losses.md states, and otherwise the rounding error of the precision."""
     return {"fp32": 1e-5, "fp16": 2.0**-10, "bf16": 2.0**-7}[config.precision.name]
 
 
-def numbers_digest(config: Config) -> str:
-    """A digest of the settings on which the losses depend. Equal digests: the losses must be equal."""
+def loss_settings_digest(config: Config) -> str:
+    """Returns a digest of the settings on which the losses depend: equal digests mean equal losses."""
     settings = {
         section: {
             name: value
@@ -137,12 +140,12 @@ def numbers_digest(config: Config) -> str:
 
 
 def predict(config: Config) -> dict[str, Any]:
-    """Memory and bubble by the planner; with --gpu also the time of a step, and the bubble with its times.
-    UserError for a partition that is not possible."""
+    """Returns the fields of `_PREDICTION` for a run. Without --gpu there is no time of a step, and the bubble
+    assumes times proportional to FLOPs. Raises UserError for a partition that is not possible."""
     vocab = find_vocabulary(config)
     times = read_layer_times(config, vocab.size)
     if times is None and needs_profiling(config):
-        note = "the partition is measured when the run starts (--partition-method profile)"
+        note = "--partition-method profile measures the layers at the start of the run"
         return {**_PREDICTION, "note": note}
     plan = plan_stages(config, vocab.size, times)
     work = stage_flops(config, plan, vocab.size)
@@ -159,8 +162,8 @@ def predict(config: Config) -> dict[str, Any]:
 
 
 def _predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
-    """Mean idle share of the ranks in a step, with times proportional to FLOPs. None for a schedule that is
-    too long to simulate."""
+    """Returns the mean fraction of a step in which a rank is idle, for times proportional to FLOPs; None for
+    a schedule that is too long to simulate."""
     micro_batches = config.micro_batches_per_step
     if len(work) * micro_batches > _MAX_SIMULATED:
         return None

@@ -1,4 +1,4 @@
-"""The result of a run, from its console output and exit code."""
+"""Reads the result of a run from its console output and exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEMORY_ROW = re.compile(r"^\s+(?:stage|pipeline rank)\s+(\d{1,9}) \| (.*)$")
 _MEMORY = re.compile(r"(\w[\w ]*?)\s+(\d+\.?\d*) to\s+(\d+\.?\d*) \(rank (\d{1,9})\)")
 _BUBBLE = re.compile(r"^bubble, % of the passes' time per pipeline rank: ([\d. -]+)$", re.MULTILINE)
 _ERROR = re.compile(r"^(?:rank \d+ on \S+: )?error: ")
-# status -> what its reason contains, in the order in which they are tried.
+# Status of a failed run -> pattern of its reason. The first pattern that matches decides.
 _STATUS = {
     "hang": re.compile(r"error: hang: "),
     "killed": re.compile(r"killed \(SIG|ended at once: killed"),
@@ -24,8 +24,8 @@ _MAX_REASON = 600
 
 
 def parse_memory_rows(log: str) -> list[dict[str, Any]]:
-    """The rows of the memory table of `training.startup_report`: stage, name of the memory, least and most
-    bytes, rank of the most."""
+    """Returns the entries of the memory table that `training.startup_report` prints: stage, kind of memory,
+    least and most bytes of its ranks, and the rank that has most."""
     return [
         {
             "stage": int(row[1]),
@@ -41,7 +41,7 @@ def parse_memory_rows(log: str) -> list[dict[str, Any]]:
 
 
 def parse_steps(log: str) -> list[dict[str, Any]]:
-    """One entry per training line: iteration, loss (None if the step was skipped), grad_norm, seconds."""
+    """Returns an entry per training line: iteration, loss (None in a skipped step), grad_norm, seconds."""
     found: dict[int, dict[str, Any]] = {}
     for text in log.splitlines():
         line = parse_log_line(text)
@@ -58,7 +58,8 @@ def parse_steps(log: str) -> list[dict[str, Any]]:
 
 
 def _seconds(line: dict[str, Any]) -> float | None:
-    """Seconds of the step. The throughput has more digits than the time, if it is above 10 samples/s."""
+    """Returns the seconds of the step. They are computed from the throughput if it is above 10 samples/s,
+    since it is then logged with more digits than the time."""
     rate, batch = float(line.get("samples_per_second", 0)), line.get("global_batch_size")
     if rate >= 10 and batch is not None:
         return float(batch) / rate
@@ -67,14 +68,15 @@ def _seconds(line: dict[str, Any]) -> float | None:
 
 
 def step_seconds(steps: list[dict[str, Any]], wanted: int) -> float | None:
-    """Median seconds of the second half of `wanted` steps, the larger half; None if none was logged."""
+    """Returns the median seconds of the second half of `wanted` steps (of 5 steps, the last 3); None if none
+    of them was logged."""
     last = sorted(step["iteration"] for step in steps)[-((wanted + 1) // 2) :]
     seconds = [step["seconds"] for step in steps if step["iteration"] in last and step["seconds"]]
     return statistics.median(seconds) if seconds else None
 
 
 def read_result(row: Row, repeat: int, log: str, exit_code: int, steps: int) -> dict[str, Any]:
-    """The result of a run as docs/sweep.md describes it, without its times and its machine."""
+    """Returns the result of a run (docs/sweep.md), without the fields on its start, duration and machine."""
     logged = parse_steps(log)
     status, reason = "ok", None
     if exit_code != 0:
@@ -98,8 +100,8 @@ def read_result(row: Row, repeat: int, log: str, exit_code: int, steps: int) -> 
 
 
 def parse_bubble(log: str, steps: int) -> float | None:
-    """The mean idle share of the pipeline ranks, the median over the second half of the steps. None if it was
-    not logged."""
+    """Returns the mean idle fraction of the pipeline ranks, as the median over the second half of the steps;
+    None if it was not logged."""
     shares = [[parse_number(share) for share in line.split()] for line in _BUBBLE.findall(log)]
     means = [
         sum(share or 0 for share in ranks) / len(ranks) / 100
@@ -110,7 +112,7 @@ def parse_bubble(log: str, steps: int) -> float | None:
 
 
 def failure(log: str, exit_code: int) -> tuple[str, str]:
-    """Status and reason of a run that failed: its last error sentence, otherwise its last line."""
+    """Returns the status and the reason of a failed run: its last error message, or else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
     reason = (errors or lines or [f"the run ended with exit code {exit_code} and printed nothing"])[-1]

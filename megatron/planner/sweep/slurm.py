@@ -1,13 +1,13 @@
-"""Runs of a sweep as an array of Slurm jobs, which run a script of examples/slurm.
+"""Does the runs of a sweep as an array of Slurm jobs, each of which runs a script of examples/slurm.
 
-`submit` writes the runs of an array into a file and submits the script itself, with SWEEP=FILE in its
-environment. examples/slurm/common.sh then asks this module for the flags of its array task, and hands it the
-exit code at the end:
+`submit` writes the runs of the array to a file, and submits the script with SWEEP=FILE in its environment. In
+each job, examples/slurm/common.sh reads the flags of its array task from this module, and finally records the
+exit code and the log:
 
     python -m megatron.planner.sweep.slurm flags FILE TASK
     python -m megatron.planner.sweep.slurm record FILE TASK CODE LOG
 
-The second half needs no torch.
+These two commands do not import torch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, no
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
 
-# Variables of the scripts: full batches from the first step on, and nothing but steps.
+# Variables of the scripts that turn off ramp-up, checkpoints and evaluation.
 SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS": "0"}
 _TIMEOUT_S = 120
 
 
 def read_base_command(script: str, flags: Sequence[str], folder: Path) -> ScriptCommand:
-    """The training command that a script of examples/slurm starts with `flags` after its name. UserError if
-    it does not print one with torch's launcher."""
+    """Returns the training command of a script of examples/slurm that is called with `flags`. Raises
+    UserError if the script does not print a command with torch's launcher. folder: the sweep's folder."""
     command = read_script("--sbatch", script, flags, _environment(folder))
     if command.processes is None:
         raise UserError(
-            f"--sbatch {script} prints a command without --nnodes and --nproc_per_node: expected one of "
-            "torch's launcher, as in examples/slurm"
+            f"--sbatch {script} prints a command without --nnodes and --nproc_per_node. Expected a command "
+            "with torch's launcher, like those in examples/slurm."
         )
     return command
 
@@ -51,10 +51,9 @@ def submit(
     options: Sequence[str],
     retry_failed: bool,
 ) -> str:
-    """Submits the runs that have no result and are not in the queue; returns a sentence.
-
-    nodes: of a job. flags: after the script's name. options: of sbatch. Raises UserError if sbatch refuses.
-    """
+    """Submits the runs that have no result and are not in the queue; returns a sentence for the user. nodes:
+    nodes per job. flags: arguments of the script. options: options of sbatch. retry_failed: see
+    `SweepFolder.pending`. Raises UserError if sbatch fails."""
     assert record.script is not None
     queued = _queued(folder)
     todo = [
@@ -64,27 +63,17 @@ def submit(
     ]
     waiting = f"; {len(queued)} are in the queue" if queued else ""
     if not todo:
-        return f"nothing to submit{waiting}: all other runs are done"
+        return f"nothing to submit: all {'other ' if queued else ''}runs are done{waiting}"
     arrays = folder.path / "arrays"
     arrays.mkdir(parents=True, exist_ok=True)
     file = arrays / f"{len(list(arrays.glob('*.json')))}.json"
     tasks = [{"row": row.index, "repeat": repeat} for row, repeat in todo]
     write_json(file, {"job": None, "tasks": tasks})
-    # One job at a time, so that the rows do not disturb each other.
-    # There is nothing to save: the scripts' ten minutes of warning would stop a short job at its start.
-    words = [
-        "sbatch",
-        "--parsable",
-        "--signal=B:USR2@60",
-        f"--array=0-{len(tasks) - 1}%1",
-        "--job-name=sweep",
-    ]
-    words += [
-        f"--nodes={nodes}",
-        f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out",
-        *options,
-    ]
-    words += [record.script, *flags]
+    # One job at a time (%1), so that the rows do not disturb each other. --signal replaces the scripts'
+    # warning of ten minutes, which would stop a shorter job at its start: a sweep has no checkpoint to save.
+    words = ["sbatch", "--parsable", "--signal=B:USR2@60"]
+    words += [f"--array=0-{len(tasks) - 1}%1", "--job-name=sweep", f"--nodes={nodes}"]
+    words += [f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out", *options, record.script, *flags]
     try:
         run = subprocess.run(
             words,
@@ -96,18 +85,18 @@ def submit(
     except FileNotFoundError:
         file.unlink()
         raise UserError(
-            "sbatch is not installed here: run without --sbatch, or on a machine of the cluster"
+            "sbatch is not installed on this machine. Remove --sbatch, or use a machine of the cluster."
         ) from None
     if run.returncode:
         file.unlink()
         reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-        raise UserError(f"sbatch refuses the array: {reason}")
-    # A wrapper of sbatch may print more before it.
+        raise UserError(f"sbatch rejects the array: {reason}")
+    # The job's number is on the last line: a wrapper of sbatch may print further lines first.
     job = (run.stdout.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"[0-9]+", job):
         raise UserError(
-            f"sbatch --parsable prints '{one_line(job or 'nothing')}' as its last line, expected a job's "
-            "number: if squeue shows the array, wait for its end before you submit again"
+            f"sbatch --parsable prints '{one_line(job or 'nothing')}' as its last line. Expected a job's "
+            "number. If squeue shows the array, wait for its end before you submit again."
         )
     write_json(file, {"job": job, "tasks": tasks})
     return (
@@ -117,12 +106,12 @@ def submit(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The environment of a script: nothing but full steps, and its files in the folder of the sweep."""
+    """Returns the environment of a script: SCRIPT_VARIABLES, and its files go to the sweep's folder."""
     return {**script_environment(), **SCRIPT_VARIABLES, "RUN_DIR": str(folder.resolve() / "runs")}
 
 
 def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
-    """The runs of earlier arrays that wait or run."""
+    """Returns the runs of earlier arrays that are pending or running in Slurm."""
     queued: set[tuple[int, int]] = set()
     for file in sorted((folder.path / "arrays").glob("*.json")):
         job, runs = _read_array(file)
@@ -138,23 +127,23 @@ def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
 
 
 def _read_array(file: Path) -> tuple[object, list[tuple[int, int]]]:
-    """The Slurm job of an array, unchecked, and the (row, repeat) of its tasks."""
+    """Reads an array's file: its Slurm job, which is not checked, and the (row, repeat) of each task."""
     with expect_layout(file, "the tasks of an array"):
         array = read_json(file)
         job, runs = array["job"], [(task["row"], task["repeat"]) for task in array["tasks"]]
         if not all(is_count(row, 0) and is_count(repeat, 1) for row, repeat in runs):
-            raise ValueError("a run has no numbers")
+            raise ValueError("row or repeat is not a number")
     return job, runs
 
 
 def task_flags(file: Path, task: int) -> list[str]:
-    """The flags that an array task appends to those of its script."""
+    """Returns the flags that an array task appends to the flags of its script."""
     record, row, _ = _task(file, task)
     return run_words([], checked_row(record.rows[row].settings, record.base).words, record.steps)
 
 
 def record_task(file: Path, task: int, code: int, log: Path) -> None:
-    """Writes the result of an array task. code: the exit code of the run. log: its output."""
+    """Writes the result of an array task. code: the exit code of the run. log: the file with its output."""
     record, row, repeat = _task(file, task)
     text = "\n".join(read_log_lines(log))
     result = read_result(record.rows[row], repeat, text, code, record.steps)
@@ -163,21 +152,23 @@ def record_task(file: Path, task: int, code: int, log: Path) -> None:
 
 
 def _task(file: Path, task: int) -> tuple[Record, int, int]:
+    """Returns the record, row and repeat of an array task. Raises UserError if it is not a run of the
+    sweep."""
     _, runs = _read_array(file)
     record = _folder(file).read()
     if not 0 <= task < len(runs) or runs[task][0] >= len(record.rows) or runs[task][1] > record.repeat:
-        raise UserError(f"{file} has no task {task} of a run in sweep.json: submit the sweep again")
+        raise UserError(f"{file}: task {task} is not a run of sweep.json. Submit the sweep again.")
     return record, *runs[task]
 
 
 def _folder(file: Path) -> SweepFolder:
-    """The sweep of an array's file, which is FOLDER/arrays/NUMBER.json."""
+    """Returns the sweep's folder. file: FOLDER/arrays/NUMBER.json."""
     return SweepFolder(file.resolve().parent.parent)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the commands above."""
-    parser = argparse.ArgumentParser(description="the flags and the result of one task of a sweep's array")
+    """Runs the commands of the module's docstring."""
+    parser = argparse.ArgumentParser(description="prints the flags, or records the result, of an array task")
     parser.add_argument("action", choices=("flags", "record"))
     parser.add_argument("file", type=Path)
     parser.add_argument("task", type=int)

@@ -1,10 +1,10 @@
-"""All that a sweep has found, as one JSON object: the source of the table, the files and the picture.
+"""Summarizes a sweep as one JSON object, from which the table, the files and the plot are made.
 
 docs/sweep.md describes the object.
 
-Layout, partition, schedule, micro-batch size and recomputation do not change the losses (the first section of
-docs/parallelism.md), so runs that differ in nothing else are compared. Rows that differ in other settings,
-such as precision or learning rate, form separate groups.
+Layout, partition, schedule, micro-batch size and recomputation do not change the losses
+(docs/equal_losses.md). So rows that differ only in these settings form a group, and their losses are
+compared.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatron.planner.sweep.axes import Row
 from megatron.planner.sweep.folder import FORMAT, Record
 
 Results = Mapping[tuple[int, int], dict[str, Any]]
-# The memory that is compared with the plan: of PyTorch's allocator, or of the process on a CPU.
+# Kinds of logged memory that are compared with the plan: of PyTorch's allocator, or of a process on a CPU.
 _PEAKS = ("peak allocated", "peak resident")
 
 
 def summarize(record: Record, results: Results) -> dict[str, Any]:
-    """The summary of a sweep, finished or not. results: by row and repeat."""
+    """Returns the summary of a sweep, which may be unfinished. results: (row, repeat) -> result."""
     groups = group_numbers(record.rows)
     rows = [_summary_of(row, record, results, groups.get(row.index)) for row in record.rows]
     _add_ratios(rows)
     losses = [found for found in check_losses(record.rows, results) if found["runs"]]
     sweep = {name: value for name, value in vars(record).items() if name not in ("rows", "format")}
-    # A sweep may be continued later: after a change of the program, or elsewhere.
+    # A sweep may be continued with another commit, or on another host.
     for facts in ("commit", "host"):
         sweep[f"{facts}s"] = sorted({result[facts] for result in results.values() if facts in result})
     return {
@@ -67,7 +67,8 @@ def _summary_of(row: Row, record: Record, results: Results, group: int | None) -
 
 
 def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The median over the repeats, the fastest and the slowest one; memory of the largest."""
+    """Returns the measured values of a row: median, fastest and slowest repeat, and the largest memory of all
+    repeats. None without a run."""
     if not runs:
         return None
     seconds = [float(run["step_s"]) for run in runs]
@@ -86,8 +87,8 @@ def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None
 
 
 def peak_memory(runs: Sequence[dict[str, Any]]) -> list[float] | None:
-    """Per pipeline rank, the largest peak of its ranks and of the runs, in bytes. None if it was not
-    logged."""
+    """Returns, for each pipeline rank, the largest peak of its devices in all runs, in bytes; None if it was
+    not logged."""
     largest: dict[int, float] = {}
     for run in runs:
         for entry in run["memory"]:
@@ -101,7 +102,8 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Adds the time relative to the first measured row of the same group: other groups do other work."""
+    """Adds to each row its time relative to the first measured row of its group. Groups are not compared,
+    since their work differs."""
     first: dict[int, float] = {}
     for row in rows:
         if row["measured"]:
@@ -110,8 +112,8 @@ def _add_ratios(rows: list[dict[str, Any]]) -> None:
 
 
 def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:
-    """Compares all runs of each group, repeats included, step by step: an object of `losses` in docs/sweep.md
-    for each group. Failed runs count up to their end."""
+    """Compares the losses of all runs of each group step by step, including repeats, and failed runs up to
+    their end. Returns the objects of `losses` in docs/sweep.md, one per group."""
     numbers = group_numbers(rows)
     groups = (
         [row for row in rows if numbers.get(row.index) == group] for group in sorted(set(numbers.values()))
@@ -120,7 +122,7 @@ def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:
 
 
 def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
-    """Row -> number of its group, from 1 in the order of the rows; refused rows have none."""
+    """Returns row -> its group, numbered from 1 in the order of the rows. Refused rows have no group."""
     numbers: dict[str, int] = {}
     for row in rows:
         if row.refused is None:
@@ -129,9 +131,9 @@ def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
 
 
 def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, Any]:
-    """The comparison of a group's losses. rows: that were compared. largest_difference: relative, of the
-    losses at one step. disagreeing: a sentence for each run whose losses differ by more than the
-    tolerance."""
+    """Compares the losses of a group. In the result, `rows` are the compared rows, `largest_difference` is
+    the largest relative difference of losses at one step, and `disagreeing` has a sentence per run whose
+    losses differ by more than the tolerance."""
     indices = {row.index for row in group}
     curves = {
         key: {step["iteration"]: float(step["loss"]) for step in result["steps"] if step["loss"] is not None}
@@ -139,21 +141,21 @@ def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, A
         if key[0] in indices
     }
     curves = {key: curve for key, curve in curves.items() if curve}
-    # A comparison of two precisions is not possible: the precision is one of the settings of a group.
+    # All rows of a group have one precision, and so one tolerance.
     tolerance = max(row.tolerance for row in group)
     largest, first_difference = 0.0, dict[tuple[int, int], str]()
     for step in sorted({step for curve in curves.values() for step in curve}):
         losses = {key: curve[step] for key, curve in curves.items() if step in curve}
         reference = statistics.median_low(losses.values())
-        is_like = next(key for key, loss in losses.items() if loss == reference or math.isnan(reference))
+        typical = next(key for key, loss in losses.items() if loss == reference or math.isnan(reference))
         largest = max(largest, _difference(min(losses.values()), max(losses.values())))
         for key, loss in losses.items():
             difference = _difference(loss, reference)
             largest = max(largest, difference)
             if difference > tolerance and key not in first_difference:
                 first_difference[key] = (
-                    f"row {key[0]}, repeat {key[1]} has loss {loss:.6g} at step {step}, row {is_like[0]}, "
-                    f"repeat {is_like[1]} has {reference:.6g}: {difference:.1e} apart"
+                    f"row {key[0]}, repeat {key[1]} has loss {loss:.6g} at step {step}, row {typical[0]}, "
+                    f"repeat {typical[1]} has {reference:.6g}: relative difference {difference:.1e}"
                 )
     compared, disagreeing = sorted({row for row, _ in curves}), list(first_difference.values())
     what = f"losses of group {number} (rows {', '.join(map(str, compared))}; {len(curves)} runs)"
@@ -175,7 +177,7 @@ def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, A
 
 
 def _difference(a: float, b: float) -> float:
-    """Relative difference; infinite if only one of them is a number."""
+    """Returns the relative difference of two losses; infinite if only one of them is finite."""
     if math.isfinite(a) and math.isfinite(b):
         return abs(a - b) / max(abs(a), abs(b), 1e-30)
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else math.inf

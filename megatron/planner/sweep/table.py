@@ -1,4 +1,4 @@
-"""The report of a sweep as text, Markdown and CSV."""
+"""Formats the report of a sweep as text, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.units import GIB
 
 Summary = Mapping[str, Any]
 
-# Column -> (value of a row's 'predicted' or 'measured', text of a value).
+# Title of a column -> its text, from the values of a row's 'predicted' or 'measured'.
 _PREDICTED = {
     "planned s": lambda values: _number(values["step_s"], ".4g"),
     "planned GiB": lambda values: _per_stage(values["memory_bytes"]),
@@ -30,13 +30,13 @@ _MEASURED = {
 
 
 def report_text(summary: Summary) -> str:
-    """The table and what is to be said about it, for the console."""
+    """Returns the table and its remarks for the console."""
     cells = table_cells(summary)
     return "\n".join([format_table(cells, left_align=range(1 + len(summary["axes"]))), *remarks(summary)])
 
 
 def report_markdown(summary: Summary) -> str:
-    """The same as Markdown, with the facts of the sweep."""
+    """Returns the table and its remarks as Markdown, with the command and machine of the sweep."""
     head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in table_cells(summary)]
     lines = [head, ["---"] * len(head), *rows]
     sweep = summary["sweep"]
@@ -50,24 +50,14 @@ def report_markdown(summary: Summary) -> str:
 
 
 def report_csv(summary: Summary) -> str:
-    """One line per row, numbers in full: seconds, bytes per stage separated by blanks, shares."""
+    """Returns a CSV line per row, with unrounded numbers. Bytes per stage are separated by spaces."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     kinds = {
-        "predicted": ("step_s", "bubble", "max_over_mean", "memory_bytes"),
-        "measured": (
-            "repeats",
-            "step_s",
-            "step_s_least",
-            "step_s_most",
-            "ratio",
-            "tokens_per_s",
-            "loss",
-            "bubble",
-            "memory_bytes",
-        ),
+        "predicted": "step_s bubble max_over_mean memory_bytes",
+        "measured": "repeats step_s step_s_least step_s_most ratio tokens_per_s loss bubble memory_bytes",
     }
-    values = [(kind, name) for kind, names in kinds.items() for name in names]
+    values = [(kind, name) for kind, names in kinds.items() for name in names.split()]
     own = ["row", "status", "reason", "processes", "group"]
     writer.writerow([*own, *summary["axes"], *(f"{kind}_{name}" for kind, name in values)])
     for row in summary["rows"]:
@@ -80,7 +70,7 @@ def report_csv(summary: Summary) -> str:
 
 
 def table_cells(summary: Summary) -> list[list[str]]:
-    """Header and rows. Columns without any value are left out."""
+    """Returns the header and the rows of the table, without columns that have no value."""
     flags: Sequence[str] = summary["axes"]
     head = [
         "row",
@@ -112,7 +102,7 @@ def table_cells(summary: Summary) -> list[list[str]]:
 
 
 def remarks(summary: Summary) -> list[str]:
-    """One sentence per row without a full measurement, and on the losses."""
+    """Returns the remarks: a sentence per row without a full measurement, and on the losses of each group."""
     found = []
     for row in summary["rows"]:
         if row["reason"]:
@@ -134,7 +124,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _per_stage(sizes: Sequence[float] | None) -> str:
-    """GiB of each pipeline rank; of more than four the least and the largest."""
+    """Returns the GiB of each pipeline rank; for more than four ranks, the smallest and the largest."""
     if not sizes:
         return "-"
     if len(sizes) > 4:

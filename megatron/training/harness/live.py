@@ -1,7 +1,8 @@
-"""Tasks of lm-evaluation-harness on the model that is being trained, under its layout.
+"""Runs tasks of lm-evaluation-harness on the model during training, in the layout of the run.
 
-Rank 0 runs the harness, and the other ranks compute with it (`DistributedGPT`). The state of training does
-not change: the model draws no random numbers in evaluation mode, and what the harness seeds is restored.
+Rank 0 runs the harness, and the other ranks compute with it (`DistributedGPT`). The training state does not
+change: the model draws no random numbers in evaluation mode, and the generators that the harness seeds are
+restored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import Config
-from megatron.config.validate import no_harness
+from megatron.config.validate import missing_harness_error
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 
 
 def load_tasks(config: Config) -> Tasks | None:
-    """The tasks of the flags, None without any. Reads their data. ConfigError if that is not possible."""
+    """Returns the tasks of the flags with their data, or None without tasks. Raises ConfigError if they
+    cannot be loaded."""
     training = config.training
     if not training.eval_harness_tasks:
         return None
     try:
         from megatron.training.harness.model import Tasks
     except ImportError as error:
-        raise no_harness("--eval-harness-tasks", str(error)) from error
+        raise missing_harness_error("--eval-harness-tasks", str(error)) from error
     return Tasks(
         training.eval_harness_tasks,
         training.eval_harness_tasks_path,
@@ -50,10 +52,10 @@ def run_tasks(
     heartbeat: Callable[[], None],
     print_fn: Callable[[str], object],
 ) -> Results | None:
-    """Runs the tasks on the weights of an engine. Returns the results on rank 0, {} on the others and if the
-    harness fails, which is printed; None if it was stopped. Collective.
+    """Runs the tasks on the weights of an engine. Collective.
 
-    tasks: on rank 0. stop_requested, heartbeat: see `DistributedGPT`.
+    Returns the results on rank 0, and {} on other ranks; {} also if the harness fails, which is printed; None
+    if the tasks were stopped. tasks: only on rank 0. stop_requested, heartbeat: see `DistributedGPT`.
     """
 
     def begin_micro_batch() -> None:
@@ -67,7 +69,7 @@ def run_tasks(
     )
     engine.optimizer.wait_for_params()
     engine.module.eval()
-    # With --compile each length of the texts would be compiled.
+    # torch.compile would recompile for each text length.
     eager = torch.compiler.set_stance("force_eager") if config.training.compile else nullcontext()
     try:
         with eager, _random_state_kept():
@@ -89,7 +91,7 @@ def _run_on_rank_0(model: DistributedGPT, tasks: Tasks, print_fn: Callable[[str]
     # A metric of a task may fail in any way. It must not end a training run.
     except Exception as error:
         if model.is_responding:
-            raise  # a collective, which fails on the other ranks too, or the request to stop
+            raise  # a failed collective, which fails on all ranks, or the request to stop
         print_fn(f"WARNING: --eval-harness-tasks failed ({type(error).__name__}: {error})")
     model.stop()
     return results
@@ -97,7 +99,7 @@ def _run_on_rank_0(model: DistributedGPT, tasks: Tasks, print_fn: Callable[[str]
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """The harness seeds the generators of Python, NumPy and torch."""
+    """Restores the random generators of Python, NumPy and torch, which the harness seeds."""
     accelerator = get_accelerator()
     devices = [] if accelerator.device_name() == "cpu" else [accelerator.current_device()]
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -1,4 +1,5 @@
-"""EleutherAI's lm-evaluation-harness (package lm_eval, optional): a model as it calls it, and its tasks."""
+"""Adapts a model to EleutherAI's lm-evaluation-harness (optional package lm_eval), and loads and runs its
+tasks."""
 
 from __future__ import annotations
 
@@ -22,21 +23,23 @@ from megatron.tokenizer import Tokenizer
 
 # Task -> metric -> value.
 Results = dict[str, dict[str, float]]
-# Tasks of this package.
+# Folder of the tasks in this package.
 OWN_TASKS = Path(__file__).parent
-# For standard errors of metrics that are not means.
+# Bootstrap samples for standard errors of metrics that are not means.
 _BOOTSTRAP_DRAWS = 1000
-# Of tasks that generate and do not say how much.
+# Limit for generating tasks that set no limit.
 MAX_GENERATED_TOKENS = 256
-# Names of a task's setting of that number.
+# Names of the setting with a task's limit.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness calls it. Texts longer than `max_length` tokens lose their beginning."""
+    """A model with the harness's interface. Texts longer than `max_length` tokens are truncated on the
+    left."""
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, max_length: int, batch_size: int) -> None:
-        """max_length: tokens of the model's input. batch_size: number of texts in a call of the model."""
+        """max_length: maximum tokens in the model's input. batch_size: number of texts per call of the
+        model."""
         super().__init__()
         self.model, self.texts = model, tokenizer
         self.max_length, self.batch_size = max_length, batch_size
@@ -48,12 +51,12 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes a text without context."""
+        """The token in front of a text without context."""
         return self.texts.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text. As with the harness's own models, a tokenizer that begins texts with a
-        beginning-of-sequence token does so here too, unless the text brings its own."""
+        """Returns the tokens of a text. Like the harness's own models, adds the tokenizer's
+        beginning-of-sequence token, unless the text begins with it."""
         tokens = self.texts.tokenize(string)
         bos = [self.texts.bos]
         if add_special_tokens is False or not self.texts.adds_bos or tokens[:1] == bos:
@@ -63,15 +66,15 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """For each (_, context, continuation): the log-likelihood of the continuation, and whether each of
-        its tokens is the most likely one."""
+        """Returns, for each (_, context, continuation), the log-likelihood of the continuation, and whether
+        greedy decoding would generate it."""
         found: dict[int, tuple[float, bool]] = {}
-        # Long ones first: memory is known at the start, and texts of a batch have about the same length.
+        # Long texts first: the peak memory comes first, and texts of a batch have similar lengths.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1] + requests[index][2]))
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             texts = [(requests[index][1] + requests[index][2])[-self.max_length - 1 :] for index in batch]
-            # Padding comes last, where no token attends to it.
+            # Padding is on the right, where no token attends to it.
             rows = _padded(texts, self.eot_token_id)
             log_probs, is_greedy = (x.cpu() for x in self.model.score(rows[:, :-1], rows[:, 1:]))
             for row, (index, text) in enumerate(zip(batch, texts, strict=True)):
@@ -82,7 +85,7 @@ class HarnessModel(TemplateLM):
         return [found[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows of `max_length` tokens that do not overlap."""
+        """Returns the log-likelihood of each text, in windows of `max_length` tokens that do not overlap."""
         totals = []
         for request in requests:
             windows = get_rolling_token_windows(
@@ -93,8 +96,8 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations up to the first of the task's end texts. A context loses its beginning if it
-        leaves no room for the continuation. Errors as `generated_tokens`."""
+        """Returns greedy continuations, up to the first of the task's end texts. A context is truncated on
+        the left to leave room for the continuation. Raises ConfigError as `generated_tokens` does."""
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, settings: dict[str, Any]) -> str:
@@ -119,7 +122,7 @@ class HarnessModel(TemplateLM):
 
 
 def _padded(texts: Sequence[list[int]], padding: int) -> torch.Tensor:
-    """[texts, longest]."""
+    """Returns the texts as a tensor [texts, longest text], padded on the right."""
     longest = max(map(len, texts))
     return torch.tensor([text + [padding] * (longest - len(text)) for text in texts])
 
@@ -135,9 +138,9 @@ class Tasks:
         tokenizer: Tokenizer,
         max_length: int,
     ) -> None:
-        """folder: of tasks beside the harness's own. limit: use the first documents of each task only.
-        max_length: tokens of the model's input. ConfigError for an unknown task, one whose data cannot be
-        loaded, one that requests sampling, and one whose answers are too long."""
+        """folder: folder of tasks besides the harness's own. limit: use only the first documents of each
+        task. max_length: maximum tokens in the model's input. Raises ConfigError for unknown tasks, for data
+        that cannot be loaded, for tasks that request sampling, and for answers that are too long."""
         self._limit, self._tokenizer, self._max_length = limit, tokenizer, max_length
         self._manager, loaded = _load(
             list(names), [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
@@ -145,7 +148,7 @@ class Tasks:
         self._tasks = self._outermost(loaded)
 
     def _outermost(self, loaded: dict[str, Any]) -> list[Any]:
-        """The groups that are in no other group, and the tasks that are in no group."""
+        """Returns the groups that are in no other group, and the tasks that are in no group."""
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"task {name} runs generated code or reads images: remove it")
@@ -160,7 +163,7 @@ class Tasks:
         ]
 
     def run(self, model: LanguageModel, batch_size: int) -> Results:
-        """batch_size: see `HarnessModel`."""
+        """Runs the tasks and returns their metrics. batch_size: see `HarnessModel`."""
         # A bootstrap must not fork a process that holds a GPU and process groups.
         with temporary_environment({"DISABLE_MULTIPROC": "1"}):
             evaluated = simple_evaluate(
@@ -182,12 +185,12 @@ class Tasks:
 
 
 def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, Any]]:
-    """The tasks and groups of these names. The harness's own tasks are searched only if that is needed: their
-    thousands of files take 20 s. A group or a tag needs it: without them, members that are the harness's own
-    would be left out without an error."""
+    """Returns the tasks and groups of these names. The harness's own tasks are searched only if needed,
+    because their thousands of files take 20 s. Groups and tags need this search: without it, members that are
+    the harness's own would be missing without an error."""
     manager = TaskManager(include_path=folders, include_defaults=False)
     if set(names) <= set(manager.all_subtasks):
-        # A task may refer to files of the harness.
+        # Fails if a task refers to files of the harness.
         with suppress(Exception):
             return manager, manager.load(names)
     manager = TaskManager(include_path=folders)
@@ -198,7 +201,7 @@ def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, 
         )
     try:
         return manager, manager.load(names)
-    # A task loads its data with any library, from any place.
+    # Tasks load their data with any library, which can raise anything.
     except Exception as error:
         raise ConfigError(
             f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"
@@ -206,8 +209,8 @@ def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, 
 
 
 def generated_tokens(settings: dict[str, Any], max_length: int) -> int:
-    """The most tokens that a task generates. ConfigError for a task that requests sampling, and for answers
-    that leave no room for a prompt in an input of `max_length` tokens."""
+    """Returns the maximum number of tokens that a task generates. Raises ConfigError for a task that requests
+    sampling, and for answers that leave no room for a prompt in an input of `max_length` tokens."""
     if settings.get("do_sample", settings.get("temperature", 0) not in (0, None)):
         raise ConfigError(f"a task requests sampling ({settings}): only greedy decoding is supported")
     count = next(

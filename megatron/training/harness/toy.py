@@ -1,4 +1,5 @@
-"""The documents of the task `toy`: Python code, and four continuations; the first one is right."""
+"""The documents of the task `toy`: beginnings of Python code, each with four continuations, the first of
+which is right."""
 
 from typing import Any
 
@@ -21,7 +22,7 @@ _DOCUMENTS = {
 
 
 def documents(**_: Any) -> dict[str, Dataset]:
-    """Split -> documents, with the right answer in a position that changes from one document to the next."""
+    """Returns split -> documents. The position of the right answer changes from one document to the next."""
     rows = []
     for index, (text, choices) in enumerate(_DOCUMENTS.items()):
         answer = index % len(choices)

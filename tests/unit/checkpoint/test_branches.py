@@ -186,9 +186,9 @@ def test_a_trunk_that_decays_has_no_branches(schedule: str, sentence: str | None
 
 def test_folders_that_cannot_be(trunk: Path) -> None:
     for save in (str(trunk), "a"):
-        with pytest.raises(UserError, match="a branch is a run of its own; give another --save"):
+        with pytest.raises(UserError, match="a branch is a separate run; set another --save"):
             branch(trunk, save=save)
-    with pytest.raises(UserError, match="a branch is a run of its own"):
+    with pytest.raises(UserError, match="a branch is a separate run"):
         branch(trunk / "global_step100", save="../a")
     for given, missing in (("--load", "--save"), ("--save", "--load")):
         flags = ["--branch-at", "100", given, str(trunk)]

@@ -198,7 +198,11 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ("falcon, all heads, untied", {"num_kv_heads": 2}, "num_kv_heads = 2 without multi_query"),
         ("llama-3", {"attention_bias": True}, "attention_bias = True"),
         ("llama-3", {"hidden_act": "gelu"}, "hidden_act = gelu"),
-        ("llama-3", {"logit_scale": 0.5}, "logit_scale.* = 0.5 .* no equivalent here: only a Llama model"),
+        (
+            "llama-3",
+            {"logit_scale": 0.5},
+            "logit_scale.* = 0.5 .* no equivalent in this program: only a Llama model",
+        ),
         ("llama-3", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama-3.1", {"rope_parameters": LLAMA3 | {"rope_type": "dynamic"}}, "rope_type dynamic"),
         ("qwen-2.5, yarn", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0"),

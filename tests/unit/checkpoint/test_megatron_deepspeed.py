@@ -133,7 +133,7 @@ def test_the_loss_is_that_of_the_weights_in_plain_pytorch(name: str, tmp_path: P
 @pytest.mark.parametrize(
     "pipeline, words",
     [
-        (True, "transformer layers 2 to 5 are 3 to 6 here, the final norm 6 is 8"),
+        (True, "transformer layers 2 to 5 are 3 to 6 in this program, the final norm 6 is 8"),
         (False, "--no-pipeline-parallel: language_model.encoder.layers.0 is layer 3 in this"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The device of a process; the table of GPUs, and the flags that choose one."""
+"""The device of a process, the table of GPUs, and the flags that select a GPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_settings_of_the_user_are_kept(name: str) -> None:
 
 
 def test_the_kernel_cache_is_on_the_node_and_nobody_else_can_write_to_it(tmp_path, monkeypatch) -> None:
-    """Libraries are loaded from it: a folder that others can write to would run their code."""
+    """Triton loads libraries from the cache: in a folder that others can write to, they could run code."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     env = {"SLURMD_NODENAME": "n7"}
     set_library_defaults(env)

@@ -30,7 +30,7 @@ def last_line(*reports: dict[str, Any], **options: Any) -> str:
 
 
 def all_but(*others: dict[str, Any], end: ExitStatus | None, **facts: Any) -> list[dict[str, Any]]:
-    """The given reports, and for every other rank a report with this end."""
+    """The given reports, and for every other rank a report with the status `end`."""
     ranks = {other["rank"] for other in others}
     return [*others, *(report(rank, end, **facts) for rank in range(4) if rank not in ranks)]
 
@@ -92,7 +92,7 @@ def test_killed_rank_is_the_cause_of_other_errors(error: str) -> None:
 
 
 def test_rank_that_was_killed_because_another_failed_is_not_the_cause() -> None:
-    """srun kills the ranks of the other nodes, also those that cannot leave a report yet."""
+    """srun kills the ranks of the other nodes, including ranks that cannot write a report yet."""
     text = "Traceback: gloo/NCCL ...\nerror: rank 0 on n1: ValueError: broken"
     failed = report(0, ExitStatus.FAILED, text=text)
     assert last_line(failed, report(1), report(2), report(3, signal="SIGTERM")).endswith("ValueError: broken")
@@ -227,7 +227,7 @@ STUCK = "has completed LoadMicroBatch buffer_id=0 (instruction 1 of the step), r
 
 
 def hung_on_gpus(**stuck: Any) -> list[dict[str, Any]]:
-    """With NCCL every host waits at the end of the step: only the devices differ. Rank 3 waits for none."""
+    """With NCCL every host waits at the end of the step; only the devices differ. Rank 3's does not wait."""
     return [
         report(rank, ExitStatus.HANG, place="x.py:1 tolist", device=WAITS, waits_in=f"recv 0<-1 of {rank}")
         for rank in range(3)
@@ -244,7 +244,7 @@ def test_hang_on_gpus_names_the_rank_whose_device_waits_for_none() -> None:
 
 
 def test_hang_names_the_rank_whose_device_does_not_answer() -> None:
-    """Its report has no facts of the device: the driver held the process until it was ended."""
+    """The report of that rank has no facts of the device: the driver blocked the process until its end."""
     *others, stuck = hung_on_gpus()
     del stuck["device"], stuck["waits_in"]
     assert last_line(*others, stuck) == (

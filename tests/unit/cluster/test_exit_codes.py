@@ -39,7 +39,7 @@ def test_unexpected_error_prints_traceback_and_rank_on_the_last_line(capsys) -> 
 
 
 def test_an_error_of_several_lines_is_one_line_after_its_traceback(capsys) -> None:
-    """As of CUDA, whose last line is empty."""
+    """An error such as CUDA's, whose last line is empty."""
     end(RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`.\n"))
     assert capsys.readouterr().err.endswith(
         ": RuntimeError: CUDA error: device-side assert triggered Compile with `TORCH_USE_CUDA_DSA`.\n"

@@ -1,4 +1,4 @@
-"""Rank and world size from the variables of launchers and of Slurm; starts that cannot work."""
+"""Rank and world size from the variables of launchers and of Slurm; launches that cannot work."""
 
 from __future__ import annotations
 
@@ -91,15 +91,17 @@ def test_single_or_launched_process_needs_no_variables(env: dict[str, str]) -> N
         ({"WORLD_SIZE": "4"}, ["RANK is missing", "WORLD_SIZE=4"]),
         ({"RANK": "1"}, ["WORLD_SIZE is missing", "RANK=1"]),
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK 4", "WORLD_SIZE 4", "expected 0 to 3"]),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0", "1 or more"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0", "from 1 to 100,000"]),
         pytest.param(
-            {"RANK": "0", "WORLD_SIZE": "1000000"}, ["WORLD_SIZE is 1000000", "at most 100,000"], id="hostile"
+            {"RANK": "0", "WORLD_SIZE": "1000000"},
+            ["WORLD_SIZE is 1000000", "from 1 to 100,000"],
+            id="hostile",
         ),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE is '999", "..."], id="hostile digits"
         ),
         pytest.param({"RANK": "²", "WORLD_SIZE": "4"}, ["RANK is '²'", "integer"], id="hostile superscript"),
-        ({"RANK": "", "WORLD_SIZE": "2"}, ["RANK is missing beside WORLD_SIZE=2:"]),
+        ({"RANK": "", "WORLD_SIZE": "2"}, ["RANK is missing in an environment with WORLD_SIZE=2:"]),
         ({**BY_HAND, "MASTER_PORT": "299999"}, ["MASTER_PORT is 299999", "1 to 65535"]),
         ({**BY_HAND, "MASTER_PORT": "0"}, ["MASTER_PORT is 0", "1 to 65535"]),
         ({**TASK, "MASTER_ADDR": "n1", "MASTER_PORT": "-1"}, ["MASTER_PORT is -1"]),

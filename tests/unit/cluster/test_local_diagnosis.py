@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.node_diagnosis import _prints_errors_of_all, conclude, print_diagnosis
+from megatron.cluster.node_diagnosis import _prints_errors_of_all, finish_rank_reports, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
@@ -123,7 +123,7 @@ def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
 
 @pytest.mark.full  # it waits 10 s
 def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tmp_path: Path) -> None:
-    """The second rank is inside a collective that never ends: here it waits for stdin."""
+    """The second rank waits for stdin, as if inside a collective that never ends."""
     first, second = start(0), start(1)
     _, stderr = first.communicate("broken\n", timeout=HANG_TIMEOUT_S)
     assert stderr.splitlines()[-1].endswith("ValueError: broken")
@@ -175,8 +175,7 @@ def test_under_a_launcher_the_cause_is_the_last_line_after_its_traceback(tmp_pat
 def test_signal_to_the_rank_does_not_end_the_diagnosis_that_it_starts(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """torch's launcher signals the whole process group of a rank: here just before the new process is
-    Python."""
+    """torch's launcher signals the process group of a rank just before the detached process runs Python."""
     started = []
 
     def popen_with_signal(*command, **options) -> subprocess.Popen:
@@ -188,7 +187,7 @@ def test_signal_to_the_rank_does_not_end_the_diagnosis_that_it_starts(
     monkeypatch.setattr(subprocess, "Popen", popen_with_signal)
     report = RankReport(str(tmp_path / "r"), "1", "n1", is_temporary=True)
     report.end(ExitStatus.FAILED, "error: ValueError: broken")
-    conclude(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
+    finish_rank_reports(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
     (process,) = started
     assert process.wait(HANG_TIMEOUT_S) == 0
     assert capfd.readouterr().err.splitlines()[-1].endswith("ValueError: broken")

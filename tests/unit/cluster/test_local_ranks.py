@@ -1,4 +1,4 @@
-"""A tool that starts the other ranks on this host: their variables, and the end of one and of the first."""
+"""A tool that starts the other ranks on this host: their variables, and what happens when a rank ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ time.sleep(0 if sys.argv[2] == "ends" else 60)
 
 
 def start(tmp_path: Path, seconds: str, what: str) -> subprocess.Popen[str]:
-    """Rank 0, which sleeps in the block; the others do `what`."""
+    """Runs rank 0, which sleeps in the block, while the other ranks do `what`."""
     (tmp_path / "other.py").write_text(OTHER)
     command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), seconds, what]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -79,7 +79,7 @@ def test_a_rank_that_was_killed_is_named_though_rank_0_fails_too(what: str, tmp_
 def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a shell of srun with one task: the others would compare WORLD_SIZE with it."""
+    """In a shell of srun with one task, the other ranks would compare WORLD_SIZE with srun's task."""
     for name, value in (
         ("SLURM_STEP_ID", "0"),
         ("SLURM_NTASKS", "1"),
@@ -99,7 +99,7 @@ def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
 
 @pytest.mark.parametrize("end", ["raises", "is killed"])
 def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
-    """They have its stdout open, and would sleep for 60 s."""
+    """The other ranks have rank 0's stdout open, and would sleep for 60 s."""
     first = start(tmp_path, "0.1" if end == "raises" else "60", "waits")
     assert first.stdout is not None
     if end == "is killed":

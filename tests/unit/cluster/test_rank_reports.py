@@ -1,4 +1,4 @@
-"""Rank reports. A later start deletes those of starts whose processes were all killed, and no others."""
+"""Rank reports. A launch deletes the reports of earlier launches whose processes were all killed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def start(env: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
-    """A launcher in its own session, and the folder of its rank."""
+    """Starts a launcher in its own session; returns it and the folder of its rank."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, RANK],
         env=env,
@@ -101,7 +101,7 @@ def start(env: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
 
 
 def kill(process: subprocess.Popen[str], folder: Path) -> None:
-    """SIGKILL for the launcher and its rank, as a kernel or a scheduler sends it."""
+    """Sends SIGKILL to the launcher and its rank, as a kernel or a scheduler does."""
     (report,) = read_reports(folder)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

@@ -1,4 +1,4 @@
-"""Rendezvous: processes connect with equal flags, otherwise each gets the reason."""
+"""Rendezvous: processes connect with equal flags; otherwise each raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_port_in_use_is_named() -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
 def test_another_program_at_the_port_is_named_by_each_rank(answer: bytes, monkeypatch) -> None:
-    """Of a program that says nothing, torch's store would wait without a limit for an answer."""
+    """torch's store would wait forever for an answer of a program that sends nothing."""
     monkeypatch.setattr(rendezvous, "_STORE_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as program, ThreadPoolExecutor(1) as thread:
         connections: list[socket.socket] = []
@@ -263,7 +263,7 @@ def test_unresolvable_host_is_named(monkeypatch) -> None:
 
 
 class CountingStore(dist.Store):
-    """Counts the questions to a store that answers slowly, as under hundreds of idle connections."""
+    """Counts the requests to a store that answers slowly, as it does with hundreds of idle connections."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Early exit, on all ranks after the same step."""
+"""Early exit of all ranks after one step."""
 
 import os
 import signal
@@ -64,8 +64,8 @@ def test_reason_is_reduced_through_the_process_group(world_of_one, tmp_path):
 
 
 def test_other_ranks_read_neither_files_nor_clock(monkeypatch, tmp_path):
-    """Rank 1 takes the reason of rank 0 from the all-reduce."""
-    (tmp_path / "leave").touch()
+    """Rank 1 gets rank 0's reason from the all-reduce."""
+    (tmp_path / "stop_requested").touch()
     ends = conditions(
         folder=str(tmp_path),
         kill_switch_path=str(tmp_path),
@@ -136,7 +136,7 @@ def test_only_named_signals_are_handled(restored_handlers):
 def test_job_script_requests_a_stop_by_a_file(tmp_path):
     ends = conditions(folder=str(tmp_path))
     assert ends.reason(1) is None
-    (tmp_path / "leave").touch()
+    (tmp_path / "stop_requested").touch()
     assert ends.reason(2).status is ExitStatus.REQUEUE and "script" in ends.reason(2).sentence
 
 

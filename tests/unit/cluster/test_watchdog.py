@@ -85,7 +85,7 @@ def test_hang_reports_what_the_device_does(tmp_path: Path) -> None:
 
 
 def test_hang_of_the_devices_library_is_reported_too(tmp_path: Path) -> None:
-    """As cudaEventQuery may, the call holds Python's lock."""
+    """The call holds Python's lock, as cudaEventQuery may."""
     process = start(PROGRAM.format(DEVICE.format("ctypes.PyDLL(None).sleep(1000)") + WATCH), reports=tmp_path)
     assert process.wait(HANG_TIMEOUT_S) == 1
     (report,) = read_reports(tmp_path)
@@ -118,7 +118,7 @@ def test_heartbeats_keep_a_process_alive(tmp_path: Path) -> None:
 def test_signal_is_recorded_while_the_main_thread_is_in_native_code(
     name: str, watch: str, code: int, end: str, tmp_path: Path
 ) -> None:
-    """In a step, and before the first one."""
+    """A signal ends the process in a step and before the first step."""
     process = start(PROGRAM.format(watch), reports=tmp_path)
     process.send_signal(signal.Signals[name])
     assert process.wait(HANG_TIMEOUT_S) == code
@@ -171,7 +171,7 @@ class Process:
         self.detector, self.now, self.io_bytes = HangDetector(timeout_s), 0.0, 0
 
     def hangs_within(self, seconds: float, *, heartbeat_every: float = 0.0, bytes_per_s: int = 0) -> bool:
-        """Whether the watchdog finds a hang in the next seconds."""
+        """Whether the watchdog finds a hang within the next `seconds`."""
         end, next_heartbeat = self.now + seconds, self.now + heartbeat_every
         while self.now < end:
             self.now += 1.0

@@ -1,4 +1,4 @@
-"""Command lines in the manner of published sbatch scripts, for the tests of the config."""
+"""Command lines like those of published sbatch scripts, for the tests of the config."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ GPT_104B = [
 
 
 def rows(text: str) -> list[tuple[str, list[str]]]:
-    """(flags, parts of the answer) of each row 'FLAGS => PART; PART', continued in indented lines."""
+    """Returns (flags, parts of the answer) of each row 'FLAGS => PART; PART', which indented lines
+    continue."""
     joined = re.sub(r"\n +", " ", text.strip()).splitlines()
     pairs = [(words.strip(), parts.strip()) for words, _, parts in (row.partition("=>") for row in joined)]
     return [(words, re.split(" *; *", parts) if parts else []) for words, parts in pairs]

@@ -1,9 +1,9 @@
-"""What the sbatch scripts that BigScience published (bigscience-workshop/bigscience, folder train/) pass to
-pretrain_gpt.py: one line per script, as its differences from the commonest one.
+"""The flags that BigScience's published sbatch scripts (bigscience-workshop/bigscience, folder train/) pass
+to pretrain_gpt.py. A line per script lists its differences from the most common script.
 
-Facts that were read off the scripts, in our own words. Left out: scripts that start another program, those
-that only copy logs, and tr8-104B-cl.slurm, whose shell arithmetic on 126_953_125 ends it before it starts
-anything.
+The facts were read from the scripts and are written in our own words. Not included: scripts that start
+another program, scripts that only copy logs, and tr8-104B-cl.slurm, which ends in its own shell arithmetic on
+126_953_125.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMONEST = (
     "--distributed-backend nccl --deepspeed --zero-stage 1 --deepspeed-activation-checkpointing"
 )
 
-# Short names for flags, and for sets of changes that many scripts share; '~flag' takes a flag away.
+# Short names for flags, and for changes that many scripts share. '~flag' removes a flag.
 SHORT = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -99,7 +99,8 @@ CURRICULUM: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Script:
-    """processes: nodes x GPUs. fault: part of the sentence that refuses a start from initial weights."""
+    """A published script. processes: nodes x GPUs. fault: part of the error of a start from initial
+    weights."""
 
     name: str
     processes: int
@@ -107,7 +108,7 @@ class Script:
     fault: str | None = None
 
     def flags(self) -> dict[str, list[str]]:
-        """Its flags with their values, without --deepspeed_config."""
+        """The script's flags with their values, without --deepspeed_config."""
         found: dict[str, list[str]] = {}
         _change(found, COMMONEST)
         _change(found, self.changes)
@@ -117,7 +118,7 @@ class Script:
     def first_supported_sample(self) -> int | None:
         """Consumed samples from which the run can resume, if the fault is a batch of the ramp-up.
 
-        These layouts support the full batch only, which the ramp-up reaches after its SAMPLES.
+        The layout of such a script supports only the full batch, which the ramp-up reaches after its SAMPLES.
         """
         is_in_ramp_up = self.fault is not None and self.fault.startswith("a batch of ")
         return int(self.flags()["--rampup-batch-size"][2]) if is_in_ramp_up else None
@@ -126,7 +127,7 @@ class Script:
         return [word for flag, values in self.flags().items() for word in (flag, *values)]
 
     def deepspeed_json(self) -> dict[str, object]:
-        """The file that the scripts write beside their flags: it repeats them, but for the loss scale."""
+        """The DeepSpeed file of the script. It repeats the flags, except for the loss scale."""
         flags = self.flags()
         fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2}
         fp16 |= {"min_loss_scale": 1, "initial_scale_power": 12}
@@ -161,7 +162,7 @@ def _change(flags: dict[str, list[str]], text: str) -> None:
 # 'NAME PROCESSES: CHANGES ! FAULT', continued in indented lines.
 _SCRIPTS = """
 arch-and-scaling-template 64: tp1 ~decay
-# TRAIN_SAMPLES is never set in this script, and a flag is misspelt.
+# TRAIN_SAMPLES is never set in this script, and a flag is misspelled.
 tr1-13B-round1 64: pp 8 --train-samples --ffn_hidden_size 20480 ! --train-samples: expected
 tr1-13B-short 8: tp 2 pp 2 layers 8 hidden 512 heads 8 ffn 2048 seq 512 positions 512 micro 1 batch 64 ramp
     16 16 5_000_000 samples 300_000_000 decay 126_953_125 warmup 216_320 --lr 1e-4 --seed 42 --log-interval

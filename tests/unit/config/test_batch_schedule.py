@@ -1,4 +1,4 @@
-"""Batch arithmetic against a loop that walks through the run step by step."""
+"""Batch arithmetic, compared with a loop over all steps of the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn) -> BatchSchedule:
 
 
 def walked_size(schedule: BatchSchedule, consumed: int) -> int:
-    """Megatron's rule in exact fractions."""
+    """Returns the batch size by Megatron's rule, in exact fractions."""
     if schedule.rampup is None:
         return schedule.global_batch_size
     start, increment, samples = schedule.rampup
@@ -35,7 +35,7 @@ def walked_size(schedule: BatchSchedule, consumed: int) -> int:
 
 
 def walk(schedule: BatchSchedule, steps: int, consumed: int = 0) -> list[int]:
-    """Consumed samples after 0, 1, ... steps."""
+    """Yields the consumed samples after 0, 1, ... steps."""
     totals = [consumed]
     for _ in range(steps):
         totals.append(totals[-1] + walked_size(schedule, totals[-1]))
@@ -81,7 +81,7 @@ def test_a_published_ramp_up_starts_small_and_ends_at_the_global_batch() -> None
 
 
 def test_the_length_of_a_published_run_is_known_at_once() -> None:
-    """In the manner of Megatron: walk through the ramp-up, then full batches of the rest."""
+    """As in Megatron, the expected length is a walk through the ramp-up, then full batches."""
     consumed = iterations = 0
     while consumed <= 9_765_625:
         consumed += walked_size(BLOOM, consumed)

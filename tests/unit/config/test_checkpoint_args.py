@@ -26,7 +26,7 @@ def saved() -> Config:
 
 
 def read_with(saved: Config, *words: str) -> Config:
-    """The config of a command line with --use-checkpoint-args, with a checkpoint of this config."""
+    """Returns the config of a command line with --use-checkpoint-args and a checkpoint of `config`."""
     return read_command_line(
         [*RUN, "--load", "folder", "--use-checkpoint-args", *words],
         {},
@@ -113,7 +113,7 @@ def test_other_flags_are_refused_with_their_remedy(tmp_path: Path) -> None:
             f"--finetune --load {folder} --use-checkpoint-opt_param-scheduler",
             "--finetune with --use-checkpoint-lr-scheduler: ",
         ),
-        (f"--finetune --load {folder} --save {folder}", "--finetune with --load .* give another --save"),
+        (f"--finetune --load {folder} --save {folder}", "--finetune with --load .* set another --save"),
         (f"--finetune --load {inside} --save {folder}/", "--finetune with --load"),
         (f"--no-load-optim --load {folder} --save {folder}", "--no-load-optim with --load"),
     ]:

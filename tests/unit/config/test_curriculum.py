@@ -1,4 +1,4 @@
-"""Lengths of a curriculum: those of DeepSpeed's scheduler, and what they make of the length of a run."""
+"""The sequence lengths of a curriculum equal DeepSpeed's, and determine the length of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: it may repeat the flags, not contradict them, and it decides on the loss scale."""
+"""The DeepSpeed JSON file may repeat the flags but not contradict them. It sets the loss scale."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PUBLISHED: dict[str, Any] = {
 
 @pytest.fixture
 def read(tmp_path: Path):
-    """Reads settings as a file beside SMALL and more flags."""
+    """Reads settings as a DeepSpeed file with SMALL and more flags."""
 
     def read_settings(settings: Any, *words: str) -> DeepSpeedSettings:
         file = tmp_path / "ds_config.json"

@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_
 
 
 def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) -> list[tuple[int, int]]:
-    """Sets what a start finds. Returns the limits of open files that it sets."""
+    """Sets the limits that the start of a program finds. Returns the limits of open files that it sets."""
     given = {node_processes.resource.RLIMIT_NOFILE: files, node_processes.resource.RLIMIT_AS: (space, space)}
     changes: list[tuple[int, int]] = []
     patch.setattr(node_processes.resource, "getrlimit", given.__getitem__)
@@ -62,7 +62,9 @@ def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) ->
 @pytest.mark.parametrize("limit", [12, 60])
 def test_too_few_open_files_are_a_hostile_start(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, (limit, limit), -1)
-    with pytest.raises(UserError, match=f"ulimit -Hn {limit}: .* expected 256 at least: start in a shell"):
+    with pytest.raises(
+        UserError, match=f"ulimit -Hn {limit}: .* Expected at least 256: start the run in a shell"
+    ):
         node_processes.check_limits()
 
 
@@ -80,7 +82,7 @@ def test_a_low_soft_limit_of_open_files_becomes_the_hard_one(
 
 def test_too_little_virtual_memory_is_a_hostile_start(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, (1024, 1024), 1 << 30)
-    with pytest.raises(UserError, match="ulimit -v 1048576: .* 1.0 GiB .*, expected 2 GiB at least: raise"):
+    with pytest.raises(UserError, match="ulimit -v 1048576: .* 1.0 GiB .* Expected at least 2 GiB: raise"):
         node_processes.check_limits()
 
 

@@ -1,4 +1,4 @@
-"""What `--partition-method` may say, and what is answered to what it may not."""
+"""Valid values of `--partition-method`, and the errors for invalid values."""
 
 from fractions import Fraction
 

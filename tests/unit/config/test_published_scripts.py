@@ -1,7 +1,8 @@
-"""The command lines of BigScience's published scripts are accepted, or refused for a fault of their own.
+"""The command lines of BigScience's published scripts are accepted, or rejected for a fault of the script.
 
-Some ramp-ups have batches that their layout does not support: these runs had been started on another layout.
-They are accepted if they resume after these batches, and refused if they start from initial weights.
+Some ramp-ups have batch sizes that their layout does not support, because these runs started on another
+layout. They are accepted if they resume after these batch sizes, and rejected if they start from initial
+weights.
 """
 
 from __future__ import annotations

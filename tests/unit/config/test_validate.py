@@ -1,4 +1,4 @@
-"""Checks across flags: each refusal has the numbers and the flag to change."""
+"""Checks across flags: each error has the numbers and the flag to change."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ REFUSED = """
     => --checkpoint-activations; --recompute-granularity selective; remove one
 --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations
     --partition-activations
-    => --partition-activations; --sequence-parallel; remove the former
+    => --partition-activations; --sequence-parallel; remove --partition-activations
 --save-interval 10 => --save-interval 10; --save
 --position-embedding-type alibi --reset-position-ids => --reset-position-ids; alibi; relative
 --data-path A B C => --data-path; 3 values; 0.3 A 0.7 B
@@ -250,7 +250,7 @@ def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: lis
     assert read_command_line([*SMALL, *words.split()], {}).notes == tuple(notes)
 
 
-# --- a run, whose files and packages are looked for ---
+# --- a run, whose files and packages must exist ---
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def run(tmp_path: Path) -> list[str]:
 
 
 def make_package(folder: Path, name: str, parts: tuple[str, ...], patch: pytest.MonkeyPatch) -> None:
-    """Only this package, with these sub-packages, can be imported; none without parts."""
+    """Makes only this package importable, with these sub-packages; no package without `parts`."""
     for part in parts:
         (folder / name / part).mkdir(parents=True, exist_ok=True)
         (folder / name / part / "__init__.py").touch()
@@ -318,7 +318,7 @@ def test_an_absent_folder_to_load_from_is_a_fresh_start(tmp_path: Path) -> None:
     ("flag", "name", "parts", "error"),
     [
         ("--use-apex", "apex", (), "it is not installed"),
-        ("--use-apex", "apex", ("",), "another package with that name"),  # that of PyPI
+        ("--use-apex", "apex", ("",), "another package with that name"),  # PyPI's package of this name
         ("--use-apex", "apex", ("", "optimizers", "normalization"), None),
         ("--use-bnb-optimizer", "bitsandbytes", (), "not installed: pip install bitsandbytes"),
         ("--use-bnb-optimizer", "bitsandbytes", ("",), None),

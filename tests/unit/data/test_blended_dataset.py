@@ -1,4 +1,4 @@
-"""The order of a blend."""
+"""The order of samples in a blend of datasets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = [(1,), (3, 7), (1, 1, 1), (5, 3, 2), (9, *[1] * 9), (999_999, 1), (123
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chunks of 16, so that short orders cross their bounds."""
+    """Makes chunks 16 units long, so that short orders cross the bounds of chunks."""
     caches = (blended_dataset._sorted_chunk, blended_dataset._first_sample)
     for cache in caches:
         cache.cache_clear()
@@ -29,7 +29,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def sorted_by_time(weights: tuple[int, ...], length: int) -> list[tuple[int, int]]:
-    """(component, number) by the definition: all samples with their exact times, sorted."""
+    """Returns (component, number) pairs by the definition: all samples, sorted by their exact times."""
     total = sum(weights)
     due = [
         (Fraction((2 * k + 1) * total, 2 * weight), component, k)

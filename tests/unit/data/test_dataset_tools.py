@@ -1,4 +1,4 @@
-"""tools/merge_datasets.py and tools/verify_dataset.py."""
+"""The commands tools/merge_datasets.py and tools/verify_dataset.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = ([3, 0, 5], [4], [2, 6])
 
 
 def vocabulary(vocab_size: int = 100, eod: int = 7, letter: str = "a") -> Any:
-    """A tokenizer as far as a vocabulary record needs one."""
+    """The part of a tokenizer that a vocabulary record needs."""
     return SimpleNamespace(
         name="Test",
         vocab_size=vocab_size,
@@ -31,7 +31,7 @@ def vocabulary(vocab_size: int = 100, eod: int = 7, letter: str = "a") -> Any:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> list[str]:
-    """Three data sets with the same vocabulary record."""
+    """Writes three datasets with equal vocabulary records."""
     prefixes = []
     for number, sizes in enumerate(SIZES):
         prefixes.append(write_documents(tmp_path / f"part{number}", numbered_documents(sizes)))

@@ -55,7 +55,7 @@ def test_valid_files_are_kept(request_: IndexRequest) -> None:
 
 
 def descriptors_of(files: Iterable[str]) -> list[int]:
-    """This process's descriptors of these files. Others come and go with objects of earlier tests."""
+    """This process's descriptors of these files. Objects of earlier tests have further descriptors."""
     inodes = {os.stat(path).st_ino for path in files}
     found = []
     for name in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""The sample order, against the documented algorithm restated one token and one epoch at a time."""
+"""The sample order, compared with the documented algorithm, one token and one epoch at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.data.indices import build_sample_index, build_sample_order, plan_e
 
 
 def slow_boundaries(sizes: list[int], order: list[int], seq_length: int, num_samples: int) -> list[list[int]]:
-    """Walk over the documents, taking seq_length + 1 tokens and stepping back one."""
+    """Walks over the documents, taking seq_length + 1 tokens at a time and stepping back one."""
     rows, position, offset = [[0, 0]], 0, 0
     for _ in range(num_samples):
         lacking = seq_length + 1
@@ -99,7 +99,7 @@ def test_a_last_epoch_used_by_less_than_95_percent_is_shuffled_separately(
 
 
 def test_golden_order() -> None:
-    """Frozen, so that a run can always be resumed: numpy guarantees RandomState's stream."""
+    """The order must not change, so that a run can always resume: numpy guarantees RandomState's stream."""
     sizes = np.array([5, 0, 7, 3, 9], dtype=np.int32)
     index = build_sample_order(sizes, range(5), 4, 1234, plan_epochs(24, 4, 8))
     assert index.documents.tolist() == [4, 0, 1, 2, 3, 3, 2, 1, 0, 4]

@@ -321,7 +321,7 @@ def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: 
         ({"--input": "/nowhere.jsonl"}, "--input /nowhere.jsonl: the file does not exist"),
         ({"--output-prefix": "/nowhere/out"}, "the folder /nowhere does not exist"),
         ({"--vocab-file": "/nowhere.json"}, "--vocab-file /nowhere.json: the file does not exist"),
-        ({"--workers": "0"}, "--workers is 0, expected 1 or more"),
+        ({"--workers": "0"}, "--workers is 0: expected at least 1"),
         ({"--workers": "many"}, "--workers"),
         ({"--dataset-impl": "lazy"}, "--dataset-impl"),
         ({"--json-keys": "body"}, "line 1: has no key 'body'"),

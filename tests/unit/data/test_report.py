@@ -1,4 +1,4 @@
-"""What a run reads of each data set, and how often the token files are verified."""
+"""What a run reads of each dataset, and how often the token files are verified."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.unit.data.token_files import data_config, numbered_documents, write_d
 
 @pytest.fixture
 def a(tmp_path: Path) -> str:
-    """10 documents of 6 tokens."""
+    """Writes 10 documents of 6 tokens."""
     return write_documents(tmp_path / "a", numbered_documents([6] * 10))
 
 
 @pytest.fixture
 def b(tmp_path: Path) -> str:
-    """20 documents of 50 tokens."""
+    """Writes 20 documents of 50 tokens."""
     return write_documents(tmp_path / "b", numbered_documents([50] * 20))
 
 

@@ -1,4 +1,4 @@
-"""--split, compared with a restatement of Megatron's arithmetic and with cases computed by hand."""
+"""The flag --split, compared with Megatron's arithmetic and with cases computed by hand."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from megatron.data.indices import IndexRequest
 
 
 def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16") -> str:
-    """Write token files through the builder; return their prefix."""
+    """Writes token files with the builder; returns their prefix."""
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
             builder.add_documents(np.array(document, dtype=np.int64), [len(document)])
@@ -23,18 +23,18 @@ def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str
 
 
 def numbered_documents(sizes: Sequence[int]) -> list[list[int]]:
-    """Documents of these sizes with consecutive tokens over all documents: a token is its position."""
+    """Returns documents of these sizes; each token is its position in the concatenated documents."""
     ends = np.cumsum(sizes)
     return [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 def data_config(*prefixes: str, split: str = "1") -> DataConfig:
-    """By default all documents are in the train split."""
+    """Returns a data config; by default all documents are in the train split."""
     return DataConfig(data_path=prefixes, split=split)
 
 
 def build(data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]) -> Datasets:
-    """The datasets of a run, with their index files."""
+    """Builds the index files and returns the datasets of a run."""
     prepare_index_files(data, seq_length, seed, num_samples)
     return build_gpt_datasets(data, seq_length, seed, num_samples)
 

@@ -1,4 +1,4 @@
-"""The model on one process, for tests of what it computes.
+"""The model in one process, for tests of its numbers.
 
 DeepSpeed's `PipelineModule` needs a process group, so these functions run inside `run_world(1, ...)`.
 """
@@ -13,7 +13,7 @@ from tests.support.layouts import EOD, VOCAB, Row, build_model, config_of
 
 
 def model_with_weights(row: Row, weights: dict[str, torch.Tensor], **changes) -> GPTModelPipe:
-    """The tiny model holding `weights`, those that it has the names of, in evaluation mode."""
+    """Returns the tiny model in evaluation mode, with those of `weights` that it has."""
     _, _, model = build_model(config_of(row, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -23,7 +23,7 @@ def model_with_weights(row: Row, weights: dict[str, torch.Tensor], **changes) ->
 
 
 def random_weights(row: Row, **changes) -> dict[str, torch.Tensor]:
-    """Values for all parameters, none of them at its mean: a bias of 0 or a norm's weight of 1 hides errors.
+    """Returns values for all parameters, none at its mean: a bias of 0 or a norm's weight of 1 hides errors.
 
     Padding rows of the vocabulary stay zero.
     """

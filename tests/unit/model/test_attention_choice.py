@@ -1,4 +1,4 @@
-"""Which implementation of attention is chosen, for every combination; and that they all compute the same."""
+"""The chosen implementation of attention for every combination; all implementations agree."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_reason_is_logged_once(caplog):
     ]
 
 
-def attention_of(flags):
+def training_attention(flags):
     config = parse_args(
         "--dry-run --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 20 "
         "--max-position-embeddings 20 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 "
@@ -104,7 +104,7 @@ def test_the_triton_kernel_gives_what_dense_attention_gives(name, monkeypatch):
 
 
 def compare(name, implementation, monkeypatch):
-    attention = attention_of(FLAGS[name])
+    attention = training_attention(FLAGS[name])
     tokens = torch.ones(2, 20, dtype=torch.int64)
     tokens[0, 3], tokens[1, 10] = 0, 0
     document_ids = document_ids_of(tokens, 0) if "reset" in FLAGS[name] else None

@@ -1,4 +1,4 @@
-"""Drawing the next token, and the loop around it, against numbers worked out by hand."""
+"""Sampling of the next token, and the generation loop, against numbers worked out by hand."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def frequencies(sampling, draws=4000):
 
 
 class Counting:
-    """Stands in for a model: after a context that ends in t it wants t + 1, and it remembers the contexts."""
+    """A fake model: it predicts t + 1 after a context that ends in t, and records the contexts."""
 
     def __init__(self):
         self.contexts = []
@@ -51,7 +51,7 @@ def test_top_k_draws_from_the_k_likeliest_in_their_proportions():
 
 
 def test_top_p_draws_from_the_fewest_tokens_that_have_the_probability():
-    # The probabilities are 0.64 and 0.23 for tokens 1 and 3: 0.7 needs both of them, 0.6 the first alone.
+    # The probabilities are 0.64 and 0.23 for tokens 1 and 3: 0.7 needs both tokens, 0.6 only the first.
     kept = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]) * torch.exp(LOGITS)
     assert torch.allclose(frequencies(Sampling(top_p=0.7)), kept / kept.sum(), atol=0.03)
     assert frequencies(Sampling(top_p=0.6), draws=50)[1] == 1.0
@@ -62,7 +62,7 @@ def test_top_p_draws_from_the_fewest_tokens_that_have_the_probability():
     ("settings", "flag"),
     [
         ({"temperature": -1.0}, "--temperature"),
-        ({"temperature": 1e-300}, "--temperature is 1e-300"),
+        ({"temperature": 1e-300}, "--temperature 1e-300"),
         ({"top_k": -1}, "--top-k"),
         ({"top_p": 0.0}, "--top-p"),
     ]

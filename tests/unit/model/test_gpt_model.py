@@ -1,4 +1,4 @@
-"""Variants of the model: where the residual branches off and in which format, recomputation, masked loss."""
+"""Variants of the model: residual connection and its precision, recomputation, masked loss, head."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
 def plain_logits_with_residual_after_the_norm(weights):
-    """The variant written out; everything else is the plain GPT's."""
+    """The variant written out; everything else is the plain reference GPT."""
     x = weights["tied_modules.embed.word_embeddings.weight"][TOKENS]
     x = x + weights["tied_modules.embed.position_embeddings.weight"][:SEQ]
     for index in range(3, 7):
@@ -84,7 +84,7 @@ def test_the_softmax_scale_multiplies_the_scores(positions):
 
 
 def residual_formats(row, precision):
-    """Formats of what the transformer layers pass on, of their parameters, of the logits."""
+    """Returns the dtypes of the transformer layers' outputs, of their parameters and of the logits."""
     model = model_with_weights(row, random_weights(row), precision=precision)
     passed_on, parameters = set(), set()
     for layer in model.modules():
@@ -225,7 +225,7 @@ def test_a_model_for_apex_is_described_without_apex():
 
 
 def outputs_after_a_step(row, training):
-    """Shapes of what the model returns once it has trained: by itself, for a loss, and through DeepSpeed."""
+    """Returns the shapes of a trained model's outputs: called directly, for a loss, and through DeepSpeed."""
     engine = build_engine(config_of(row, training=training))
     train(engine, [0])
     model = engine.module.eval()

@@ -1,4 +1,4 @@
-"""With the same weights, the logits are those of Hugging Face's BLOOM and GPT-2."""
+"""Equal weights give the logits of Hugging Face's BLOOM and GPT-2."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def test_every_layout_trains_as_one_process_does():
 
 
 def growth_of_logits(width, mup):
-    """How much training moves the logits: root of the mean square of their change over a few steps."""
+    """Returns the root mean square change of the logits over a few training steps."""
     model = {"hidden_size": width, "num_attention_heads": width // HEAD_WIDTH, "ffn_hidden_size": 4 * width}
     model |= {"num_layers": 2, "init_method_std": 0.1}
     if mup:

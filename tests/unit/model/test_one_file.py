@@ -11,7 +11,7 @@ from megatron.model.single_process import GPTModel
 from tests.end_to_end.command import ROOT
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
-# The parts of a layer that have a file of their own, because there are several to choose from.
+# Parts of a layer with a separate file, because there are several to choose from.
 PARTS = {"megatron.model.core_attention", "megatron.model.norm", "megatron.model.position"}
 
 

@@ -123,7 +123,7 @@ def test_the_rest_of_a_partly_rotated_head_stays_as_it_is():
     assert (rotated[1:, ..., :kept] - x[1:, ..., :kept]).abs().max() > 1e-2
 
 
-def test_interleaved_pairs_are_neighbours():
+def test_interleaved_pairs_are_neighbors():
     """The formula of the paper, with complex numbers."""
     x = torch.randn(6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(2))
     rotated, _ = rotary_embedding(rotary_interleaved=True).rotate(x, x, None)
@@ -185,7 +185,7 @@ def test_rotary_positions_that_are_given_are_used():
 
 
 def packed_and_alone(row, data, lengths):
-    """Logits of documents packed into one sample, and of each by itself, with the same weights."""
+    """Returns the logits of documents packed into one sample, and of each document alone."""
     weights = random_weights(row)
     documents = [random_tokens(1, length, seed) for seed, length in enumerate(lengths)]
     for document in documents[:-1]:
@@ -202,7 +202,7 @@ MASK_ONLY = {"reset_attention_mask": True}
 
 @pytest.mark.parametrize(
     "positions, data",
-    # Distances are all that rotary and ALiBi know, so the mask alone separates the documents.
+    # Rotary and ALiBi depend only on distances, so the mask alone separates the documents.
     [("absolute", BOTH), ("rotary", BOTH), ("rotary", MASK_ONLY), ("alibi", BOTH), ("alibi", MASK_ONLY)],
 )
 def test_a_packed_document_has_the_logits_that_it_has_alone(positions, data):
@@ -224,7 +224,7 @@ def test_a_mask_without_restarted_positions_leaves_absolute_positions_running():
 
 
 def future_and_past(row):
-    """Logits of a sample, and of the same with other tokens in its second half."""
+    """Returns the logits of a sample, and of a copy with other tokens in its second half."""
     model = model_with_weights(row, random_weights(row))
     tokens, others = random_tokens(2, 32), random_tokens(2, 32, seed=6)
     return logits(model, tokens), logits(model, torch.cat((tokens[:, :16], others[:, 16:]), dim=1))

@@ -25,7 +25,7 @@ def reference(logits, labels, vocab_size, upstream):
 def test_loss_and_gradient_are_those_of_the_definition(dtype, tolerance, vocab_size, overwrite):
     generator = torch.Generator().manual_seed(1)
     logits = (3 * torch.randn(4, 7, 96, generator=generator)).to(dtype).requires_grad_()
-    # Neither labels nor upstream gradient are contiguous, and the gradient is no constant.
+    # Neither labels nor upstream gradient are contiguous, and the gradient is not constant.
     labels = torch.randint(0, vocab_size, (7, 4), generator=generator).t()
     upstream = torch.randn(7, 4, generator=generator).t()
     expected_loss, expected_grad = reference(logits, labels, vocab_size, upstream)

@@ -1,4 +1,4 @@
-"""Weight gradients in a pass of their own: the bits of an undivided backward pass, when, and what is kept."""
+"""The split backward pass: its bits (equal to a single pass), when W runs, and what is kept for it."""
 
 import weakref
 
@@ -30,7 +30,7 @@ def inputs(dtype, count=3):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_the_sums_have_the_bits_of_an_undivided_pass(dtype, recomputes):
+def test_the_sums_have_the_bits_of_a_single_pass(dtype, recomputes):
     def run(layers, x):
         return checkpoint(layers, x, use_reentrant=False) if recomputes else layers(x)
 

@@ -30,11 +30,11 @@ def test_the_fraction_p_is_dropped_in_every_row_and_column_and_the_rest_scaled(p
     for dims in ((0, 1, 2), (1, 2), (0, 1), (0, 2)):
         counts = dropped.sum(dims)
         expected = p * keep.numel() / counts.numel()
-        # Five deviations and a half; the constant is for the tail of small counts.
+        # 5.5 standard deviations; the constant is for the tail of small counts.
         assert (counts - expected).abs().max() < 5.5 * (expected * (1 - p)) ** 0.5 + 10, dims
 
 
-def test_neighbours_samples_salts_and_seeds_are_independent():
+def test_neighbors_samples_salts_and_seeds_are_independent():
     shape = (1, 512, 512)
     mask = kept(shape, 0.5, rng(7)).double()[0] * 2 - 1
     others = {
@@ -51,7 +51,7 @@ def test_neighbours_samples_salts_and_seeds_are_independent():
     limit = 5 / mask.numel() ** 0.5
     for name, other in others.items():
         assert (mask * (other.double() * 2 - 1)).mean().abs() < limit, name
-    # Not in pairs only: four corners of a rectangle, which a mere sum of two keys would give away.
+    # More than pairs: the four corners of a rectangle would reveal a hash that only sums two keys.
     for dy, dx in ((1, 1), (1, 2), (2, 1), (16, 16)):
         corners = mask * mask.roll(dy, 0) * mask.roll(dx, 1) * mask.roll((dy, dx), (0, 1))
         assert corners.mean().abs() < 2 * limit, (dy, dx)
@@ -77,7 +77,7 @@ def test_a_sample_has_its_mask_in_every_micro_batch():
     assert torch.equal(kept((2, 6, 64), 0.3, rng(13, 10)), together[[3, 0]])
 
 
-def test_the_place_of_the_batch_does_not_matter():
+def test_the_position_of_the_batch_dimension_does_not_matter():
     batch_first = kept((3, 16, 64), 0.3, rng(4, 5, 6))
     sequence_first = kept((16, 3, 64), 0.3, rng(4, 5, 6), batch_dim=1)
     assert torch.equal(sequence_first.transpose(0, 1), batch_first)
@@ -151,13 +151,13 @@ def test_kept_elements_are_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
         assert result.dtype == dtype and not result[~keep].any()
         assert torch.equal(result[keep], (argument[keep].float() * scale).to(dtype))
         kept_mean = argument.detach()[keep].double().mean()
-        # A scale in bf16 made this 1.5e-3. One rounding each is left, of the 128 numbers that bf16 has here.
+        # A scale in bf16 made this 1.5e-3. One rounding per element is left; bf16 has 128 numbers in it.
         assert result.detach()[keep].double().mean().item() * (1 - p) == pytest.approx(
             kept_mean.item(), rel=1e-4
         )
 
 
-def test_a_large_fp16_value_that_is_dropped_is_zero_and_no_nan():
+def test_a_large_fp16_value_that_is_dropped_is_zero_and_not_nan():
     x = torch.full((1, 64, 64), 65000.0, dtype=torch.float16)
     y = dropout(x, 0.5, rng(1), "a", batch_dim=0, tp_group=ONE)
     assert set(y.unique().tolist()) == {0.0, float("inf")}

@@ -17,7 +17,7 @@ def table(dtype=torch.float32, main_grad=True):
     if main_grad:
         weight.main_grad = torch.ones(ROWS, HIDDEN)
         if dtype == torch.float32:
-            weight.grad = weight.main_grad  # as the run's optimizer does
+            weight.grad = weight.main_grad  # as the optimizer does
     return weight
 
 
@@ -40,22 +40,22 @@ def test_thousands_of_small_gradients_of_one_token_add_up(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_summed_as_the_fp32_twin_sums_them(dtype):
+def test_16_bit_gradients_are_summed_as_the_fp32_reference_sums_them(dtype):
     ids, gradient = ids_with_many_repeats(), some(3, 50, dtype=dtype)
-    weight, twin = table(dtype), table(main_grad=False)
+    weight, reference = table(dtype), table(main_grad=False)
     embedding(ids, weight).backward(gradient)
-    F.embedding(ids, twin).backward(gradient.float())
-    assert torch.equal(weight.main_grad, 1.0 + twin.grad)
+    F.embedding(ids, reference).backward(gradient.float())
+    assert torch.equal(weight.main_grad, 1.0 + reference.grad)
 
 
 @pytest.mark.parametrize("work_bytes", [1, 4 * 150 * 4, 2**20])
 def test_fp32_has_the_bits_of_pytorchs_own_whatever_the_work_space(monkeypatch, work_bytes):
     monkeypatch.setattr(module, "WORK_BYTES", work_bytes)
     ids, gradient = ids_with_many_repeats(), some(3, 50)
-    weight, twin = table(), table()
+    weight, reference = table(), table()
     embedding(ids, weight).backward(gradient)
-    F.embedding(ids, twin).backward(gradient)
-    assert torch.equal(weight.main_grad, twin.main_grad)
+    F.embedding(ids, reference).backward(gradient)
+    assert torch.equal(weight.main_grad, reference.main_grad)
     assert weight.grad is weight.main_grad
 
 

@@ -40,5 +40,5 @@ def test_impossible_degrees_are_refused(arguments, flag):
         ParallelLayout.create(*arguments)
 
 
-def test_a_tensor_group_of_one_needs_no_process_group():
+def test_a_tp_group_of_one_needs_no_process_group():
     assert ParallelLayout.create(4, 1, 2, 3).make_tp_group() == TPGroup(rank=0, size=1, group=None)

@@ -1,4 +1,4 @@
-"""The head fused with its loss: gradients of the definition, one chunk of logits at a time."""
+"""The fused head and loss, one chunk of logits at a time, against the definition of its gradients."""
 
 import math
 
@@ -26,7 +26,7 @@ UPSTREAM = {
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Several chunks, blocks of rows and parts of a product, the last of each incomplete."""
+    """Makes several chunks, row blocks and parts of a product; the last of each is incomplete."""
     monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", {2: 11, 4: 11})
     monkeypatch.setattr(logit_chunks, "CPU_WORK_BYTES", 3 * 4 * ROWS)
     monkeypatch.setattr(logit_chunks, "CPU_PRODUCT_BYTES", 13 * 2 * HIDDEN)
@@ -144,8 +144,8 @@ def test_the_weights_gradient_goes_to_main_grad_in_fp32(dtype):
 @pytest.mark.parametrize("options", ["sum", "weights", "any"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options):
-    """One product per chunk instead of rounded parts. Both sums are those of the same gradients of logits,
-    which are rounded to 16 bits in both; the product in fp32 here stands for that of the device."""
+    """One product per chunk replaces the rounded parts. Both sums come from equal gradients of the logits,
+    rounded to 16 bits. The test's fp32 product stands for the device's product."""
     errors, added = [], []
 
     def add(total, a, b):
@@ -156,7 +156,9 @@ def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options)
     hidden, weight, labels = make_inputs(dtype)
     token_weights = torch.full((BATCH, SEQ), 0.125) if options == "weights" else None
     for adds in (False, True):
-        monkeypatch.setattr(weight_gradient, "device_adds", lambda tensor, answer=adds: answer)
+        monkeypatch.setattr(
+            weight_gradient, "supports_fused_accumulation", lambda tensor, answer=adds: answer
+        )
         main_grad = torch.zeros(ROWS, HIDDEN)
         losses = vocab_parallel_linear_cross_entropy(
             hidden, weight, labels, ONE, ROWS, token_weights=token_weights, main_grad=main_grad

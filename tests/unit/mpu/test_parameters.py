@@ -58,7 +58,7 @@ def test_values_have_the_wanted_distribution():
     assert abs(values.mean()) < 5 / count**0.5
     assert abs(values.std() - 1) < 5 / (2 * count) ** 0.5
     assert abs((values.abs() < 0.6745).float().mean() - 0.5) < 5 * 0.5 / count**0.5
-    # No two rows are related, in particular not those of neighbouring streams.
+    # No two rows are related, in particular not the rows of neighboring streams.
     correlation = torch.corrcoef(values)
     assert (correlation - torch.eye(512)).abs().max() < 6 / 512**0.5
 

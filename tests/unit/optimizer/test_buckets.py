@@ -1,4 +1,4 @@
-"""Layers are divided into buckets from the last one on."""
+"""Layers are divided into buckets, starting from the last layer."""
 
 import pytest
 

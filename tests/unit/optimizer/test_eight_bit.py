@@ -1,4 +1,4 @@
-"""Codes and scales: how exact they are, and what comes back of them; and the steps that they are for."""
+"""8-bit Adam: accuracy and round trips of codes and scales, and optimizer steps with them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def moments(name, blocks=300):
-    """Of all magnitudes, tiny ones and blocks of zeros among them."""
+    """Returns elements of all magnitudes, including tiny ones and blocks of zeros."""
     values = torch.randn(blocks, BLOCK_SIZE, generator=torch.Generator().manual_seed(7))
     values *= torch.logspace(-18, 6, blocks)[:, None]
     values[5] = 0.0
@@ -32,18 +32,18 @@ def test_each_element_becomes_the_nearest_value_of_the_map(name):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_dequantized_elements_are_quantized_to_the_same_bits(name):
-    """By bitsandbytes, in the optimizer's step, or here."""
+    """Quantized by bitsandbytes in the optimizer's step, or by `quantize`."""
     elements, values = moments(name), code_values(name, CPU)
     bnb_codes, state = kernels().quantize_blockwise(elements, code=values, blocksize=BLOCK_SIZE)
     for codes, scales in (quantize(elements, values), (bnb_codes, state.absmax)):
         restored = kernels().dequantize_blockwise(codes, absmax=scales, code=values, blocksize=BLOCK_SIZE)
         again = quantize(restored, values)
-        zero = (scales == 0).repeat_interleave(BLOCK_SIZE)  # any code times nothing
+        zero = (scales == 0).repeat_interleave(BLOCK_SIZE)  # any code times a scale of 0
         assert torch.equal(again[0][~zero], codes[~zero]) and torch.equal(again[1], scales)
 
 
 def test_a_block_whose_largest_magnitude_is_negative_does_not_shrink():
-    """What bitsandbytes alone makes of it, which is why the scale is found again here."""
+    """bitsandbytes alone shrinks the block, so `quantize` recovers the scale."""
     elements, values = -torch.linspace(0.5, 1.0, BLOCK_SIZE), code_values("exp_avg", CPU)
     moment = QuantizedMoment("exp_avg", BLOCK_SIZE, CPU)
     moment.write(0, elements)
@@ -67,7 +67,7 @@ def test_a_fragment_leaves_zeros_in_the_rest_of_its_last_block(name):
 
 
 def steps(bits, count, length=5000):
-    """Weight and optimizer state after some steps; bits: of the moments, None for PyTorch's AdamW."""
+    """Returns weight and optimizer state after some steps. bits: of the moments; None for PyTorch's AdamW."""
     weight = nn.Parameter(torch.linspace(-1, 1, length))
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     group = {"params": [weight], "moment_bits": bits, "weight_decay": 0.1}

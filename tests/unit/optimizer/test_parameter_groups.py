@@ -1,4 +1,4 @@
-"""Who is decayed, and which optimizer moves them."""
+"""Which parameters have weight decay, and which optimizer updates them."""
 
 import sys
 from types import ModuleType

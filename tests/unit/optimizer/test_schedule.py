@@ -42,7 +42,7 @@ def samples(count):
 
 # (consumed samples, rate as logged) of BLOOM-176B's run.
 @pytest.mark.parametrize(("consumed", "logged"), [(9_841_584, "5.969E-05"), (177_927_088, "7.610E-06")])
-def test_rate_equals_the_one_in_published_logs(consumed, logged):
+def test_the_lr_equals_the_published_logs(consumed, logged):
     schedule = by_samples(
         train_samples=220_000_000,
         lr=6e-5,
@@ -173,7 +173,7 @@ def test_wsd_follows_samples_through_a_batch_size_ramp_up():
 
 
 def test_a_wsd_decay_of_0_stays_at_the_maximum_up_to_its_end():
-    """As a trunk whose branches decay."""
+    """Like a base run whose cooldowns start from its checkpoints."""
     schedule = by_iterations(100, lr_decay_style="WSD", lr_wsd_decay_iters=0, lr_warmup_iters=10)
     assert [schedule.lr(at(n)) for n in (5, 10, 99, 100, 101)] == [5e-4, 1e-3, 1e-3, 1e-3, 0]
 

@@ -51,7 +51,7 @@ def test_interleaved_has_the_passes_of_megatron(ranks, micro_batches, chunks):
 @pytest.mark.parametrize("ratio", [1, 2, Fraction(7, 3)])
 @pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
 def test_interleaving_divides_the_bubble_of_1f1b(ranks, micro_batches, chunks, ratio):
-    """Section 2.2 of the paper: (p - 1) (t_f + t_b) / v beside the m (t_f + t_b) of the work."""
+    """Section 2.2 of the paper: a bubble of (p - 1) (t_f + t_b) / v, and passes of m (t_f + t_b)."""
     count = ranks * chunks
     forward, backward = [Fraction(1, chunks)] * count, [Fraction(ratio) / chunks] * count
     timeline = simulate_schedule("interleaved", forward, backward, [0] * (count - 1), micro_batches, chunks)
@@ -73,7 +73,7 @@ def schedules_of_several_ranks():
 
 
 def messages(actions):
-    """Per rank and step, the batch of (is sent, other rank, work of the sender)."""
+    """Returns, per rank and step, the batch of (is sent, peer rank, the sender's action)."""
     for rank, steps in enumerate(actions.steps):
         batches = []
         for step in steps:
@@ -87,7 +87,7 @@ def messages(actions):
 
 
 def test_messages_between_two_ranks_arrive_in_the_order_in_which_they_are_received():
-    """Else a rank would take one for the other: they have equal sizes and no tags."""
+    """Otherwise a rank would confuse two messages: they have equal sizes and no tags."""
     for name, actions in schedules_of_several_ranks():
         sent, received = {}, {}
         for rank, batches in messages(actions):
@@ -98,7 +98,7 @@ def test_messages_between_two_ranks_arrive_in_the_order_in_which_they_are_receiv
 
 
 def test_no_schedule_of_several_ranks_deadlocks_if_every_message_blocks():
-    """With the batches of messages that the engine exchanges at once."""
+    """Uses the message batches that the engine exchanges at once."""
     for name, actions in schedules_of_several_ranks():
         calls = {
             rank: [

@@ -18,7 +18,7 @@ def names(layers, casts=False):
 
 
 def table(layers, casts=False, seconds=None, in_flight=()):
-    """Embedding and head have 100 parameters, a layer 40; the head works as two layers do."""
+    """Embedding and head have 100 parameters, a layer 40; the head costs as much as two layers."""
     listed = names(layers, casts)
 
     def column(embedding, layer, norm, head):
@@ -51,7 +51,7 @@ def bounds(method, layers, stages, **options):
 
 
 def test_bloom_is_partitioned_as_it_was_trained():
-    """BLOOM's run: embedding and 5 layers, ten times 6, 5 and the head."""
+    """BLOOM's stages: embedding and 5 layers, ten stages of 6 layers, 5 layers and the head."""
     assert bounds("type:transformer|embedding", 70, 12, casts=True) == [0, 8, *range(14, 69, 6), 77]
 
 
@@ -143,7 +143,7 @@ def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
         ("type:mlp|transformer", 2, ["'mlp'", LAYER, "EmbeddingPipe", "type:embed:2|transformer:1"]),
         ("type:transformer", 5, ["4 layers", "5 stages", LAYER, "--pipeline-model-parallel-size"]),
         ("type:transformer:0", 2, ["0 layers", "none"]),
-        ("type:.*:1|embed:5", 2, ["an alternative before 'embed:5'", "has no effect"]),
+        ("type:.*:1|embed:5", 2, ["'embed:5' has no effect", "earlier alternatives"]),
         ("uniform", 10, ["9 layers", "10 stages"]),
         ("parameters", 8, ["7 layers", "8 stages"]),
         ("stages:2,2", 3, ["2 stages", "3", "--pipeline-model-parallel-size"]),

@@ -1,4 +1,4 @@
-"""The partition against all partitions, and lists of known models."""
+"""The partition against an exhaustive search, and on layer lists of known models."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -22,14 +22,14 @@ def stage_weights(weights: Sequence, bounds: Sequence[int]) -> list:
 
 
 def all_partitions(costs: Sequence[Sequence]) -> list[list[int]]:
-    """Of the documented form: each stage ends with a layer that has a cost, the last one with the list."""
+    """Yields all bounds of the documented form: each stage but the last ends with a layer that has a cost."""
     ends = [index + 1 for index, column in enumerate(zip(*costs, strict=True)) if any(column)]
     inner = combinations(ends[:-1], len(costs) - 1)
     return [[0, *bounds, len(costs[0])] for bounds in inner]
 
 
 def rule(costs: Sequence[Sequence], bounds: list[int], ranks: int | None = None) -> tuple:
-    """What the documented partition has least of. ranks: of a V schedule, whose ranks are balanced."""
+    """Returns what the partition minimizes. ranks: for a V schedule, whose ranks are balanced."""
     sums = [sum(row[a:b]) for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
     loads = [a + b for a, b in zip(sums, sums[::-1], strict=True)][:ranks] if ranks else sums
     return max(loads), sum(value**2 for value in sums), bounds
@@ -48,7 +48,7 @@ def smallest_maximum(weights: Sequence[int], num_stages: int) -> int:
 
 
 def layer_weights(max_size: int, min_size: int, most: int = 10**12) -> st.SearchStrategy[list[int]]:
-    """Few values for many ties, many values for none, zeros, giants, and blocks repeated or mirrored."""
+    """Draws weights: few values (many ties), many values, zeros, giants, and blocks repeated or mirrored."""
     lists = [
         st.lists(values, min_size=min_size, max_size=max_size)
         for values in (
@@ -65,7 +65,7 @@ def layer_weights(max_size: int, min_size: int, most: int = 10**12) -> st.Search
 
 @st.composite
 def stage_costs(draw, most_stages: int, even_number: bool = False) -> list[list[int]]:
-    """Costs of each layer on each stage: equal on all stages, or not. Each layer has one somewhere."""
+    """Draws the costs of each layer on each stage, equal on all stages or not."""
     stages = draw(st.integers(1, most_stages))
     stages *= 1 + even_number
     columns = draw(

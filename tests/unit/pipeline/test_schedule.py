@@ -1,4 +1,4 @@
-"""Pipeline schedules on paper: against DeepSpeed's instruction streams, formulas and worked examples."""
+"""Simulated pipeline schedules against DeepSpeed's instruction streams, formulas and worked examples."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ FORWARDS = (deepspeed.SendActivation, deepspeed.RecvActivation, deepspeed.Forwar
 
 
 def instructions(schedule, chunk_of_phase):
-    """(class, action) of each instruction. A message belongs to the pass of its output or input."""
+    """Returns (class, action) of each instruction. A message belongs to the pass of its output or input."""
     seen = Counter()
     for commands in schedule:
         for command in commands:
@@ -76,7 +76,7 @@ def test_1f1b_emits_the_instructions_of_deepspeed(stages, micro_batches):
 
 
 def committed_groups(stream):
-    """(sends, receives, passes) between commits; an exchange with no work after it is part of the next."""
+    """Returns (sends, receives, passes) between commits, merging an exchange without passes with the next."""
     groups, queued, exchanged, passes = [], [], [], []
     for kind, item in stream:
         if kind in PASSES:
@@ -121,14 +121,14 @@ def test_gpipe_goes_forward_as_deepspeeds_evaluation_and_then_backward(stages, m
 
 
 def polled_makespan(streams, forward, backward, transfer):
-    """A twin that runs DeepSpeed's streams: goes round the ranks until nothing moves."""
+    """A reference simulator of DeepSpeed's streams: visits the ranks in turn until none advances."""
     times = {"forward": forward, "backward": backward}
     towards = {"forward": 1, "backward": -1}
     position, clock, sent, queued = [0] * len(streams), [0] * len(streams), {}, [[] for _ in streams]
     commits = any(kind is deepspeed.CommitP2P for stream in streams for kind, _ in stream)
 
     def exchange(rank, messages):
-        """True once all of them are through; what is sent leaves at the first try."""
+        """Returns True once all messages are exchanged. Sends complete at the first attempt."""
         for kind, action in messages:
             if kind in SENDS:
                 boundary = min(action.chunk, action.chunk + towards[action.kind])
@@ -187,7 +187,7 @@ def test_a_schedule_takes_as_long_as_deepspeeds_stream(name, stream, data):
 
 
 def check_that_it_could_be(timeline, seconds, transfer, micro_batches):
-    """Each pass once, one at a time on a rank, and after what it needs. seconds: by kind of pass."""
+    """Checks that each pass runs once, alone on its rank, and after its inputs. seconds: per kind of pass."""
     rank_of = {span.action.chunk: rank for rank, spans in enumerate(timeline.spans) for span in spans}
     times = {span.action: span for spans in timeline.spans for span in spans}
     passes = sum(map(len, seconds.values())) * micro_batches
@@ -223,7 +223,7 @@ def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
     seconds = {"forward": forward, "backward": rest, "weight": weight if name == "zero-bubble" else []}
     check_that_it_could_be(timeline, seconds, transfer, micro_batches)
     holders = actions_of(name, ranks, micro_batches, chunks).rank_of_chunk
-    # Both chunks of the turn of a V, and all of one rank, are in one place.
+    # The two chunks in the middle of a V, and all chunks of a single rank, share a rank.
     on_the_way = sum(time for time, (a, b) in zip(transfer, pairwise(holders), strict=True) if a != b)
     one_micro_batch = sum(forward) + sum(rest) + weight[0] + 2 * on_the_way
     assert timeline.makespan >= max(one_micro_batch, *timeline.busy)
@@ -261,7 +261,7 @@ def test_the_peak_of_in_flight_micro_batches(stages, micro_batches):
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
 def test_dualpipev_keeps_as_many_activations_on_every_rank(ranks, micro_batches):
-    """Of half a stage each: half a stage more than 1F1B keeps on its first rank."""
+    """Each activation is of half a stage: half a stage more than 1F1B keeps on its first rank."""
     chunks = 2 * ranks
     timeline = simulate_schedule("dualpipev", [1] * chunks, [2] * chunks, [0] * (chunks - 1), micro_batches)
     assert timeline.peak_in_flight == [2 * ranks + 1] * ranks
@@ -355,13 +355,13 @@ FORWARD, BACKWARD = [[PipelineAction(kind, 0, chunk) for chunk in (0, 1)] for ki
         pytest.param(
             [Step((), (), (), (FORWARD[0],))],
             [Step((), (), (), (FORWARD[1],))],
-            "does the forward pass of micro-batch 0 through chunk 1 before",
+            "runs the forward pass of micro-batch 0 through chunk 1 before",
             id="nothing received",
         ),
         pytest.param(
             [Step((), (), (), (FORWARD[0],))],
             [Step((), (), (), (BACKWARD[1],))],
-            "does the backward pass of micro-batch 0 through chunk 1 before",
+            "runs the backward pass of micro-batch 0 through chunk 1 before",
             id="backward first",
         ),
         pytest.param(
@@ -372,7 +372,7 @@ FORWARD, BACKWARD = [[PipelineAction(kind, 0, chunk) for chunk in (0, 1)] for ki
         ),
     ],
 )
-def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, second, words):
+def test_a_schedule_that_cannot_run_is_rejected_with_the_pass_at_fault(first, second, words):
     with pytest.raises(ValueError, match=words):
         simulate(ScheduleActions([first, second], [0, 1]), [1, 1], [1, 1], [0])
 
@@ -381,9 +381,9 @@ def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, secon
     ("arguments", "words"),
     [
         (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, interleaved, dualpipev, zero-bubble, gpipe"]),
-        (("1f1b", [1, 1], [1], [0], 1), ["2 forward times", "1 backward", "1 transfer"]),
-        (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward times", "0 transfer"]),
-        (("1f1b", [], [], [], 1), ["0 forward times"]),
+        (("1f1b", [1, 1], [1], [0], 1), ["2 forward", "1 backward", "1 transfer"]),
+        (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward", "0 transfer"]),
+        (("1f1b", [], [], [], 1), ["0 forward"]),
         (("1f1b", [1, -1], [1, 1], [0], 1), ["-1 seconds"]),
         (("1f1b", [1, float("nan")], [1, 1], [0], 1), ["nan seconds"]),
         (("gpipe", [0], [0], [], 1), ["all forward and backward times are 0"]),
@@ -393,7 +393,7 @@ def test_an_order_that_cannot_run_is_refused_with_the_work_at_fault(first, secon
         (("dualpipev", [1] * 8, [1] * 8, [0] * 7, 9, 4), ["2 chunks per rank", "4 was given"]),
         (("interleaved", [1] * 8, [1] * 8, [0] * 7, 7, 2), ["4 ranks", "multiple of 4", "has 7", "batch"]),
         (("interleaved", [1] * 8, [1] * 8, [0] * 7, 8, 3), ["3 chunks per rank", "8 chunks"]),
-        (("interleaved", [1] * 8, [1] * 8, [0] * 7, 8), ["any number of chunks", "None was given"]),
+        (("interleaved", [1] * 8, [1] * 8, [0] * 7, 8), ["at least 1", "None was given"]),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_their_numbers(arguments, words):
@@ -411,7 +411,7 @@ def test_planning_needs_neither_torch_nor_deepspeed():
 def test_a_weight_pass_comes_after_its_backward_pass():
     passes = [PipelineAction(kind, 0, 0) for kind in ("forward", "weight", "backward")]
     actions = ScheduleActions([[Step((), (), (), (action,)) for action in passes]], [0])
-    with pytest.raises(ValueError, match="does the weight pass of micro-batch 0 through chunk 0 before"):
+    with pytest.raises(ValueError, match="runs the weight pass of micro-batch 0 through chunk 0 before"):
         simulate(actions, [1], [1], [], [1])
 
 

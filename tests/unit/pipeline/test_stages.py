@@ -1,4 +1,4 @@
-"""The stages of a run, by flags alone."""
+"""The stages of a run, computed only from flags."""
 
 import pytest
 

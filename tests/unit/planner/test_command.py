@@ -1,4 +1,4 @@
-"""The command of an sbatch script: with the user's sizes, without the job that the shell is in."""
+"""Reading the command of an sbatch script: the user's sizes count, the job that the shell is in does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = str(ROOT / "examples" / "slurm" / "tr11-176B-ml.slurm")
 
 
 def test_sizes_in_the_environment_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `NNODES=2 sbatch SCRIPT` has them."""
+    """Variables such as NNODES=2 change the script's sizes, as with `NNODES=2 sbatch SCRIPT`."""
     for name in ("NNODES", "GPUS_PER_NODE", "NUM_LAYERS"):
         monkeypatch.delenv(name, raising=False)
     assert read_script("--script", SCRIPT, [], script_environment()).processes == 48 * 8
@@ -38,7 +38,7 @@ def test_the_job_of_the_shell_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def refusal(folder: Path, text: str | bytes) -> str:
-    """The sentence for a script with this text."""
+    """Returns the error message for a script with this text."""
     script = folder / "job.slurm"
     script.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
@@ -52,7 +52,7 @@ def test_a_script_that_does_not_exist_is_a_sentence(tmp_path: Path) -> None:
 
 
 def wait_for_end(*pids: int) -> None:
-    """The kernel ends processes a moment after the signal."""
+    """Returns whether all processes have ended; the kernel ends them a moment after the signal."""
     deadline = time.monotonic() + HANG_TIMEOUT_S
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""What is planned of a layer against what PyTorch keeps and computes on a CPU."""
+"""Compares the planned costs of a layer with what PyTorch keeps and computes on a CPU."""
 
 from itertools import chain
 
@@ -31,7 +31,7 @@ FLAGS = (
 
 @pytest.fixture(autouse=True)
 def _without_kernels(monkeypatch):
-    """The layers run on a CPU. tests/simulated compares the plan with kernels."""
+    """Runs the layers without Triton kernels, as on a CPU. tests/simulated compares plans with kernels."""
     monkeypatch.setenv("MEGATRON_KERNELS", "pytorch")
 
 
@@ -61,8 +61,8 @@ def test_state_is_planned_as_zero_shards_it(words, in_layer, elsewhere):
     config = config_of(f"{words} --world-size 4")
     found = bytes_per_parameter(config, 512)
     # Buffers are padded, and the optimizer keeps a norm per parameter.
-    assert found.of_layers(config.parallel) == pytest.approx(in_layer, rel=0.02)
-    assert found.of_others(config.parallel) == pytest.approx(elsewhere, rel=0.02)
+    assert found.in_layers(config.parallel) == pytest.approx(in_layer, rel=0.02)
+    assert found.in_others(config.parallel) == pytest.approx(elsewhere, rel=0.02)
 
 
 def run(config):
@@ -120,7 +120,7 @@ def test_the_rate_of_an_attention_kernel_depends_on_its_sequence_and_head_size(m
 
 
 def kept_by(config):
-    """Bytes that the recorded transformer layer keeps, in place of its input its output."""
+    """Returns the bytes that the recorded transformer layer keeps, with its output instead of its input."""
     names = layer_names(layer_list(config, 512))
     costs = whole_model_costs(config, names, 512)
     (layer,) = (layer for layer in costs.layers if layer.first == names.index(TRANSFORMER_LAYER))

@@ -47,7 +47,7 @@ def test_without_a_device_there_is_no_fit_summary():
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     config, _, memory = planned()
     largest = max(part.total for part in memory)
-    # All ranks, data parallel, pipeline, a replica, the tied embedding, the neighbour.
+    # Groups: all ranks, data parallel, pipeline parallel, model parallel, tied embedding; and the neighbor.
     reserve = CONTEXT_BYTES + 6 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
     assert reserve_bytes(config, largest) == reserve
     fits, sentence = summary_of("--device-memory 64")
@@ -77,7 +77,7 @@ def test_an_overflow_names_the_stages_and_flags_with_their_new_totals(monkeypatc
 
 
 def names(flags: str) -> list[str]:
-    """The flags that are named for a run with these flags; each reduces the plan."""
+    """Returns the flags suggested for a run with these flags; each must reduce the planned memory."""
     config = parse_args([*SIZES, *flags.split()], {})
     largest = max(planned_bytes(config, VOCAB, plan_stages(config, VOCAB)))
     found = most_effective_flags(config, VOCAB, largest)
@@ -96,7 +96,7 @@ def names(flags: str) -> list[str]:
             "--world-size 8 --micro-batch-size 1 --checkpoint-activations",
             {"--zero-stage 3", "--zero-stage 2"},
         ),
-        # A pipeline refuses ZeRO-2 and 3.
+        # Pipeline parallelism does not support ZeRO-2 and 3.
         (
             "--world-size 8 --micro-batch-size 1 --checkpoint-activations --pipeline-model-parallel-size 2",
             {"--cpu-offload", "--zero-stage 1"},

@@ -1,4 +1,4 @@
-"""--network-figures: what a run has measured replaces the vendor's rates; other files are one sentence."""
+"""--network-figures: measured rates replace the vendor's rates; an invalid file gives one error message."""
 
 from __future__ import annotations
 

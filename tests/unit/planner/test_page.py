@@ -1,4 +1,4 @@
-"""The page as a file: complete in itself, and safe whatever its data holds."""
+"""The HTML page as a file: it loads nothing else, and is safe whatever its data contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.planner.page import page_text, write_page
 
 
 def data_of(page: str) -> object:
-    """What the page's scripts read."""
+    """Returns the data that the page's scripts read."""
     (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(found)["data"]
 
@@ -43,5 +43,5 @@ def test_numbers_that_json_has_not_become_texts() -> None:
 
 def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     write_page(tmp_path / "new" / "page.html", "plan", "", {})
-    with pytest.raises(UserError, match="--html .* cannot be written .*: give another file"):
+    with pytest.raises(UserError, match="--html .* cannot be written .*Set another file"):
         write_page(tmp_path / "new" / "page.html" / "below.html", "plan", "", {})

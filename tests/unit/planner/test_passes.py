@@ -1,4 +1,4 @@
-"""The replay of a pass: kernels beside collectives."""
+"""The replay of a pass: kernels and concurrent collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.planner.simulation.passes import Action, Busy, Collective, Kernel,
 
 
 def time_of(*actions: Action, launch: float = 0.0, contention: float = 0.0) -> PassTime:
-    """A kernel takes a second per FLOP or byte, a collective one per byte."""
+    """Replays actions: a kernel takes a second per FLOP or byte, a collective a second per byte."""
     return pass_time(
         actions, lambda kernel: kernel.flops or kernel.bytes, lambda call: call.bytes, launch, contention
     )
@@ -46,7 +46,7 @@ def test_collectives_of_a_group_queue_and_those_of_two_groups_do_not() -> None:
 
 def test_waits_name_collectives_by_their_age() -> None:
     assert time_of(gather(2), gather(3), Wait(1), other(1), Wait(0)) == PassTime(0, 1, 2 + 2)
-    # That of an earlier pass is complete.
+    # A collective that started in an earlier pass is complete.
     assert time_of(Wait(0), gather(2), Wait(1), Wait(0)).waits == 2
 
 

@@ -11,7 +11,7 @@ from megatron.config.registries import GPUS
 from megatron.planner.rates import RATES, UNALIGNED, best_published_mfu, kernel_seconds
 from megatron.planner.simulation.passes import Kernel
 
-# Parts of the data sheet's rate that single large products reach (`megatron.planner.rates`).
+# Fractions of the data sheet's rate that single large products reach (`megatron.planner.rates`).
 MEASURED = {"v100": 0.90, "a100": 0.87, "h100": 0.80, "h200": 0.80, "b200": 0.78, "gb200": 0.78}
 LENGTHS = (64, 200, 1024, 2048, 5120, 12288, 50176)
 
@@ -58,7 +58,7 @@ def test_a_product_takes_no_less_time_if_a_side_grows() -> None:
 def test_one_tile_more_than_the_multiprocessors_costs_another_round() -> None:
     full, more = (seconds(matmul(256 * tiles, 128, 65536)) for tiles in (108, 109))
     assert more > 1.25 * full
-    # A batch fills them as one product does.
+    # A batch of products fills the multiprocessors like one larger product.
     assert seconds(matmul(1024, 1024, 1024, batch=27)) == pytest.approx(
         seconds(matmul(27 * 1024, 1024, 1024))
     )
@@ -103,7 +103,7 @@ def test_attention_goes_by_the_name_of_its_implementation() -> None:
         and times[2] == pytest.approx(times[1], rel=0.1)
         and times[3] > 1.2 * times[1]
     )
-    # A V100 has only one.
+    # A V100 has rates for only one implementation.
     assert len({seconds(attention(8192, 128, name), "v100-32gb") for name in names}) == 1
     unknown = Kernel("attention_forward", 1e12, 1e6)
     assert seconds(unknown) == pytest.approx(1e12 / (312e12 * RATES["a100"].attention["triton"].forward))

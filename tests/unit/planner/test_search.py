@@ -1,4 +1,4 @@
-"""The search: what it finds fits, can be planned again to the same numbers, and its flags parse."""
+"""The search: its layouts fit, a plan of them has equal numbers, and their flags can be parsed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.planner.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
-# Without the one that starts tools/sweep.py.
+# All scripts but the one that starts tools/sweep.py.
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm") if path.name != "sweep-partition.slurm")
 VOCAB = 50257
 MODEL = (
@@ -59,7 +59,7 @@ def test_the_flags_of_a_layout_plan_the_same_layout_again() -> None:
 
 @pytest.mark.full
 def test_no_combination_is_faster_than_the_one_found() -> None:
-    """The estimate that sorts the combinations loses none of a small space."""
+    """In a small space of layouts, the estimates that sort the combinations lose no good layout."""
     small = MODEL.replace("256", "8").replace("--num-layers 40", "--num-layers 8")
     config = parse_args(with_defaults(run_flags(small.split(), None, 4))[0], {})
     best = search(config, VOCAB).candidates[0].tokens_per_second

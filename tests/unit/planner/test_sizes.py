@@ -1,4 +1,4 @@
-"""Sizes beyond any run: a plan either takes seconds and little memory, or is refused with one sentence."""
+"""Sizes beyond any run: a plan either takes seconds and little memory, or fails with one error message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LARGEST = (
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (LARGEST, ("16,777,216 tokens", "chunks", "reduce one of the two")),
+        (LARGEST, ("16,777,216 tokens", "chunks", "Reduce one of the two")),
         (
             f"--micro-batch-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
             ("--micro-batch-size is 10000000000000", "at most 1000000"),
@@ -124,7 +124,7 @@ def test_a_run_with_too_many_samples_is_refused_by_its_command_line(tmp_path: Pa
         "--train-samples 300000000",
         "--train-samples 1000000000 --no-train",
         "--eval-interval 1 --eval-iters 100000000 --split 1",
-        # Each prefix has an index of its own.
+        # Each prefix has a separate index.
         "--train-samples 1000000000 --data-path 1 a 1 b 1 c 1 d",
     ],
 )

@@ -30,7 +30,7 @@ BASE = (
     "--lr 1e-4 --train-samples 5120 --bf16 --hidden-dropout 0 --attention-dropout 0 --gpu a100-80gb"
 )
 
-# Of the group of rank 0 that has this name, with the axes of DeepSpeed's topology.
+# Group of rank 0 -> the coordinates that its ranks share, with the axes of DeepSpeed's topology.
 SHARED_COORDINATES: dict[Group, dict[str, int]] = {
     "tensor": {"pipe": 0, "data": 0},
     "data": {"pipe": 0, "model": 0},
@@ -62,7 +62,7 @@ def test_collectives_within_a_node_and_between_nodes() -> None:
     assert outside == pytest.approx(2 * 3 / 4 * size / (ACHIEVED * 50e9 / 4) + 4 * LATENCY_S["inter"])
     gather = network.seconds(Collective("data", "_allgather_base_", size), layout)
     assert gather == pytest.approx(3 / 4 * size / (ACHIEVED * 50e9 / 4) + 4 * LATENCY_S["inter"])
-    # With 2 members of a ring per node, half as many rings leave it.
+    # With 2 members of a ring per node, half as many rings leave the node.
     pairs = ParallelLayout.create(16, tp_size=2, pp_size=1)
     assert network.seconds(Collective("data", "_allgather_base_", size), pairs) == pytest.approx(
         7 / 8 * size / (ACHIEVED * 50e9 / 2) + 6 * LATENCY_S["inter"]
@@ -86,7 +86,7 @@ def test_messages_between_stages() -> None:
 @pytest.mark.parametrize("group", ["tensor", "data", "pipeline", "model", "world", (0, 3)])
 @pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 4, 2), (8, 4, 4), (2, 4, 16)])
 def test_a_group_takes_as_long_as_its_ranks_say(group: Group, sizes: tuple[int, int, int]) -> None:
-    """The network counts the ranks of a group and of a node without a list of them."""
+    """The network computes the sizes of groups without a list of their ranks, so both are compared."""
     tp_size, pp_size, dp_size = sizes
     layout = ParallelLayout.create(tp_size * pp_size * dp_size, tp_size, pp_size)
     network, size = Network.of_links(8, 1200, 400), 10**8
@@ -137,7 +137,7 @@ def test_more_micro_batches_are_extrapolated_as_they_are_simulated(
 def test_equal_stages_have_the_textbook_bubble() -> None:
     step = predicted("--world-size 4 --pipeline-model-parallel-size 4 --intra-node-gbps 1e9")
     times = [time.forward + time.backward for time in step.stages]
-    # The last stage has the head too, so it is the slowest: the others wait for it.
+    # The last stage also has the head, so it is the slowest, and the other stages wait for it.
     longest = max(times)
     expected = (step.micro_batches - 1) * longest + sum(times)
     assert step.pipeline == pytest.approx(expected, rel=0.03)
@@ -151,10 +151,10 @@ def test_zero_bubble_divides_the_backward_pass_and_hides_no_all_reduce() -> None
     assert all(time.weight == 0 for time in plain.stages)
     for before, after in zip(plain.stages, split.stages, strict=True):
         assert after.forward <= before.forward  # 1f1b gathers the parts of a message
-        # A third of the matrix products; the all-reduces of inputs' gradients are not hidden any more.
+        # Adds a third of the matrix products; the all-reduces of input gradients are then exposed.
         assert after.matmul / 5 < after.weight < after.backward / 2
         assert after.matmul == pytest.approx(before.matmul)
-        # All-reduces that run beside kernels lengthen them.
+        # Concurrent all-reduces lengthen kernels.
         assert after.memory == pytest.approx(before.memory, rel=0.1)
         assert after.communication > before.communication
     fast = "--intra-node-gbps 1e9 --inter-node-gbps 1e9"
@@ -168,7 +168,7 @@ def test_the_parts_add_up_and_the_rates_follow() -> None:
     step = predicted("--world-size 16 --tensor-model-parallel-size 2 --zero-stage 1")
     assert step.total == step.pipeline + step.reduction + step.optimizer + step.gather
     assert step.tokens_per_second == pytest.approx(512 * 2048 / step.total)
-    # The run logs 72 B s L h^2 (1 + s / 6h + V / 16Lh) without recomputation; utilisation is the same here.
+    # The run logs 72 B s L h^2 (1 + s / 6h + V / 16Lh) without recomputation; utilization too.
     flops = 72 * 512 * 2048 * 24 * 2048**2 * (1 + 1 / 6 + 50432 / (16 * 24 * 2048))
     assert step.logged_tflops == pytest.approx(flops / step.total / 16 / 1e12)
     assert step.mfu == pytest.approx(step.logged_tflops / 312)
@@ -184,7 +184,7 @@ def test_a_ramp_up_takes_longer() -> None:
     flags = "--world-size 16 --pipeline-model-parallel-size 4 --train-samples 12800"
     flat, ramped = predicted(flags), predicted(f"{flags} --rampup-batch-size 64 448 6400")
     assert ramped.total == flat.total
-    # 100 steps of 64 samples with 8 micro-batches each, and 12.5 of 512 with 64; the half is not run.
+    # 100 steps of 64 samples with 8 micro-batches, then 12 (of 12.5) steps of 512 samples with 64.
     stages = [(time.forward, time.backward) for time in flat.stages]
     forward, backward = zip(*stages, strict=True)
     short = simulate_schedule("1f1b", forward, backward, flat.transfers, 8).makespan
@@ -207,7 +207,7 @@ def test_what_makes_a_step_slower() -> None:
 
 @pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"])
 def test_chunks_hide_communication_behind_products(recompute: str) -> None:
-    """Of the forward pass only one chunk is left, if the products take longer than the messages."""
+    """If matrix products take longer than messages, the forward pass exposes only one chunk."""
     sharded = (
         "--world-size 8 --tensor-model-parallel-size 8 --sequence-parallel --hidden-size 8192 "
         f"--num-attention-heads 64 {recompute}"

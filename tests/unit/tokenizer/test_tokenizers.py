@@ -79,7 +79,7 @@ def test_gpt2_gives_the_ids_of_transformers(gpt2: Tokenizer, gpt2_files: tuple[s
 
 
 def slow_gpt2_ids(vocab_file: str, merge_file: str, text: str) -> list[int]:
-    """OpenAI's algorithm: split by its pattern, map bytes to characters, merge pairs in order of rank."""
+    """Applies OpenAI's algorithm: splits by a pattern, maps bytes to characters, merges pairs by rank."""
     import regex
 
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

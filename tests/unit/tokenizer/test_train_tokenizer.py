@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py."""
+"""The command tools/train_tokenizer.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files and checkpoints are refused with another vocabulary than their own."""
+"""Token files and checkpoints are rejected with a vocabulary different from their own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def original(tmp_path: Path) -> Namespace:
 
 @pytest.fixture
 def other(original: Namespace, tmp_path: Path) -> Namespace:
-    """A vocabulary of the same size with two tokens exchanged."""
+    """The flags of a tokenizer whose vocabulary has two tokens exchanged."""
     vocabulary = json.loads(Path(original.vocab_file).read_text())
     first, second = [token for token in vocabulary if token.isalpha()][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
@@ -53,9 +53,7 @@ def test_token_files_record_their_vocabulary(original: Namespace, prefix: str) -
 
 def test_another_vocabulary_of_the_same_size_is_refused(other: Namespace, prefix: str) -> None:
     digest = vocabulary_digest(build_tokenizer(other))
-    with pytest.raises(
-        UserError, match=f"--data-path {prefix} was tokenized with another vocabulary"
-    ) as refused:
+    with pytest.raises(UserError, match=f"--data-path {prefix} was tokenized with a vocabulary") as refused:
         check_record(prefix, "--data-path", digest)
     assert digest[:12] in str(refused.value)
 

@@ -74,7 +74,7 @@ def test_perplexity_is_capped():
     assert "PPL: 4.851652E+08" in format_validation_lines("test", "the end", 4000.0)[1]
 
 
-# Lines as other trainers printed them, in public logs.
+# Lines of other trainers, from public logs.
 BIGSCIENCE = (
     "[default7]: iteration    12695/  115311 | consumed samples:      9841584 | "
     "consumed tokens:  20155564032 | elapsed time per iteration (s): 105.22 | learning rate: 5.969E-05 | "

@@ -49,7 +49,7 @@ def lines_of(stream):
 
 
 def logged(log_interval, *records):
-    """The lines of these steps, parsed."""
+    """Returns the parsed lines of these steps."""
     stream = io.StringIO()
     logger = MetricsLogger(LoggingConfig(log_interval=log_interval), THROUGHPUT, stream=stream)
     for step in records:
@@ -245,7 +245,7 @@ def test_unusable_tensorboard_folder_is_an_error(tmp_path):
 
 
 def test_wandb_gets_every_value_with_its_step(monkeypatch):
-    """A stand-in for wandb, which is no dependency, with the calls that are made of it."""
+    """wandb is no dependency: a fake module has the calls that the program makes."""
     logged, started, ended = [], [], []
 
     def init(**settings):
@@ -271,8 +271,8 @@ def test_wandb_gets_every_value_with_its_step(monkeypatch):
 
 
 def diverging(losses, log_interval=7, warmup=0, **options):
-    """The warnings of a run with these losses and a vocabulary of 1000 tokens (ln: 6.9). The learning rate
-    rises for `warmup` steps."""
+    """Returns the warnings of a run with these losses and a vocabulary of 1000 tokens (ln: 6.9). The learning
+    rate rises for `warmup` steps."""
     stream = io.StringIO()
     logger = MetricsLogger(
         LoggingConfig(log_interval=log_interval, **options), THROUGHPUT, stream=stream, vocab_size=1000

@@ -1,4 +1,4 @@
-"""A console, a log file or a writer of curves that fails does not end the run."""
+"""A failing console, log file or curve writer does not end the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.training.test_metrics import THROUGHPUT, record
 
 
 class ClosedTerminal(io.StringIO):
-    """Fails from its second line on, as the terminal of a session that has ended."""
+    """A stream that fails from its second line on, like the terminal of a session that has ended."""
 
     def write(self, text: str) -> int:
         if self.getvalue():

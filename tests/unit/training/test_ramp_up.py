@@ -1,4 +1,4 @@
-"""A resumed ramp-up: the batch sizes that remain are checked, and a dry run lists them."""
+"""A resumed ramp-up: the remaining batch sizes are checked, and a dry run lists them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ramp(samples: int, micro: int = 4) -> list[object]:
-    """Batches of 2, 4, 6 and 8 samples, the last one from `samples` on."""
+    """Returns flags with batches of 2, 4, 6 and 8 samples. The size is 8 after `samples` samples."""
     return ["--dry-run", "--rampup-batch-size", 2, 2, samples, "--micro-batch-size", micro]
 
 
@@ -47,7 +47,7 @@ def ramp(samples: int, micro: int = 4) -> list[object]:
 )
 def test_a_dry_run_lists_the_sizes_that_remain(samples: int, micro: int, sizes: str, folder: Path) -> None:
     (note,) = ramp_up_notes(config_of(*ramp(samples, micro), "--load", folder))
-    assert f"global_step{STEP} at {CONSUMED} samples" in note and sizes in note
+    assert f"global_step{STEP} at {CONSUMED} consumed samples" in note and sizes in note
 
 
 def test_a_dry_run_refuses_a_size_that_remains_and_does_not_fit(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is printed at the start of a run and by --dry-run: stage map, memory, and what a resume changes."""
+"""The report at the start of a run and by --dry-run: stage map, memory, and what a resume changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan(bounds, weights, unit="ms", rank_of_stage=None, method="profile"):
 
 
 def columns(stages):
-    """The cells of the header and of each row; content last."""
+    """Returns the cells of the header and of each row; the content is the last cell."""
     *rows, _ = stage_map(stages).splitlines()
     return [re.split(r"\s{2,}", row.strip()) for row in rows]
 
@@ -121,43 +121,43 @@ def test_with_dualpipev_the_first_columns_are_the_rank_and_its_weight():
     assert rows[4][6] == "408", "rank 0 has the head's matrix already: it is the embedding's"
 
 
-# --- The last line ---
+# --- the line on the heaviest stage ---
 
 
 def test_the_last_line_names_the_heaviest_stage():
     assert stage_map(TWO_STAGES).splitlines()[-1] == heaviest_line(TWO_STAGES)
 
 
-WAITS = "waiting for it costs up to"
+IMBALANCE = "imbalance loses up to"
 
 
 @pytest.mark.parametrize(
     ("stages", "line"),
     [
-        # Mean 40 ms, longest 50 ms: a fifth of its time the average stage has nothing to do.
+        # Mean 40 ms, longest 50 ms: the average stage is idle for a fifth of the time.
         (
             TWO_STAGES,
-            f"stage 1 by --partition-method profile, max/mean = 1.250: {WAITS} 20.0 % of the efficiency",
+            f"stage 1 by --partition-method profile, max/mean = 1.250: {IMBALANCE} 20.0 % efficiency",
         ),
-        # A stage with more memory is not waited for.
+        # Other stages do not wait for a stage with more memory.
         (
             plan([0, 7, 12], [30.0, 50.0], "GiB", method="memory"),
             "stage 1 by --partition-method memory, max/mean = 1.250: it needs 25.0 % more than the mean",
         ),
-        # Of equally heavy stages the first is named.
+        # The first of equally heavy stages is named.
         (
             plan([0, 4, 8, 12], [2.0, 2.0, 2.0], unit="", method="uniform"),
-            f"stage 0 by --partition-method uniform, max/mean = 1.000: {WAITS} 0.0 % of the efficiency",
+            f"stage 0 by --partition-method uniform, max/mean = 1.000: {IMBALANCE} 0.0 % efficiency",
         ),
         # Two of three stages work: a third of the efficiency is lost.
         (
             plan([0, 7, 7, 12], [3.0, 0, 3.0]),
-            f"stage 0 by --partition-method profile, max/mean = 1.500: {WAITS} 33.3 % of the efficiency",
+            f"stage 0 by --partition-method profile, max/mean = 1.500: {IMBALANCE} 33.3 % efficiency",
         ),
         # With DualPipeV stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6.
         (
             plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], rank_of_stage=(0, 1, 1, 0)),
-            f"rank 1 by --partition-method profile, max/mean = 1.125: {WAITS} 11.1 % of the efficiency",
+            f"rank 1 by --partition-method profile, max/mean = 1.125: {IMBALANCE} 11.1 % efficiency",
         ),
     ],
 )
@@ -178,14 +178,14 @@ def test_pipeline_efficiency_counts_the_steps_of_filling_and_draining():
 
 
 def test_row_has_the_range_of_its_ranks():
-    """The ranks of a tensor-parallel group of BigScience had 24.0, 24.8, 24.0 and 28.2 GB."""
+    """The values are of a tensor-parallel group of BigScience: 24.0, 24.8, 24.0 and 28.2 GB."""
     peaks = {8: 24.0, 9: 24.8, 10: 24.0, 11: 28.2}
     row = format_memory_row({rank: {"peak allocated": int(peak * GIB)} for rank, peak in peaks.items()})
     assert row.split() == "peak allocated 24.000 to 28.200 (rank 11)".split()
 
 
 def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool = False) -> list[str]:
-    """The notes of a run, started from a checkpoint of a run with other flags at an iteration."""
+    """Returns the notes of a run that starts from a checkpoint with other flags, at an iteration."""
     config, checkpoint = parse_args([*WITHOUT_LENGTH, *flags.split()], {}), None
     if iteration:
         saved = parse_args([*WITHOUT_LENGTH, *saved_flags.split()], {})
@@ -271,7 +271,8 @@ def test_decay_that_ends_before_a_new_run() -> None:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A folder with a checkpoint at iteration 5, and the prefix of data that it was not trained on."""
+    """Returns a folder with a checkpoint at iteration 5, and the prefix of data that it was not trained
+    on."""
     folder = tmp_path_factory.mktemp("places")
     config = read_command_line([*SMALL, "--dry-run", "--vocab-size", str(VOCAB)], {}).config
     write_native(folder / "checkpoints", config, random_wholes(config), 5)

@@ -1,4 +1,4 @@
-"""Spike detection with its window of previous steps, and skipped iteration ranges, from any start."""
+"""Spike detection with its window of previous steps, and skipped ranges of iterations, from any start."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ TOTAL = 20
 
 
 def after_one_step(state):
-    """The state after one more step."""
+    """Returns the state after one more step."""
     size = BATCHES.global_batch_size_at(state.consumed_samples)
     tokens = size * CONFIG.seq_length_at(state.iteration + 1)
     return TrainingState(
@@ -98,7 +98,7 @@ def after_one_step(state):
 
 
 def run_from(state):
-    """Iterations with a step, skipped ranges, and all states."""
+    """Returns the iterations with a step, the skipped ranges, and all states."""
     taken, skipped, states = [], [], [state]
     while state.iteration < TOTAL:
         found = range_to_skip(CONFIG, state.iteration, TOTAL)

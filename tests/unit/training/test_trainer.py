@@ -1,4 +1,4 @@
-"""A run whose steps did not update the weights, a failed save, and an evaluation that can be stopped."""
+"""Runs whose steps did not update the weights, failed saves, and evaluations that are stopped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.unit.config.command_lines import SMALL
 def warnings_at_end(
     iteration: int, skipped_before: int, steps: str, fp16: bool = True, total: int = 100
 ) -> list[str]:
-    """What a run prints that ends at an iteration. skipped_before: iterations without an update before this
-    start, ranges included. steps: of this start; s: skipped, u: updated."""
+    """Returns the output of a run that ends at an iteration. skipped_before: iterations without an update
+    before this process, including ranges. steps: steps of this process (s: skipped, u: updated)."""
     printed: list[str] = []
     updates = UpdateCount()
     for step in steps:
@@ -41,7 +41,7 @@ def warnings_at_end(
 
 def test_early_exit_after_skipped_steps_only_is_warned_of() -> None:
     (warning,) = warnings_at_end(5, 0, "sssss")
-    assert warning.startswith("WARNING: none of the 5 steps of this start") and "fp16" in warning
+    assert warning.startswith("WARNING: none of the 5 steps since the launch") and "fp16" in warning
 
 
 @pytest.mark.parametrize(("iteration", "steps"), [(5, "ssssu"), (50, "")])
@@ -51,7 +51,7 @@ def test_updates_and_starts_without_a_step_are_not_warned_of(iteration: int, ste
 
 @pytest.mark.parametrize(("skipped_before", "steps"), [(90, "s" * 10), (0, "s" * 10), (99, "s")])
 def test_run_that_ends_without_an_update_fails(skipped_before: int, steps: str) -> None:
-    with pytest.raises(RunStopped, match=f"none of the {len(steps)} steps of this start"):
+    with pytest.raises(RunStopped, match=f"none of the {len(steps)} steps since the launch"):
         warnings_at_end(100, skipped_before, steps)
 
 
@@ -96,7 +96,7 @@ FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 
 
 class Engine:
-    """The loss of a micro-batch is its number."""
+    """An engine whose loss of a micro-batch is the micro-batch's number."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []

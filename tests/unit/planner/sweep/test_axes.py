@@ -1,4 +1,4 @@
-"""The axes of tools/sweep.py: how they are typed, their product, and what they cannot be."""
+"""The axes of tools/sweep.py: how they are typed, their product, and invalid axes."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_label_can_be_typed() -> None:
         ([Axis("--lr", ())], BASE, "--lr has no value"),
         ([Axis("--lr", ("1", "1"))], BASE, "value twice"),
         ([Axis("--fp16", ("yes",))], BASE, "on and off"),
-        ([Axis("--bf16", ("on", "off"))], BASE, "--bf16 is in the base command"),
-        ([Axis("--micro-batch-size", ("", "2"))], BASE, "--micro-batch-size is in the base command"),
+        ([Axis("--bf16", ("on", "off"))], BASE, "--bf16 .* the base command sets it"),
+        ([Axis("--micro-batch-size", ("", "2"))], BASE, "--micro-batch-size .* the base command sets it"),
         ([Axis("--save", ("x",))], BASE, "save nothing"),
         ([Axis("--exit-interval", ("2",))], BASE, "the sweep sets it"),
         ([Axis("--deepspeed", ("on",))], BASE, "is ignored"),

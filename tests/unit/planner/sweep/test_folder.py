@@ -47,7 +47,7 @@ def test_a_row_that_failed_is_run_again_on_request_only(tmp_path: Path) -> None:
 def test_new_values_and_more_repeats_extend_a_sweep(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path)
     folder.begin(make_record(A, B, repeat=1))
-    # The rows of the second command have other numbers; those of the folder count.
+    # The second command numbers its rows differently; the numbers in the folder count.
     record = folder.begin(make_record(make_row(0, "uniform"), make_row(1, "time"), repeat=2))
     methods = [(row.index, row.settings["--partition-method"]) for row in record.rows]
     assert methods == [(0, "memory"), (1, "time"), (2, "uniform")]
@@ -58,9 +58,9 @@ def test_new_values_and_more_repeats_extend_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"base": ["--lr", "2e-3"]}, "another base command \\(--lr 1e-3; now --lr 2e-3\\)"),
-        ({"steps": 5}, "another --steps \\(4; now 5\\)"),
-        ({"script": "a.slurm"}, "another --sbatch"),
+        ({"base": ["--lr", "2e-3"]}, "a different base command \\(--lr 1e-3; now --lr 2e-3\\)"),
+        ({"steps": 5}, "a different --steps \\(4; now 5\\)"),
+        ({"script": "a.slurm"}, "a different --sbatch"),
     ],
 )
 def test_another_sweep_in_the_folder_is_refused(changes: dict, expected: str, tmp_path: Path) -> None:

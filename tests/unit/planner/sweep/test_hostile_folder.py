@@ -1,4 +1,4 @@
-"""The folder of a sweep that others can write to: what is read from it is checked like what is typed."""
+"""The folder of a sweep that other users can write to: its content is checked like typed flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def change(file: Path, edit: Callable[[Any], object]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SweepFolder:
-    """A sweep with one result of two."""
+    """Makes the folder of a sweep that has one of two results."""
     made = SweepFolder(tmp_path / "shared" / "sweep")
     made.begin(make_record(A, B, repeat=1))
     made.write_result(make_result(A, 1, 1.0, [2.0, 1.0, 1.5, 1.25]))
@@ -130,7 +130,7 @@ def test_hostile_values_are_reported_or_refused_by_a_sentence(
         assert str(file) in refusal(lambda: sweep.write_report(folder))
 
 
-def test_a_hostile_picture_is_drawn_and_a_hostile_label_is_no_formula(folder: SweepFolder) -> None:
+def test_a_hostile_plot_is_drawn_and_a_hostile_label_is_no_formula(folder: SweepFolder) -> None:
     def edit(record: Any) -> None:
         record["rows"][0]["settings"] = {"--data-path": "$\\frac{$"}
         record["rows"][1]["predicted"]["memory_bytes"] = [1e99, 0.0]

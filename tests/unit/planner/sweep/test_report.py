@@ -1,4 +1,4 @@
-"""The report of a sweep: table, Markdown, CSV, picture, JSON."""
+"""The report of a sweep: table, Markdown, CSV, plot, JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from matplotlib import image
 
 from megatron.commands import sweep
-from megatron.planner.pictures import draw_summary
+from megatron.planner.plots import draw_summary
 from megatron.planner.sweep.folder import SweepFolder
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import report_csv, report_markdown, report_text, table_cells
@@ -115,7 +115,7 @@ def test_csv_has_all_digits(summary: dict) -> None:
     assert rows[2]["reason"] == "too few layers" and rows[2]["measured_step_s"] == ""
 
 
-def test_the_picture_grows_with_the_rows(summary: dict, tmp_path: Path) -> None:
+def test_the_plot_grows_with_the_rows(summary: dict, tmp_path: Path) -> None:
     draw_summary(summary, tmp_path / "many.png")
     draw_summary(summarize(make_record(A), {}), tmp_path / "one.png")
     many, one = (image.imread(tmp_path / name) for name in ("many.png", "one.png"))

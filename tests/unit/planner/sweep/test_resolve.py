@@ -16,7 +16,7 @@ from megatron.pipeline.stages import plan_stages
 from megatron.planner.memory import planned_bytes
 from megatron.planner.step_time import find_cluster, predict_step
 from megatron.planner.sweep.axes import Axis, Row, make_rows
-from megatron.planner.sweep.resolve import _SAME_LOSSES, numbers_digest, resolve_rows
+from megatron.planner.sweep.resolve import _SAME_LOSSES, loss_settings_digest, resolve_rows
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -63,7 +63,7 @@ def test_a_prediction_is_that_of_the_planner() -> None:
 
 
 def test_the_predicted_bubble_is_that_of_1f1b() -> None:
-    """Without a head, stages of equally many layers take equally long: (p - 1) / (m + p - 1)."""
+    """Without a head, stages with equal numbers of layers take equal times: (p - 1) / (m + p - 1)."""
     small_head = [*BASE, "--pipeline-model-parallel-size", "4", "--make-vocab-size-divisible-by", "1"]
     small_head[small_head.index("--vocab-size") + 1] = "2"
     first, second = resolve(Axis("--global-batch-size", ("8", "32")), base=small_head)
@@ -90,7 +90,7 @@ def test_a_partition_that_is_measured_at_the_start_has_no_prediction() -> None:
     axis = Axis("--partition-method", ("profile", "time"))
     profile, time = resolve(axis, base=[*BASE, "--pipeline-model-parallel-size", "2"])
     assert profile.refused is None and profile.predicted["memory_bytes"] is None
-    assert "measured when the run starts" in profile.predicted["note"]
+    assert "measures the layers at the start" in profile.predicted["note"]
     assert time.predicted["memory_bytes"] is not None
 
 
@@ -125,7 +125,7 @@ def test_the_settings_without_effect_on_losses_exist() -> None:
     for section, names in _SAME_LOSSES.items():
         fields = {field.name for field in dataclasses.fields(SECTIONS[section])}
         assert set(names or ()) <= fields
-    assert len(numbers_digest(config)) == 12
+    assert len(loss_settings_digest(config)) == 12
 
 
 def test_a_ramp_up_is_refused() -> None:
@@ -159,4 +159,6 @@ def test_a_wrong_base_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as error:
         sweep.main(["plan", "--vary", "--micro-batch-size", "1", "2", "--", *BASE[2:]])
     assert error.value.code == 2
-    assert capsys.readouterr().err.startswith("error: all 2 combination(s) are refused, the first one: ")
+    assert capsys.readouterr().err.startswith(
+        "error: all 2 combination(s) are refused. The reason for the first: "
+    )

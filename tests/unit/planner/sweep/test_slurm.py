@@ -1,4 +1,4 @@
-"""A sweep as an array of Slurm jobs: what sbatch prints."""
+"""A sweep as an array of Slurm jobs: reading the output of sbatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.planner.sweep.made import make_record, make_row
 
 
 def submit_with(output: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Submits one run by a stub of sbatch with this output; returns the file of its array."""
+    """Submits one run with a stub of sbatch that prints this output; returns the file of the array."""
     commands = folder / "bin"
     commands.mkdir()
     (commands / "output").write_text(output)
@@ -40,7 +40,7 @@ def test_the_job_is_the_last_line_of_sbatch(
 def test_tasks_of_a_job_without_a_known_number_run(
     output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="as its last line, expected a job's number") as caught:
+    with pytest.raises(UserError, match="as its last line. Expected a job's number") as caught:
         submit_with(output, tmp_path, monkeypatch)
     assert str(caught.value).isprintable()
     array = tmp_path / "sweep" / "arrays" / "0.json"

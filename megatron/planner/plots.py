@@ -1,4 +1,4 @@
-"""Pictures of plans and sweeps, as files, without a display."""
+"""Plots of plans and sweeps, written to files without a display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.errors import UserError
 from megatron.files import write_atomically
 from megatron.units import GIB
 
-if TYPE_CHECKING:  # a plan takes torch and DeepSpeed, which other pictures do without
+if TYPE_CHECKING:  # importing a plan imports torch and DeepSpeed, which the other plots do not need
     from megatron.planner.plan import Plan
 
 _MEASURED, _PREDICTED = "tab:blue", "tab:orange"
@@ -22,15 +22,13 @@ _WIDTH = 0.4
 
 @contextmanager
 def new_figure(output: Path, rows: int, columns: int = 1, *, dpi: int = 120, **options: Any) -> Iterator[Any]:
-    """The figure and its axes, (figure, axes[row, column]); at the end of the block they are written to
-    `output`, whose suffix is the format (default: PNG). options: of `pyplot.subplots`.
-
-    OSError if the file cannot be written, ValueError for an unknown format.
-    """
+    """Yields (figure, axes[row, column]), and writes the figure to `output` at the end of the block. The
+    suffix of `output` is the file format (default: PNG). options: arguments of `pyplot.subplots`. Raises
+    OSError if the file cannot be written, ValueError for an unknown format."""
     import matplotlib
 
     matplotlib.use("Agg")
-    # Names of files and runs are no formulas: with two dollar signs they would be parsed as TeX.
+    # Names of files and runs are plain text: with two dollar signs they would be parsed as TeX.
     matplotlib.rcParams["text.parse_math"] = False
     from matplotlib import pyplot
 
@@ -39,7 +37,7 @@ def new_figure(output: Path, rows: int, columns: int = 1, *, dpi: int = 120, **o
         yield figure, axes
         content = io.BytesIO()
         with warnings.catch_warnings():
-            # It quotes a character of a name, such as ESC, that the font lacks.
+            # The warning quotes characters that the font lacks, such as ESC, which would reach the terminal.
             warnings.filterwarnings("ignore", "Glyph ", UserWarning)
             figure.savefig(content, dpi=dpi, format=output.suffix[1:] or "png")
     finally:
@@ -49,7 +47,8 @@ def new_figure(output: Path, rows: int, columns: int = 1, *, dpi: int = 120, **o
 
 
 def draw_plan(plan: Plan, path: str) -> None:
-    """Writes the picture of a plan: memory of each rank by part, and the timeline of the schedule."""
+    """Plots a plan: the memory of each rank by part, and the timeline of the schedule. Raises UserError if
+    the file cannot be written."""
     rows = 2 if plan.timeline else 1
     try:
         with new_figure(Path(path), rows, figsize=(11, 4 * rows)) as (_, axes):
@@ -57,7 +56,7 @@ def draw_plan(plan: Plan, path: str) -> None:
             if plan.timeline:
                 _draw_timeline(axes[1, 0], plan)
     except (OSError, ValueError) as error:
-        raise UserError(f"--plot {path} cannot be written ({error}): give another file") from None
+        raise UserError(f"--plot {path} cannot be written ({error}). Set another file.") from None
 
 
 def _draw_memory(axis: Any, plan: Plan) -> None:
@@ -76,10 +75,10 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
 
 
 def _draw_timeline(axis: Any, plan: Plan) -> None:
-    # One colour per kind of pass; with two stages per rank the second one is lighter.
-    colours = {"forward": "tab:blue", "backward": "tab:green", "weight": "tab:orange"}
+    # One color per kind of pass; with several stages per rank, those after the first are lighter.
+    colors = {"forward": "tab:blue", "backward": "tab:green", "weight": "tab:orange"}
     ranks = len(plan.memory)
-    for kind, colour in colours.items():
+    for kind, color in colors.items():
         for rank in range(ranks):
             for second in (False, True):
                 events = [
@@ -89,20 +88,20 @@ def _draw_timeline(axis: Any, plan: Plan) -> None:
                 ]
                 spans = [(event.start, event.end - event.start) for event in events]
                 alpha = 0.55 if second else 1.0
-                axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=colour, edgecolor="white", alpha=alpha)
+                axis.broken_barh(spans, (rank - 0.4, 0.8), facecolors=color, edgecolor="white", alpha=alpha)
     axis.set_yticks(range(ranks))
     axis.invert_yaxis()
     axis.set_ylabel("pipeline rank")
     axis.set_xlabel(
         f"seconds, first {plan.timeline_micro_batches} micro-batches; forward blue, backward green"
-        f"{', gradients of weights orange' * any(event.kind == 'weight' for event in plan.timeline)}"
+        f"{', weight gradients orange' * any(event.kind == 'weight' for event in plan.timeline)}"
     )
 
 
 def draw_summary(summary: Mapping[str, Any], output: Path) -> None:
-    """Writes the report of a sweep as a PNG: time, memory and bubble per row. The rows are one below the
-    other, measured above predicted; whiskers are the fastest and the slowest repeat. Refused rows are left
-    out. Raises OSError if it cannot be written."""
+    """Plots the time, memory and bubble of each row of a sweep. Raises OSError if the file cannot be written.
+    Each row has a bar for the measured and, below it, one for the predicted value. Whiskers show the fastest
+    and the slowest repeat. Rows with neither value, such as refused ones, are not shown."""
     from matplotlib.patches import Patch
 
     rows = [row for row in summary["rows"] if row["measured"] or row["predicted"]]
@@ -134,7 +133,7 @@ def _draw_row(time: Any, memory: Any, bubble: Any, place: int, measured: Any, pr
             time.barh(y, values["step_s"], _WIDTH, color=color)
         if values.get("repeats", 0) > 1:
             time.plot([values["step_s_least"], values["step_s_most"]], [y, y], color="black", marker="|")
-        # A thin bar per stage, the first stage above.
+        # A thin bar per stage, the first stage on top.
         sizes = values["memory_bytes"] or []
         for stage, size in enumerate(sizes):
             height = _WIDTH / len(sizes)
