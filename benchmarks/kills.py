@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/kills.py              # 200 kills: 10 minutes
     .venv/bin/python benchmarks/kills.py --kills 20
+    .venv/bin/python benchmarks/kills.py --async-save --kills 50
 
 A tiny model trains on two data-parallel ranks with ZeRO-1 and saves after every step. Repeatedly, a random
 rank is killed at a random time during a save, and the run is launched again. Each launch must find a
@@ -23,11 +24,12 @@ def main() -> None:
     """Prints the result; exits with 1 if a resume failed."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--async-save", action="store_true", help="save in the background, kill writers too")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times (default: 0)")
     arguments = parser.parse_args()
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
-        outcome = run_kill_test(Path(folder), arguments.kills, arguments.seed)
+        outcome = run_kill_test(Path(folder), arguments.kills, arguments.seed, arguments.async_save)
     print(
         f"{outcome.kills} kills, {outcome.unfinished} of them with an unfinished save; "
         f"{outcome.starts} launches, {outcome.good_resumes} good resumes over {outcome.steps} steps, "

@@ -321,7 +321,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--use-precision-aware-optimizer": "set --use-bnb-optimizer for 8-bit moments",
     "--deterministic-mode": "PyTorch's kernels cannot be restricted to deterministic ones; remove the flag",
     # Checkpoints.
-    "--async-save": "a save stops the training until it is complete; remove the flag",
     "--no-save-optim": "checkpoints always hold the optimizer state; remove the flag, see --no-load-optim",
     "--load-tag": "set --load to the folder of one checkpoint",
     "--ckpt-step": "set --load to the folder of one checkpoint",

@@ -1,9 +1,12 @@
 """The benchmark of 200 kills, with 4 kills: it runs, and no resume fails."""
 
+import pytest
+
 from tests.support.kills import run_kill_test
 
 
-def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(tmp_path):
-    outcome = run_kill_test(tmp_path, kills=4, seed=1)
+@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(async_save, tmp_path):
+    outcome = run_kill_test(tmp_path, kills=4, seed=1, async_save=async_save)
     # How many of the kills hit an unfinished save is a matter of timing, so it is not checked.
     assert outcome.failures == [] and outcome.kills == 4

@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import VOCAB, Row, build_engine, config_of, train, train_layout
 from tests.support.pool import WorldError, run_world
 
+if TYPE_CHECKING:
+    from megatron.checkpoint.manager import CheckpointManager
+
 ROW = Row(dp=2, zero=1)
 # A start is killed in its first, second or third save, so that the run progresses.
 SAVES = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is killed in a start of the run, and when."""
+
+    victim: int
+    """The rank."""
+    is_writer: bool
+    """Whether the rank's writer process is killed, and not the rank."""
+    attempt: int
+    """In which of the saves."""
+    instant_s: float
+    """How long after the begin of the save."""
+    async_save: bool
 
 
 @dataclass
@@ -33,8 +54,9 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
 
-def run_kill_test(folder: Path, kills: int, seed: int) -> Outcome:
-    """Kills and resumes until `kills` are reached or a resume fails."""
+def run_kill_test(folder: Path, kills: int, seed: int, async_save: bool = False) -> Outcome:
+    """Kills and resumes until `kills` are reached or a resume fails. async_save: saves are in the background,
+    and half of the victims are the processes that write."""
     started = time.monotonic()
     rng, outcome = random.Random(seed), Outcome()
     checkpoints, journal = folder / "checkpoints", folder / "journal"
@@ -42,22 +64,31 @@ def run_kill_test(folder: Path, kills: int, seed: int) -> Outcome:
     complete, save_s = 0, 0.2
     while outcome.kills < kills and not outcome.failures:
         journal.unlink(missing_ok=True)
-        instant = rng.uniform(0.0, 1.1 * save_s)
+        plan = Plan(
+            victim=rng.randrange(2),
+            is_writer=async_save and rng.random() < 0.5,
+            attempt=rng.randrange(SAVES),
+            instant_s=rng.uniform(0.0, 1.1 * save_s),
+            async_save=async_save,
+        )
         try:
-            run_world(
-                2, start_and_be_killed, checkpoints, journal, rng.randrange(2), SAVES, instant, rng.random()
-            )
+            run_world(2, start_and_be_killed, checkpoints, journal, plan)
+            outcome.kills += plan.is_writer
         except WorldError as error:
             outcome.kills += 1
-            if not any(kind == "started" for kind, *_ in read(journal)):
-                outcome.failures.append(f"kill {outcome.kills}: the run could not start again: {error}")
+            if plan.is_writer or not any(kind == "started" for kind, *_ in read(journal)):
+                outcome.failures.append(f"kill {outcome.kills}, {plan}: the run did not go on: {error}")
         outcome.starts += 1
         outcome.unfinished += any(checkpoints.glob("saving-*"))
+        last = outcome.steps
         for kind, *values in read(journal):
             if kind == "started":
                 outcome.good_resumes += values[0] > 0 and values[0] >= complete
                 if values[0] < complete:
                     outcome.failures.append(f"step {complete} was saved, and step {values[0]} was resumed")
+                # The last step may not be saved, and the save before it may have been in flight.
+                if values[0] < last - 2:
+                    outcome.failures.append(f"step {last} was reached, and step {values[0]} was resumed")
             elif kind == "step":
                 step, *numbers = values
                 outcome.steps = max(outcome.steps, step)
@@ -69,11 +100,9 @@ def run_kill_test(folder: Path, kills: int, seed: int) -> Outcome:
     return outcome
 
 
-def start_and_be_killed(
-    checkpoints: Path, journal: Path, victim: int, saves: int, instant: float, chance: float
-) -> None:
-    """Resumes, then trains and saves after each step; rank `victim` dies `instant` seconds after it began one
-    of the `saves` saves. Rank 0 records its actions in the journal. Inside `run_world`."""
+def start_and_be_killed(checkpoints: Path, journal: Path, plan: Plan) -> None:
+    """Resumes, then trains and saves after each step; the plan's victim dies. Rank 0 records its actions in
+    the journal. Inside `run_world`."""
     from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 
     folders = {"load": str(checkpoints), "save": str(checkpoints)}
@@ -90,21 +119,40 @@ def start_and_be_killed(
             file.write(json.dumps(entry) + "\n")
             file.flush()
 
+        def note_saved() -> None:
+            for end in manager.take_outcomes():
+                if not end.problem:
+                    note("saved", end.iteration, end.seconds)
+
         note("started", state.iteration)
-        for attempt in range(saves):
+        for attempt in range(SAVES):
             ((loss, norm),) = train(engine, [state.iteration])
             step = state.iteration + 1
             note("step", step, loss, norm)
+            manager.poll()
+            note_saved()
             state = state_after(step)
-            if engine.global_rank == victim and attempt == int(chance * saves):
+            is_time = engine.global_rank == plan.victim and attempt == plan.attempt
+            if is_time and not plan.is_writer:
                 # An unhandled alarm ends a process as SIGKILL does: at once, at any point.
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.setitimer(signal.ITIMER_REAL, max(instant, 1e-6))
+                signal.setitimer(signal.ITIMER_REAL, max(plan.instant_s, 1e-6))
+            if is_time and plan.is_writer:
+                threading.Timer(plan.instant_s, kill_writer, [manager]).start()
             began = time.monotonic()
-            manager.save(state)
-            note("saved", step, time.monotonic() - began)
-        # The victim's alarm goes off.
-        time.sleep(instant)
+            saved = manager.save(state, plan.async_save)
+            note_saved()
+            if saved is not None:
+                note("saved", step, time.monotonic() - began)
+        time.sleep(plan.instant_s)  # the victim dies
+        manager.finish_save()
+        note_saved()
+
+
+def kill_writer(manager: CheckpointManager) -> None:
+    """Kills the writer process of a rank, if it has been started."""
+    if (writer := manager._writer) is not None:
+        os.kill(writer.pid, signal.SIGKILL)
 
 
 def read(journal: Path) -> Iterator[list]:
