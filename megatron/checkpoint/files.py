@@ -147,12 +147,10 @@ class HashedFile:
         return {"bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
 
 
-def describe_file(path: Path, to_disk: bool = False) -> dict[str, Any]:
-    """Returns the size and digest of one file. to_disk: also sync the file to the disk."""
+def describe_file(path: Path) -> dict[str, Any]:
+    """Returns the size and digest of one file."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
-        if to_disk:
-            os.fsync(file.fileno())
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}

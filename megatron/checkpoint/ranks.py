@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.files import Files, describe_file
 from megatron.errors import UserError
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 
@@ -47,16 +45,6 @@ def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
     return next(
         ((rank, text) for rank, text in enumerate(gather_from_all_ranks(problem)) if text is not None), None
     )
-
-
-def describe_files(folder: Path, heartbeat: Callable[[], None] = no_heartbeat) -> Files:
-    """Returns the size and digest of every file in the folder, and syncs each file to the disk. Collective:
-    the ranks share the work, and all get the result. heartbeat: called after each file."""
-    # Only rank 0 lists the folder: on a shared file system, another rank's listing may be older.
-    names = broadcast_from_rank_0(
-        sorted(path.name for path in folder.iterdir()) if dist.get_rank() == 0 else []
-    )
-    return _share(names, lambda name: describe_file(folder / name, to_disk=True), heartbeat)
 
 
 def first_problem(

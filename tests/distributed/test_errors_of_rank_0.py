@@ -4,7 +4,8 @@ import re
 from dataclasses import replace
 from unittest import mock
 
-from megatron.checkpoint import manager
+from megatron.checkpoint import manager, selection
+from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.selection import select_valid_checkpoint
 from megatron.errors import UserError
@@ -45,12 +46,19 @@ def meet_errors(folder):
 
     for first_failure in (1, 2):
         save(FailingOwner(first_failure) if rank_0 else None)
-    names = ("clean_leftovers", "is_same_checkpoint", "find_checkpoint", "start_identity")
+    names = ("clean_leftovers", "is_same_checkpoint", "start_identity")
     failing = dict.fromkeys(names, fail) if rank_0 else {}
+    damaged = {
+        "first_problem": lambda *_: "a file is damaged",
+        **({"find_checkpoint": fail} if rank_0 else {}),
+    }
     config = replace(engine.run_config, checkpoint=replace(engine.run_config.checkpoint, load="/load"))
-    checkpoint = manager.open_checkpoint(folder / "global_step2")
+    checkpoint = open_checkpoint(folder / "global_step2")
     checkpoints = make_manager(engine, folder)
-    with mock.patch.multiple(manager, first_problem=lambda *_: "a file is damaged", **failing):
+    with (
+        mock.patch.multiple(manager, **failing or {"_LOG": manager._LOG}),
+        mock.patch.multiple(selection, **damaged),
+    ):
         save()
         for call in (
             lambda: checkpoints.newest_valid(True),

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from megatron.checkpoint.files import file_problem
-from megatron.checkpoint.ranks import describe_files, first_problem
+import torch.distributed as dist
+
+from megatron.checkpoint.files import describe_file, file_problem
+from megatron.checkpoint.ranks import first_problem
 from tests.support.layouts import GLOBAL_BATCH, RATE, Row, build_engine, config_of, micro_batches
 from tests.support.pool import run_world
 
@@ -21,17 +23,20 @@ def test_every_stage_has_a_heartbeat_per_micro_batch():
     assert run_world(2, heartbeats) == [(GLOBAL_BATCH, 2)] * 2
 
 
-def files_described(folder: Path):
+def files_verified(folder: Path):
+    from megatron.checkpoint.save_files import DirectFiles
+
     saved: list[str] = []
     loaded: list[str] = []
-    files = describe_files(folder, lambda: saved.append("file"))
+    DirectFiles(lambda: saved.append("file")).save({}, str(folder / f"of rank {dist.get_rank()}"))
+    files = {path.name: describe_file(path) for path in folder.glob("file*")}
     first_problem(
         sorted(files), lambda name: file_problem(folder, name, files[name]), lambda: loaded.append("file")
     )
     return len(saved), len(loaded)
 
 
-def test_each_file_of_a_checkpoint_is_a_heartbeat_of_the_rank_that_reads_it(tmp_path):
+def test_each_file_of_a_checkpoint_is_a_heartbeat_of_the_rank_that_writes_or_reads_it(tmp_path):
     for index in range(5):
         (tmp_path / f"file{index}").write_bytes(b"x" * index)
-    assert run_world(2, files_described, tmp_path) == [(3, 3), (2, 2)]
+    assert run_world(2, files_verified, tmp_path) == [(1, 3), (1, 2)]

@@ -11,6 +11,7 @@ from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import Owner, acquire
 from megatron.checkpoint.manager import FolderTakenError, SaveError
+from megatron.checkpoint.save_files import DirectFiles
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.errors import UserError
 from tests.distributed.test_integrity_record import make_copies_unequal
@@ -79,27 +80,27 @@ def save_and_lose_the_folder(folder):
     """Saves as the owner; the folder is taken over before the second save, and during the third."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     rank_0 = engine.global_rank == 0
-    outcomes, described = [], manager.describe_files
+    outcomes, verified, save_file = [], manager.make_integrity_record, DirectFiles.save
 
-    def lose_it(path, heartbeat):
-        files = described(path, heartbeat)
+    def lose_it(*args):
         if rank_0:
             take_over(folder)
-        return files
+        return verified(*args)
 
-    def without_a_file(path, heartbeat):
-        return {n: f for n, f in described(path, heartbeat).items() if "mp_rank_00_model" not in n}
+    def without_a_file(files, state_dict, path):
+        save_file(files, state_dict, path)
+        files.files = {n: f for n, f in files.files.items() if "mp_rank_00_model" not in n}
 
     for when in ("never", "before", "during"):
         owner = acquire(folder, Owner.of_this_process("n1"), print) if rank_0 else None
         if when == "before" and rank_0:
             take_over(folder)
-        with mock.patch.object(manager, "describe_files", lose_it if when == "during" else described):
+        with mock.patch.object(manager, "make_integrity_record", lose_it if when == "during" else verified):
             outcomes.append(save(make_manager(engine, folder, owner), 1 + len(outcomes)))
         if rank_0:
             for file in folder.glob("owner-*"):
                 file.unlink()
-    with mock.patch.object(manager, "describe_files", without_a_file):
+    with mock.patch.object(DirectFiles, "save", without_a_file):
         outcomes.append(save(make_manager(engine, folder), 9))
     return outcomes
 
