@@ -47,16 +47,14 @@ def meet_errors(folder):
     for first_failure in (1, 2):
         save(FailingOwner(first_failure) if rank_0 else None)
     names = ("clean_leftovers", "is_same_checkpoint", "start_identity")
-    failing = dict.fromkeys(names, fail) if rank_0 else {}
-    damaged = {
-        "first_problem": lambda *_: "a file is damaged",
-        **({"find_checkpoint": fail} if rank_0 else {}),
-    }
+    failing = {name: fail if rank_0 else getattr(manager, name) for name in names}
+    damaged = {"find_checkpoint": fail if rank_0 else selection.find_checkpoint}
+    damaged["first_problem"] = lambda *_: "a file is damaged"
     config = replace(engine.run_config, checkpoint=replace(engine.run_config.checkpoint, load="/load"))
     checkpoint = open_checkpoint(folder / "global_step2")
     checkpoints = make_manager(engine, folder)
     with (
-        mock.patch.multiple(manager, **failing or {"_LOG": manager._LOG}),
+        mock.patch.multiple(manager, **failing),
         mock.patch.multiple(selection, **damaged),
     ):
         save()
