@@ -237,8 +237,8 @@ def _check_groups(data: DataConfig) -> None:
     option = groups_option(data, given[0])
     if data.data_path:
         raise ConfigError(
-            f"{option} with --data-path {' '.join(data.data_path)}: the groups contain their own prefixes, "
-            "remove one of the two"
+            f"{option} with --data-path {' '.join(data.data_path)}: the groups contain their own prefixes; "
+            "remove one of the two flags"
         )
     if data.split != DataConfig.split:
         raise ConfigError(
@@ -252,7 +252,7 @@ def _check_groups(data: DataConfig) -> None:
     groups = _groups_of(data)
     if len(groups["train"]) > 1:
         raise ConfigError(
-            f"{option} has {len(groups['train'])} groups: training uses one, put all prefixes into it, "
+            f"{option} has {len(groups['train'])} groups: training uses one; put all prefixes into it, "
             "separated by commas"
         )
     both = {group.name for group in groups.get("valid", ())} & {
@@ -261,7 +261,7 @@ def _check_groups(data: DataConfig) -> None:
     if both:
         raise ConfigError(
             f"{groups_option(data, 'valid')} and {groups_option(data, 'test')} both have a group named "
-            f"'{min(both)}': rename one of them, they are logged under their names"
+            f"'{min(both)}': groups are logged under their names, rename one of them"
         )
 
 
