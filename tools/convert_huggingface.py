@@ -133,7 +133,7 @@ def check_direction(arguments: argparse.Namespace) -> None:
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
     """A function that writes the tokenizer into a folder; None if none is wanted or the run had none."""
     from megatron.checkpoint.reading import find_tokenizer
-    from megatron.config.sections.data import matching_tokenizer_types
+    from megatron.config.sections.data import fitting_tokenizer_types
     from megatron.tokenizer.hugging_face import save_as_hugging_face
 
     flags = tokenizer_flags(arguments, checkpoint.config.data)
@@ -141,7 +141,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
         if flags is arguments:
             raise UserError("--no-tokenizer contradicts the tokenizer's flags: drop one of them")
         return None
-    if not matching_tokenizer_types(flags):
+    if not fitting_tokenizer_types(flags):
         return None
     kind = find_tokenizer(flags, checkpoint).name
     model = checkpoint.config.model

@@ -18,7 +18,7 @@ from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.fields import option_name
 from megatron.config.registries import TOKENIZERS
-from megatron.config.sections.data import DataConfig, groups_option, matching_tokenizer_types
+from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
 from megatron.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -182,7 +182,7 @@ def check_data(config: Config) -> None:
         _check_groups(data)
     elif data.data_path:
         parse_data_path(data.data_path)
-    fitting = matching_tokenizer_types(data)
+    fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
         raise ConfigError(
             f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or remove "

@@ -281,7 +281,7 @@ def check_harness(config: Config) -> None:
         )
 
 
-def missing_harness_error(option: str, reason: str) -> ConfigError:
+def no_harness(option: str, reason: str) -> ConfigError:
     """Returns the error of a flag that needs the package lm_eval, which cannot be imported."""
     return ConfigError(
         f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
@@ -294,7 +294,7 @@ def check_harness_installed(config: Config) -> None:
     if not training.eval_harness_tasks:
         return
     if find_spec("lm_eval") is None:
-        raise missing_harness_error("--eval-harness-tasks", "there is no module lm_eval")
+        raise no_harness("--eval-harness-tasks", "there is no module lm_eval")
     folder = training.eval_harness_tasks_path
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")
