@@ -80,8 +80,8 @@ def quickstart_loss() -> str:
     """The losses of `make train`, from quickstart.json: one point per line of its log."""
     losses = json.loads(QUICKSTART.read_text())
     training, validation = losses["training"], losses["validation"]
-    figure = Svg(940, 390, "Losses of make train, by iteration")
-    left, right, top, bottom = 70.0, 920.0, 20.0, 310.0
+    figure = Svg(800, 390, "Losses of make train, by iteration")
+    left, right, top, bottom = 70.0, 780.0, 20.0, 310.0
     last = training[-1][0]
     low, high = math.floor(min(loss for _, loss in training)), math.ceil(max(loss for _, loss in training))
 
@@ -103,8 +103,8 @@ def quickstart_loss() -> str:
         figure.line([(x - 6, y), (x + 6, y)], LINE_COLORS[1], 6)
     for i, name in enumerate(("training", "validation")):
         y = 50 + 20 * i
-        figure.line([(620, y - 4), (660, y - 4)], LINE_COLORS[i], 3)
-        figure.text(672, y, name)
+        figure.line([(560, y - 4), (600, y - 4)], LINE_COLORS[i], 3)
+        figure.text(612, y, name)
     return str(figure)
 
 

@@ -134,7 +134,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
     """Returns a function that writes the tokenizer into a folder; None with --no-tokenizer, or if the run had
     no tokenizer."""
     from megatron.checkpoint.reading import find_tokenizer
-    from megatron.config.sections.data import matching_tokenizer_types
+    from megatron.config.sections.data import fitting_tokenizer_types
     from megatron.tokenizer.hugging_face import save_as_hugging_face
 
     flags = tokenizer_flags(arguments, checkpoint.config.data)
@@ -142,7 +142,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
         if flags is arguments:
             raise UserError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
         return None
-    if not matching_tokenizer_types(flags):
+    if not fitting_tokenizer_types(flags):
         return None
     kind = find_tokenizer(flags, checkpoint).name
     model = checkpoint.config.model

@@ -37,7 +37,7 @@ from megatron.config.tool_parser import (
     check_at_least_1,
     check_folder,
 )
-from megatron.config.validate import missing_harness_error
+from megatron.config.validate import no_harness
 from megatron.data.indexed_dataset import IndexedDataset, index_path
 from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
 
@@ -133,7 +133,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         if getattr(arguments, flag) is not None and not arguments.data_path:
             raise UserError(f"--{flag} is for --data-path: set --data-path, or remove it")
     if arguments.tasks and find_spec("lm_eval") is None:
-        raise missing_harness_error("--tasks", "there is no module lm_eval")
+        raise no_harness("--tasks", "there is no module lm_eval")
     if arguments.tasks_path is not None:
         check_folder("--tasks-path", arguments.tasks_path)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -271,7 +271,7 @@ class Evaluation:
         try:
             from megatron.training.harness.model import Tasks
         except ImportError as error:
-            raise missing_harness_error("--tasks", str(error)) from error
+            raise no_harness("--tasks", str(error)) from error
         arguments = self.arguments
         tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
         length = arguments.seq_length or self.checkpoint.config.model.seq_length

@@ -51,7 +51,7 @@ class BatchSchedule:
             raise ConfigError(
                 f"--rampup-batch-size {start} {increment} {samples} reaches --global-batch-size "
                 f"{batch.global_batch_size} in {schedule.num_increments:,} increments: expected at most "
-                f"{_MAX_INCREMENTS:,}, use a larger INCREMENT"
+                f"{_MAX_INCREMENTS:,}; use a larger INCREMENT"
             )
         return schedule
 
@@ -319,6 +319,6 @@ def check_curriculum(
         )
     if training.compile:
         raise ConfigError(
-            "--compile with a curriculum of sequence lengths: layers would be recompiled for each length, "
-            "remove the flag until the curriculum is complete"
+            "--compile with a curriculum of sequence lengths: layers would be recompiled for each length; "
+            "remove --compile until the curriculum is complete"
         )

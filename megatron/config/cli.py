@@ -395,7 +395,7 @@ def _use_hugging_face(settings: dict[str, Any]) -> None:
     if settings.get("checkpoint.load", folder) != folder:
         raise ConfigError(
             f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
-            "of them, remove the other"
+            "folder; remove one of the flags"
         )
     # A run that has saved checkpoints resumes from --save, even if the folder no longer exists.
     if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):

@@ -18,7 +18,7 @@ from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.fields import option_name
 from megatron.config.registries import TOKENIZERS
-from megatron.config.sections.data import DataConfig, groups_option, matching_tokenizer_types
+from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
 from megatron.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -182,7 +182,7 @@ def check_data(config: Config) -> None:
         _check_groups(data)
     elif data.data_path:
         parse_data_path(data.data_path)
-    fitting = matching_tokenizer_types(data)
+    fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
         raise ConfigError(
             f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or remove "
@@ -237,8 +237,8 @@ def _check_groups(data: DataConfig) -> None:
     option = groups_option(data, given[0])
     if data.data_path:
         raise ConfigError(
-            f"{option} with --data-path {' '.join(data.data_path)}: the groups contain their own prefixes, "
-            "remove one of the two"
+            f"{option} with --data-path {' '.join(data.data_path)}: the groups contain their own prefixes; "
+            "remove one of the two flags"
         )
     if data.split != DataConfig.split:
         raise ConfigError(
@@ -252,7 +252,7 @@ def _check_groups(data: DataConfig) -> None:
     groups = _groups_of(data)
     if len(groups["train"]) > 1:
         raise ConfigError(
-            f"{option} has {len(groups['train'])} groups: training uses one, put all prefixes into it, "
+            f"{option} has {len(groups['train'])} groups: training uses one; put all prefixes into it, "
             "separated by commas"
         )
     both = {group.name for group in groups.get("valid", ())} & {
@@ -261,7 +261,7 @@ def _check_groups(data: DataConfig) -> None:
     if both:
         raise ConfigError(
             f"{groups_option(data, 'valid')} and {groups_option(data, 'test')} both have a group named "
-            f"'{min(both)}': rename one of them, they are logged under their names"
+            f"'{min(both)}': groups are logged under their names, rename one of them"
         )
 
 

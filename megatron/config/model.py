@@ -69,7 +69,7 @@ def check_model(config: Config) -> None:
         )
     if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         raise ConfigError(
-            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm, "
+            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
             "change one of them"
         )
     if model.pad_vocab_size_to is not None:
@@ -93,13 +93,13 @@ def check_model(config: Config) -> None:
 def _check_rotary(model: ModelConfig) -> None:
     if model.kv_channels % 2:
         raise ConfigError(
-            f"--position-embedding-type rotary needs an even head dimension, it is {model.kv_channels}: "
+            f"--position-embedding-type rotary needs an even head dimension, but it is {model.kv_channels}: "
             "change --kv-channels (default: hidden size / heads)"
         )
     if model.rotary_dim % 2 or not model.rotary_dim:
         raise ConfigError(
             f"--rotary-percent {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} "
-            "elements of each head: expected an even number above 0, change it"
+            "elements of each head: expected an even number above 0; change --rotary-percent"
         )
     for low, high in (
         ("rope_low_freq_factor", "rope_high_freq_factor"),

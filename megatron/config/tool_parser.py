@@ -86,7 +86,7 @@ def check_input_files(paths: Iterable[str]) -> None:
         if not os.access(path, os.R_OK):
             raise ConfigError(f"--input {path}: this user cannot read the file")
         if path.endswith((".zst", ".xz", ".bz2", ".zip", ".parquet")):
-            raise ConfigError(f"--input {path}: only plain and .gz files can be read, decompress it first")
+            raise ConfigError(f"--input {path}: only plain and .gz files can be read; decompress it first")
 
 
 _COMMAND = "megatron-"  # the commands of an installation begin with it

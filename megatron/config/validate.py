@@ -78,7 +78,7 @@ def check_layout(config: Config) -> None:
     if parallel.zero_stage >= 2 and pipeline > 1:
         raise ConfigError(
             f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "
-            "parallelism accumulates gradients over micro-batches and cannot shard them, use --zero-stage 1"
+            "parallelism accumulates gradients over micro-batches and cannot shard them; use --zero-stage 1"
         )
 
 
@@ -89,7 +89,7 @@ def check_pipeline(config: Config) -> None:
     if parallel.partition_profile is not None and method.kind != "profile":
         raise ConfigError(
             f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
-            "the method profile uses it, change the method or remove the file"
+            "the method profile uses it; change the method or remove --partition-profile"
         )
     _check_stages_per_rank(parallel)
 
@@ -100,7 +100,7 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"--virtual-pipeline-stages {virtual} x --pipeline-model-parallel-size "
             f"{parallel.pipeline_model_parallel_size} are {parallel.num_stages:,} stages: expected at most "
-            f"{_MOST_STAGES:,}, reduce one of the two"
+            f"{_MOST_STAGES:,}; reduce one of the two"
         )
     if virtual > 1 and parallel.schedule.stages_per_rank > 0:
         raise ConfigError(
@@ -124,7 +124,7 @@ def check_precision(precision: PrecisionConfig) -> None:
     """Raises ConfigError for fp32 residual connections in fp32, and for contradictory loss scales."""
     if precision.fp32_residual_connection and precision.name == "fp32":
         raise ConfigError(
-            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32, remove it"
+            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32; remove it"
         )
     if precision.min_loss_scale > precision.initial_loss_scale:
         raise ConfigError(
@@ -281,7 +281,7 @@ def check_harness(config: Config) -> None:
         )
 
 
-def missing_harness_error(option: str, reason: str) -> ConfigError:
+def no_harness(option: str, reason: str) -> ConfigError:
     """Returns the error of a flag that needs the package lm_eval, which cannot be imported."""
     return ConfigError(
         f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
@@ -294,7 +294,7 @@ def check_harness_installed(config: Config) -> None:
     if not training.eval_harness_tasks:
         return
     if find_spec("lm_eval") is None:
-        raise missing_harness_error("--eval-harness-tasks", "there is no module lm_eval")
+        raise no_harness("--eval-harness-tasks", "there is no module lm_eval")
     folder = training.eval_harness_tasks_path
     if folder is not None and not os.path.isdir(folder):
         raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")

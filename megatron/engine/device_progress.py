@@ -17,9 +17,9 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 # Maximum number of events. Of a longer step, only the last instructions are known.
-_MOST_EVENTS = 2048
-_MOST_CALLS_SHOWN = 2
-_MOST_RANKS_SHOWN = 8
+_MAX_EVENTS = 2048
+_MAX_CALLS_SHOWN = 2
+_MAX_RANKS_SHOWN = 8
 
 
 class DeviceProgress:
@@ -27,7 +27,7 @@ class DeviceProgress:
 
     def __init__(self, accelerator: Any) -> None:
         """accelerator: DeepSpeed's accelerator object."""
-        self._launched: deque[tuple[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._launched: deque[tuple[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self._in_step = 0
         # On a CPU an instruction ends with its code.
         self._records = accelerator.device_name() != "cpu"
@@ -42,7 +42,7 @@ class DeviceProgress:
         if not self._records:
             return
         # A full queue reuses its oldest event.
-        full = len(self._launched) == _MOST_EVENTS
+        full = len(self._launched) == _MAX_EVENTS
         event = self._launched.popleft()[1] if full else self._accelerator.Event()
         event.record()
         self._in_step += 1
@@ -68,7 +68,7 @@ def waiting_facts() -> dict[str, str]:
 def flight_record() -> bytes:
     """Returns the calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE),
     in the format of `python -m torch.distributed.flight_recorder.fr_trace`."""
-    # NCCL's process groups have a recorder of their own.
+    # NCCL's process groups use a separate recorder.
     dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
     dump = next(dump for dump in dumps if dump is not None)
     found: bytes = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
@@ -98,7 +98,7 @@ def pending_calls(recorded: Mapping[str, Any]) -> list[str]:
         runs = entry["state"] == "started" or (backend == "gloo" and entry["state"] == "scheduled")
         if runs and not entry["retired"]:
             oldest.setdefault(entry["process_group"][0], entry)
-    return [_describe_call(group, entry) for group, entry in oldest.items()][:_MOST_CALLS_SHOWN]
+    return [_describe_call(group, entry) for group, entry in oldest.items()][:_MAX_CALLS_SHOWN]
 
 
 def _describe_call(group: str, entry: Mapping[str, Any]) -> str:
@@ -113,5 +113,5 @@ def _members(group: str) -> str:
         ranks = sorted(dist.get_process_group_ranks(found))
     except (LookupError, RuntimeError, ValueError):
         return f"group {group}"
-    shown = ", ".join(map(str, ranks[:_MOST_RANKS_SHOWN]))
-    return f"ranks {shown}{', ...' if len(ranks) > _MOST_RANKS_SHOWN else ''}"
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    return f"ranks {shown}{', ...' if len(ranks) > _MAX_RANKS_SHOWN else ''}"

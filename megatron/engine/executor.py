@@ -52,9 +52,9 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def __init__(self, parallel: ParallelConfig, tp_group: TPGroup, **options: Any) -> None:
         """options: arguments of DeepSpeed's engine."""
         self._rank_of_stage = parallel.rank_of_stage
-        self._parts = tp_group if parallel.sends_parts else TPGroup()
+        self._scatter_group = tp_group if parallel.sends_parts else TPGroup()
         super().__init__(**options)
-        self.is_pipe_partitioned = self.is_grad_partitioned = False  # not by DeepSpeed
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # this class splits messages itself
         self._stages = chunks_of_rank(self._rank_of_stage, self.stage_id)
         self._make_schedule = lru_cache(4)(partial(pipeline_schedule, parallel, self.stage_id))
         # Messages in the default group would need a communicator of all ranks. All ranks of a group must take
@@ -207,12 +207,12 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _part(self, hidden: Tensor) -> Tensor:
         """Returns the part of a replicated hidden state that this tensor-parallel rank sends: [..., hidden]
         -> [..., hidden / parts], elements that follow one another in memory."""
-        return hidden.reshape(self._parts.size, *hidden.shape[:-1], -1)[self._parts.rank]
+        return hidden.reshape(self._scatter_group.size, *hidden.shape[:-1], -1)[self._scatter_group.rank]
 
     def _split_off(self, outputs: Tensors) -> Tensors:
         """Returns what this rank sends of a stage's outputs. A hidden state that is sent in parts keeps its
         graph and its shape, but not its memory."""
-        if self._parts.size == 1:
+        if self._scatter_group.size == 1:
             return outputs
         hidden, *others = outputs
         part = self._part(hidden.detach()).clone()
@@ -221,11 +221,11 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _gather(self, received: Tensors) -> Tensors:
         """Returns the activations or gradients whose parts the tensor-parallel ranks have received."""
-        if self._parts.size == 1:
+        if self._scatter_group.size == 1:
             return received
         part, *others = received
-        hidden = part.new_empty(*part.shape[:-1], part.shape[-1] * self._parts.size)
-        dist.all_gather_into_tensor(hidden.view(-1), part.view(-1), group=self._parts.group)
+        hidden = part.new_empty(*part.shape[:-1], part.shape[-1] * self._scatter_group.size)
+        dist.all_gather_into_tensor(hidden.view(-1), part.view(-1), group=self._scatter_group.group)
         return hidden, *others
 
     def _exec_send_activations(self, buffer_id: int, model_chunk_id: int) -> None:
@@ -258,7 +258,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _exec_recv_grads(self, buffer_id: int, model_chunk_id: int) -> None:
         hidden, *others = (x for x in self.pipe_buffers["outputs"][buffer_id] if x.is_floating_point())
-        part = hidden.new_empty(*hidden.shape[:-1], hidden.shape[-1] // self._parts.size)
+        part = hidden.new_empty(*hidden.shape[:-1], hidden.shape[-1] // self._scatter_group.size)
         received = (part, *map(torch.empty_like, others))
         self._queue(dist.irecv, received, self._rank_of_stage[self._stages[model_chunk_id] + 1])
         self.pipe_buffers["messages"][buffer_id] = received

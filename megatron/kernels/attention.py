@@ -3,8 +3,8 @@
 The algorithm is FlashAttention (arXiv 2205.14135, 2307.08691): scores exist only as tiles in registers. The
 backward pass recomputes the scores from query, key and the logarithm of each row's sum, and the dropout mask
 from its hash. So the saved state is O(seq). One kernel computes the gradient of the queries by blocks of
-queries, another the gradients of keys and values by blocks of keys. One program sums each element in a fixed
-order, without atomics.
+queries, another the gradients of keys and values by blocks of keys. Each element is summed by one program in
+a fixed order, without atomics.
 """
 
 from __future__ import annotations

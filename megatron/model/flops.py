@@ -5,7 +5,7 @@ size h, and a padded vocabulary of V tokens. f is the number of passes over the 
 backward), or 4 with recomputation of the forward pass. A gated MLP has a third matrix: 32 replaces 24.
 
 The head is never recomputed, so its term counts 3 passes if f is 4. If f is 3, the term counts only three
-quarters of them. The formula is kept, because published throughputs were computed with it.
+quarters of the head. The formula is kept, because published throughputs were computed with it.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class GPTModelPipe(PipelineModule):
             _DeviceLayerSpec(layer, dtype, sharded) if is_transformer_layer(layer) else layer
             for layer in layers
         ]
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its stage map here
+        with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
         self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
         initialize_parameters(self, training.seed, tp_group, values)

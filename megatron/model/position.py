@@ -158,7 +158,7 @@ class AttentionMasks:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
 
-    @not_compiled  # its cache is filled outside of compiled graphs
+    @not_compiled  # fills its cache outside of compiled graphs
     def _cached_bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
@@ -254,7 +254,7 @@ class RotaryEmbedding:
             turned = torch.cat((-second, first), dim=-1)
         return heads * cosine + turned * sine
 
-    @not_compiled  # its cache is filled outside of compiled graphs
+    @not_compiled  # fills its cache outside of compiled graphs
     def _angles(
         self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:

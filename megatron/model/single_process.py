@@ -54,7 +54,7 @@ class GPTModel(nn.Module):
     def forward(self, tokens: Tensor, last_only: bool = False) -> Tensor:
         """tokens [batch, seq] -> logits [batch, seq, vocab_size], without the padding.
 
-        `last_only`: logits of the last position only, [batch, 1, vocab_size]; the head then does less work.
+        `last_only`: only logits of the last position, [batch, 1, vocab_size]; the head then does less work.
         """
         hidden = self._hidden(tokens)
         return self._head(hidden[:, -1:] if last_only else hidden)

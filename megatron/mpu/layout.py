@@ -36,7 +36,7 @@ class ParallelLayout:
     """Tensor, pipeline and data degrees, and the coordinates of `rank`.
 
     The tensor coordinate varies fastest with the rank, then data, then pipeline. So the ranks of a
-    tensor-parallel group are consecutive, and on a cluster they are on the same node.
+    tensor-parallel group are consecutive, and share a node if TP divides the number of GPUs per node.
     """
 
     tp_size: int

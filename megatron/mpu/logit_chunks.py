@@ -19,9 +19,8 @@ from megatron.mpu.layout import TPGroup
 MIB = 2**20
 # Maximum size of the logits of a chunk of tokens.
 LOGITS_BYTES = 128 * MIB
-# Tokens per chunk, by bytes per element. Each chunk reads and writes the weight's fp32 gradient once; with
-# this many tokens that is already cheap relative to the matrix products. Larger chunks would only use CPU
-# caches worse.
+# Tokens per chunk, by bytes per element. Each chunk reads and writes the weight's fp32 gradient once. With so
+# many tokens this costs little beside the matrix products; larger chunks would only fit worse in CPU caches.
 CHUNK_TOKENS = {4: 256, 2: 1024}
 # The number of tokens in a chunk is a multiple of this number, unless it is smaller: tensor cores compute
 # whole tiles, and are slower with lengths that are not multiples of 8.
@@ -45,10 +44,10 @@ class ChunkSizes:
 
 def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_cpu: bool) -> ChunkSizes:
     """Returns the sizes for hidden [tokens, width] and weight [columns, width]. element_size: in bytes."""
-    most = LOGITS_BYTES // (columns * element_size)
-    if most > TILE_TOKENS:
-        most -= most % TILE_TOKENS
-    per_chunk = max(min(CHUNK_TOKENS[element_size], most, tokens), 1)
+    limit = LOGITS_BYTES // (columns * element_size)
+    if limit > TILE_TOKENS:
+        limit -= limit % TILE_TOKENS
+    per_chunk = max(min(CHUNK_TOKENS[element_size], limit, tokens), 1)
     work = CPU_WORK_BYTES if on_cpu else WORK_BYTES
     product = CPU_PRODUCT_BYTES if on_cpu else PRODUCT_BYTES
     return ChunkSizes(

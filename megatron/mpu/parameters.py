@@ -111,7 +111,7 @@ def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | N
     parameter = nn.Parameter(torch.empty(local_shape(spec, tp_group), dtype=dtype))
     parameter.spec = spec  # type: ignore[attr-defined]
     if spec.shard_dim is not None:
-        # DeepSpeed reads this attribute: it counts parameters without it on tensor-parallel rank 0 only.
+        # DeepSpeed reads this attribute: it counts parameters without it only on tensor-parallel rank 0.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
 

@@ -80,10 +80,10 @@ class StepMetrics:
         self._values, self._counts = {}, {}
         found = {}
         rows = zip(self._names, sums.tolist(), largest.tolist(), strict=True)
-        for name, (total, count), most in rows:
+        for name, (total, count), maximum in rows:
             if count:
                 reduce = self._reductions[name]
-                found[name] = total / count if reduce == "mean" else most if reduce == "max" else -most
+                found[name] = total / count if reduce == "mean" else maximum if reduce == "max" else -maximum
         return found
 
     def _agree_on_names(self) -> None:

@@ -11,14 +11,14 @@ _Value = TypeVar("_Value")
 
 
 def gather_from_all_ranks(value: _Value) -> list[_Value]:
-    """Returns every rank's value, by rank, on every rank. Any Python object. Collective."""
+    """Returns the values of all ranks, in rank order, on every rank. value: any Python object. Collective."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, value)
     return everywhere
 
 
 def broadcast_from_rank_0(value: _Value) -> _Value:
-    """Returns rank 0's value on every rank. Any Python object. Collective."""
+    """Returns rank 0's value on every rank. value: any Python object. Collective."""
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]

@@ -38,8 +38,8 @@ from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 
 # A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
-# With other lengths PyTorch's fused optimizers compute the last elements one by one, with different rounding.
-# Without ZeRO the two replicas of a tied weight lie at different offsets of their buffers, and would diverge.
+# With other lengths PyTorch's fused optimizers compute the last elements one by one, with other rounding. The
+# replicas of a tied weight, which without ZeRO lie at different offsets of their buffers, would then diverge.
 ALIGNMENT = 16
 
 

@@ -122,7 +122,7 @@ class LearningRateSchedule:
             lr = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, position / self.decay_start)
             return lr
         if self.wsd_style is not None and position == self.decay_start:
-            return self.max_lr  # to the last bit: a base run and its cooldowns agree
+            return self.max_lr  # exactly, so that a base run and its cooldowns agree
         if position == self.decay_start:
             done = 0.0
         elif position >= self.decay_length:

@@ -117,7 +117,7 @@ def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: Pipelin
     """Balances the measured times. Raises ConfigError if no times were measured."""
     if layers.seconds is None:
         raise ConfigError(
-            f"--partition-method {method.text} measures the layers when a run starts, but --dry-run cannot: "
+            f"--partition-method {method.text} measures the layers when a run starts, but a dry run cannot: "
             "set --partition-profile FILE to a file that a run with this flag has written"
         )
     return _balanced(method, layers, shape, layers.seconds, "ms", 1e-3)

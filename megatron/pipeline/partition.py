@@ -42,8 +42,8 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
     bisection finds the smallest possible cost of the heaviest stage. Among partitions within this limit, a
     dynamic program finds the smallest sum of squares.
     """
-    heavy = _layers_with_cost(costs)
-    whole = _integer_costs(costs, heavy)
+    weighted = _layers_with_cost(costs)
+    whole = _integer_costs(costs, weighted)
     sums = _prefix_sums(whole, _LIMIT_BITS)
     limit = _smallest_limit(sums)
     mirrored = _reachable([row[-1] - row[::-1] for row in reversed(sums)], limit)
@@ -59,13 +59,13 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
         total = np.where(
             fits, squares[:, None] + (rounded[ends] - rounded[starts][:, None]) ** 2, np.iinfo(int).max
         )
-        choices.append(total.argmin(axis=0))  # of equal sums the smallest bound
+        choices.append(total.argmin(axis=0))  # among equal sums, the smallest bound
         squares = total.min(axis=0)
     bounds, index = [], 0
     for choice, starts in zip(reversed(choices), reversed(possible[:-1]), strict=True):
         index = int(choice[index])
         bounds.append(int(starts[index]))
-    return _bounds_of_all_layers([*reversed(bounds), len(heavy)], heavy, len(costs[0]))
+    return _bounds_of_all_layers([*reversed(bounds), len(weighted)], weighted, len(costs[0]))
 
 
 def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
@@ -101,16 +101,16 @@ def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
     The dynamic program runs from the innermost rank, whose two stages are adjacent in the middle of the list,
     to the outermost. Its state is the range of layers of the inner ranks: O(layers^4 / ranks), vectorized.
     """
-    heavy = _layers_with_cost(costs)
-    _check_steps(len(heavy) ** 4 // len(costs))
-    sums = [row.astype(float) for row in _prefix_sums(_integer_costs(costs, heavy), _FLOAT_BITS)]
+    weighted = _layers_with_cost(costs)
+    _check_steps(len(weighted) ** 4 // len(costs))
+    sums = [row.astype(float) for row in _prefix_sums(_integer_costs(costs, weighted), _FLOAT_BITS)]
     # Upper bound for pruning: the partition that balances the stages.
-    places = [heavy.index(bound - 1) + 1 for bound in partition(costs)[1:-1]]
-    stages = pairwise([0, *places, len(heavy)])
+    places = [weighted.index(bound - 1) + 1 for bound in partition(costs)[1:-1]]
+    stages = pairwise([0, *places, len(weighted)])
     even = np.array([row[b] - row[a] for row, (a, b) in zip(sums, stages, strict=True)])
     limit = float((even + even[::-1]).max())
     inside_out = range(len(costs) // 2 - 1, -1, -1)
-    nothing = np.where(np.eye(len(heavy) + 1, dtype=bool), 0.0, np.inf)
+    nothing = np.where(np.eye(len(weighted) + 1, dtype=bool), 0.0, np.inf)
     heaviest = nothing
     for rank in inside_out:
         heaviest, _ = _add_outer_rank(
@@ -123,12 +123,12 @@ def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
             squares, sums[rank], sums[-1 - rank], limit, lambda a, b, inner: a**2 + b**2 + inner
         )
         choices.append(choice)
-    left, right = [0], [len(heavy)]
+    left, right = [0], [len(weighted)]
     for choice in reversed(choices):
         taken_left, taken_right = choice[:, left[-1], right[-1]]
         left.append(left[-1] + int(taken_left))
         right.append(right[-1] - int(taken_right))
-    return _bounds_of_all_layers([*left, *reversed(right[:-1])], heavy, len(costs[0]))
+    return _bounds_of_all_layers([*left, *reversed(right[:-1])], weighted, len(costs[0]))
 
 
 def _add_outer_rank(
@@ -174,16 +174,16 @@ def _layers_with_cost(costs: Sequence[Sequence[Weight]]) -> list[int]:
     return [index for index, column in enumerate(columns) if any(column)]
 
 
-def _bounds_of_all_layers(bounds: Sequence[int], heavy: Sequence[int], layers: int) -> list[int]:
+def _bounds_of_all_layers(bounds: Sequence[int], weighted: Sequence[int], layers: int) -> list[int]:
     """Converts bounds among the layers with a cost to bounds among all layers."""
-    return [0, *(heavy[bound - 1] + 1 for bound in bounds[1:-1]), layers]
+    return [0, *(weighted[bound - 1] + 1 for bound in bounds[1:-1]), layers]
 
 
-def _integer_costs(costs: Sequence[Sequence[Weight]], heavy: Sequence[int]) -> list[list[int]]:
-    """Returns the costs of the layers `heavy` on each stage, as multiples of a common unit. A float counts as
-    the decimal that it prints as. Equal rows are one list."""
+def _integer_costs(costs: Sequence[Sequence[Weight]], weighted: Sequence[int]) -> list[list[int]]:
+    """Returns the costs of the layers `weighted` on each stage, as multiples of a common unit. A float counts
+    as the decimal that it prints as. Equal rows share one list."""
     rows = {id(row): row for row in costs}
-    exact = {key: [Fraction(str(row[index])) for index in heavy] for key, row in rows.items()}
+    exact = {key: [Fraction(str(row[index])) for index in weighted] for key, row in rows.items()}
     unit = math.lcm(*(value.denominator for row in exact.values() for value in row))
     whole = {
         key: [value.numerator * (unit // value.denominator) for value in row] for key, row in exact.items()
@@ -195,9 +195,9 @@ def _integer_costs(costs: Sequence[Sequence[Weight]], heavy: Sequence[int]) -> l
 
 def _prefix_sums(whole: Sequence[list[int]], bits: int) -> list[np.ndarray]:
     """Returns, in row s and element j, the cost on stage s of the first j layers. Costs lose their last bits
-    if the stages of a partition could have a sum of more than `bits` bits. Equal rows are one array."""
+    if the stages of a partition could have a sum of more than `bits` bits. Equal rows share one array."""
     rows = {id(row): row for row in whole}
-    most = sum(max(column) for column in zip(*rows.values(), strict=True))
-    shift = max(most.bit_length() - bits, 0)
+    largest = sum(max(column) for column in zip(*rows.values(), strict=True))
+    shift = max(largest.bit_length() - bits, 0)
     sums = {key: np.array([0, *accumulate(value >> shift for value in row)]) for key, row in rows.items()}
     return [sums[id(row)] for row in whole]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.fields import option_name
 from megatron.config.registries import TOKENIZERS
-from megatron.config.sections.data import matching_tokenizer_types
+from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_setting
 
@@ -28,7 +28,7 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
 
 
 def _type_from_files(flags: TokenizerFlags) -> str:
-    possible = matching_tokenizer_types(flags)
+    possible = fitting_tokenizer_types(flags)
     if len(possible) == 1:
         return possible[0]
     if possible:

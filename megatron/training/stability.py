@@ -227,7 +227,7 @@ def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: Paralle
     local = _local_digests(optimizer, layout)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
-    return broadcast_from_rank_0(_violations(everywhere) if dist.get_rank() == 0 else None)
+    return broadcast_from_rank_0(_sentence(everywhere) if dist.get_rank() == 0 else None)
 
 
 def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _LocalDigests:
@@ -270,7 +270,7 @@ def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) 
     return digest % _WORD, bool(finite)
 
 
-def _violations(everywhere: list[_LocalDigests]) -> str | None:
+def _sentence(everywhere: list[_LocalDigests]) -> str | None:
     """Returns the violations in the digests of all ranks."""
     replicas: dict[TensorKey, dict[ReplicaKey, int]] = {}
     holders: dict[tuple[TensorKey, ReplicaKey], list[int]] = {}

@@ -73,7 +73,7 @@ class CheckpointConfig(Section):
         excludes={
             "training.no_train": "an evaluation (--eval-only) does not train; remove --finetune, and add "
             "--override-data to evaluate on other data",
-            "schedule.use_checkpoint_lr_scheduler": "fine-tuning starts the flags' schedule, remove one",
+            "schedule.use_checkpoint_lr_scheduler": "fine-tuning starts the flags' schedule; remove one flag",
         },
     )
     branch_at: int | None = flag(

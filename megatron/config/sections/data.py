@@ -111,7 +111,7 @@ class DataConfig(Section):
         derived: dict[str, Any] = {}
         if self.valid_num_workers is None:
             derived["valid_num_workers"] = self.num_workers
-        fitting = matching_tokenizer_types(self)
+        fitting = fitting_tokenizer_types(self)
         if self.tokenizer_type is None and len(fitting) == 1:
             derived["tokenizer_type"] = fitting[0]
         return derived
@@ -123,7 +123,7 @@ def groups_option(data: DataConfig, split_name: str) -> str:
     return option_name(name if getattr(data, f"{name}_path") is None else f"{name}_path")
 
 
-def matching_tokenizer_types(flags: Any) -> list[str]:
+def fitting_tokenizer_types(flags: Any) -> list[str]:
     """Returns the tokenizer types that use some of the files in `flags` (a DataConfig, or a tool's
     arguments)."""
     return [

@@ -298,9 +298,9 @@ class ModelConfig(Section):
         "--init-method-std / sqrt(W) and trained with --lr / W. The logits are multiplied by "
         "--mup-output-mult / W, the attention scores by --mup-attn-mult / head dimension",
         excludes={
-            "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, set --mup-attn-mult or "
+            "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension; set --mup-attn-mult or "
             "remove one of them",
-            "optimizer.optimizer=sgd": "muP's learning rates hold for Adam, use --optimizer adam or "
+            "optimizer.optimizer=sgd": "muP's learning rates hold for Adam; use --optimizer adam or "
             "remove --mup",
         },
     )

@@ -41,9 +41,9 @@ class OptimizerConfig(Section):
         "parameters with fewer than 4096 elements keep 32-bit moments. Add --embed-layernorm, which "
         "BigScience's flag of this name enabled implicitly",
         excludes={
-            "optimizer.optimizer=sgd": "8-bit moments are supported for Adam only, use adam or adamw, or "
+            "optimizer.optimizer=sgd": "8-bit moments are supported only for Adam; use adam or adamw, or "
             "remove the flag",
-            "optimizer.use_apex": "each flag selects its own Adam, remove one of the two",
+            "optimizer.use_apex": "each flag selects its own Adam; remove one of the two",
         },
     )
 

@@ -65,7 +65,7 @@ class ParallelConfig(Section):
         help="with --sequence-parallel: split each all-gather before a GEMM and each reduce-scatter after a "
         "GEMM into chunks of the sequence. The communication of one chunk overlaps with the GEMM of another",
         needs={
-            "parallel.sequence_parallel": "it divides collectives along the sequence, add "
+            "parallel.sequence_parallel": "it splits collectives along the sequence; add "
             "--sequence-parallel or remove it"
         },
         unused_with=("parallel.tensor_model_parallel_size=1",),

@@ -27,7 +27,7 @@ class PrecisionConfig(Section):
         at_least=0,
         help="static loss scale for fp16 (default, and with 0: dynamic loss scaling); --deepspeed_config "
         "overrides it",
-        needs={"precision.fp16": "fp32 and bf16 have no loss scaling, remove it or add --fp16"},
+        needs={"precision.fp16": "fp32 and bf16 have no loss scaling; remove --loss-scale or add --fp16"},
     )
     initial_loss_scale: float = flag(
         2.0**32, above=0, help="initial dynamic loss scale", used_with=("precision.fp16",)

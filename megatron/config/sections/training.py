@@ -134,7 +134,7 @@ class TrainingConfig(Section):
         help="activation checkpointing: store only the inputs of transformer layers, and recompute the "
         "layers in the backward pass; equivalent to --recompute-granularity full",
         excludes={
-            "training.recompute_granularity=selective": "the first recomputes whole layers, the "
+            "training.recompute_granularity=selective": "the first flag recomputes whole layers, the "
             "second only attention; remove one of them"
         },
     )
@@ -159,7 +159,7 @@ class TrainingConfig(Section):
         "(DeepSpeed)",
         needs=_RECOMPUTED_LAYERS,
         excludes={
-            "parallel.sequence_parallel": "activations are already sharded along the sequence, remove "
+            "parallel.sequence_parallel": "activations are already sharded along the sequence; remove "
             "--partition-activations"
         },
         unused_with=("parallel.tensor_model_parallel_size=1",),
@@ -193,7 +193,7 @@ class TrainingConfig(Section):
         help="coefficient of the z-loss log(Z)^2 per token, where Z is the sum of exp(logits); PaLM used "
         "1e-4. The logged lm loss includes the z-loss, the validation loss does not",
         excludes={
-            "training.loss_implementation=plain": "only the fused loss supports it, remove one of the two"
+            "training.loss_implementation=plain": "only the fused loss supports it; remove one of the two"
         },
     )
     dry_run: bool = flag(
@@ -211,7 +211,7 @@ class TrainingConfig(Section):
         choices=GPUS,
         help="with --dry-run: GPU for which memory and step time are planned; exit code 2 if the run does "
         "not fit its memory",
-        excludes={"training.device_memory": "both give the memory of a device, remove one of them"},
+        excludes={"training.device_memory": "both set the memory of a device; remove one of them"},
         used_with=("training.dry_run",),
     )
     device_memory: float | None = flag(

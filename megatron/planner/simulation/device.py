@@ -33,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall
-from megatron.planner.simulation.trace import StepTrace, making_place
+from megatron.planner.simulation.trace import StepTrace, creation_site
 
 NAME = "sim"
 # Integer tensors of at most this many elements have true values.
@@ -151,7 +151,7 @@ class SimulatedDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         with self._fake:
             result = func(*args, **kwargs)
-        self.host_memory.add(result.untyped_storage(), making_place())
+        self.host_memory.add(result.untyped_storage(), creation_site())
         return result
 
     def _account(
@@ -186,7 +186,7 @@ class SimulatedDevice(TorchDispatchMode):
         storage = tensor.untyped_storage()
         tracker = self.memory if tensor.fake_device.type == NAME else self.host_memory
         named = storage.nbytes() >= _LEAST_NAMED_BYTES
-        tracker.add(storage, making_place() if named else "small tensors")
+        tracker.add(storage, creation_site() if named else "small tensors")
 
     # --- operations that connect host and device ---
 

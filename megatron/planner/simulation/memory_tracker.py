@@ -41,7 +41,7 @@ class MemoryTracker:
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
-        self._young: set[int] = set()
+        self._new: set[int] = set()
         """Keys of the storages that the current instruction has made."""
         self._sums: Counter[Owner] = Counter()
         self._peak_sums: dict[Owner, int] = {}
@@ -55,7 +55,7 @@ class MemoryTracker:
         if key in self._blocks:
             return
         self._blocks[key] = _Block(0, _TEMPORARY, place)
-        self._young.add(key)
+        self._new.add(key)
         weakref.finalize(storage, self._free, key)
         self._resize(key, _rounded(storage.nbytes()))
 
@@ -70,14 +70,14 @@ class MemoryTracker:
             key = tensor.untyped_storage()._cdata
             block = self._blocks.get(key)
             if block is not None and block.owner[0] != "state":
-                self._give(key, block, ("state", name))
+                self._set_owner(key, block, ("state", name))
 
     def begin_step(self) -> None:
         """Starts a step and its peak. Storages that exist at this time and are not state become tables."""
         for key, block in self._blocks.items():
             if block.owner[0] != "state":
-                self._give(key, block, ("table", block.place))
-        self._young.clear()
+                self._set_owner(key, block, ("table", block.place))
+        self._new.clear()
         self.restart_peak()
 
     def is_alive(self, storage_key: int) -> bool:
@@ -93,9 +93,9 @@ class MemoryTracker:
         """Ends the instruction. Its storages that are not freed are kept for the micro-batch in `slot`, or,
         if `slot` is None, for work outside of instructions."""
         owner = ("kept", slot)
-        for key in self._young:
-            self._give(key, self._blocks[key], owner)
-        self._young.clear()
+        for key in self._new:
+            self._set_owner(key, self._blocks[key], owner)
+        self._new.clear()
         self._during = ""
 
     def peak_memory(self) -> Memory:
@@ -106,7 +106,7 @@ class MemoryTracker:
         """Returns the bytes by owner at this time."""
         return _memory(self._sums, self._during)
 
-    def _give(self, key: int, block: _Block, owner: Owner) -> None:
+    def _set_owner(self, key: int, block: _Block, owner: Owner) -> None:
         self._sums[block.owner] -= block.size
         self._sums[owner] += block.size
         block.owner = owner
@@ -125,7 +125,7 @@ class MemoryTracker:
 
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)
-        self._young.discard(key)
+        self._new.discard(key)
         self._sums[block.owner] -= block.size
         self.total -= block.size
 

@@ -105,7 +105,7 @@ class StepTrace:
 
     def add_sync(self, cause: str) -> None:
         """Counts a host synchronization at the place of the caller."""
-        self._current.syncs.append(HostSync(cause, calling_place()))
+        self._current.syncs.append(HostSync(cause, call_site()))
 
     @property
     def order(self) -> tuple[Instruction, ...]:
@@ -162,7 +162,7 @@ def difference(expected: OpCounts, found: OpCounts) -> str:
     return "nothing"
 
 
-def calling_place() -> str:
+def call_site() -> str:
     """Returns the innermost frames of this repository and of DeepSpeed, as 'file:line function'."""
     places = [
         f"{file}:{frame.f_lineno} {frame.f_code.co_name}" for file, frame in islice(_callers(), _FRAMES)
@@ -170,7 +170,7 @@ def calling_place() -> str:
     return " < ".join(places) or "unknown place"
 
 
-def making_place() -> str:
+def creation_site() -> str:
     """Returns the innermost frame of this repository or of DeepSpeed, as 'file function'."""
     for file, frame in _callers():
         return f"{file} {frame.f_code.co_name}"

@@ -17,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import Config
-from megatron.config.validate import missing_harness_error
+from megatron.config.validate import no_harness
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer
@@ -35,7 +35,7 @@ def load_tasks(config: Config) -> Tasks | None:
     try:
         from megatron.training.harness.model import Tasks
     except ImportError as error:
-        raise missing_harness_error("--eval-harness-tasks", str(error)) from error
+        raise no_harness("--eval-harness-tasks", str(error)) from error
     return Tasks(
         training.eval_harness_tasks,
         training.eval_harness_tasks_path,

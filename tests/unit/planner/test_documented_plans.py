@@ -57,8 +57,8 @@ def recipes() -> dict[str, Recipe]:
         if not dry_runs:
             continue
         (command,), (figures,) = dry_runs, PREDICTED.findall(text)
-        flags = command.partition(PROGRAM)[2]
-        found[heading] = Recipe(flags, *(figure or None for figure in figures))
+        flags, (peak, *times) = command.partition(PROGRAM)[2], figures
+        found[heading] = Recipe(flags, peak, *(figure or None for figure in times))
         for number, (change, *changed) in enumerate(VARIANT.findall(text), 1):
             change = change.replace("\\|", "|")
             found[f"{heading}, variant {number}"] = Recipe(f"{flags} {change}", *changed)
