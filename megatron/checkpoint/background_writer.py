@@ -93,6 +93,7 @@ class BackgroundWriter:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
             pass_fds=(theirs.fileno(), descriptor),
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
         theirs.close()
         os.close(descriptor)

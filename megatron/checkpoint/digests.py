@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mix64 import mix64
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
-from megatron.mpu.random import mix64
 from megatron.mpu.world import broadcast_from_rank_0
 
 if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process that writes files

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.dropout import drop_threshold, fused_dropout_add, shard_offsets
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
+from megatron.mpu.mix64 import mix64, signed
 
 # Elements of a mask that a CPU computes at a time, so that temporaries stay in a core's cache.
 _ELEMENTS_PER_PIECE = 1 << 17
@@ -185,7 +186,7 @@ def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
     sample_keys = device_sample_keys(x, mask.rng, mask.salt, batch_dim).view(
         [-1 if d == batch_dim else 1 for d in range(last)]
     )
-    return mix64(sample_keys + row * _signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
+    return mix64(sample_keys + row * signed(0x9E3779B97F4A7C15)).reshape(-1, 1).view(torch.int32)
 
 
 def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> torch.Tensor:
@@ -222,27 +223,6 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
     x = ((x ^ (x >> 15)) * 0x846CA68B) & low
     return x ^ (x >> 16)
-
-
-def mix64(x: torch.Tensor) -> torch.Tensor:
-    """The finalizer of SplitMix64: a bijection on 64 bits with good mixing of all bits; int64 in and out.
-
-    SplitMix: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; its n-th
-    output is the finalizer of seed + n * 0x9E3779B97F4A7C15. The constants are variant 13 of David Stafford's
-    search (https://zimbry.blogspot.com/2011/09/better-bit-mixing-improving-on.html).
-    """
-    x = (x ^ _logical_shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _logical_shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _logical_shift(x, 31)
-
-
-def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    """Returns the int64 with the same bits as an unsigned 64-bit number."""
-    return x - (1 << 64) if x >= 1 << 63 else x
 
 
 class _Dropout(torch.autograd.Function):
