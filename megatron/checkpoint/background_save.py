@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.checkpoint.background_writer import BackgroundWriter, Written
 from megatron.checkpoint.digests import RankDigests
 from megatron.checkpoint.files import Files
+from megatron.checkpoint.formats.deepspeed_files import Place
 from megatron.checkpoint.record import TrainingState
 
 
@@ -33,6 +34,7 @@ class RankResult:
     """What a rank has contributed to a save."""
 
     files: Files
+    places: dict[str, dict[str, Place]]
     digests: RankDigests
     problem: str
 
@@ -51,6 +53,8 @@ class BackgroundSave:
     canary_loss: float
     digests: RankDigests
     """This rank's, without the digests that the writer computes."""
+    places: dict[str, dict[str, Place]]
+    """Where this rank's files of the optimizer's state hold a parameter."""
     writer: BackgroundWriter | None
     """None if the writer has failed while the state was copied: `problem` says how."""
     store: dist.Store
@@ -69,7 +73,7 @@ class BackgroundSave:
                 return False
             for name, digests in written.digests.items():
                 self.digests.digests.setdefault(name, {}).update(digests)
-            result = RankResult(written.files, self.digests, self.problem or written.problem)
+            result = RankResult(written.files, self.places, self.digests, self.problem or written.problem)
             content = pickle.dumps(result)
             self.store.set(self._key(dist.get_rank()), content)  # type: ignore[arg-type]  # bytes are accepted
             self.store.add(self._key("reports"), 1)

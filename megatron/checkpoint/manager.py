@@ -23,7 +23,7 @@ from megatron.checkpoint.background_writer import BackgroundWriter
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import UnquantizedDigests, combined, rank_digests
 from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum
-from megatron.checkpoint.formats.deepspeed_files import missing_files
+from megatron.checkpoint.formats.deepspeed_files import Place, file_index, missing_files
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.integrity import (
@@ -163,7 +163,7 @@ class CheckpointManager:
                 return None
             files = DirectFiles(self.heartbeat)
             engine.save_files(str(folder), saving.name, extra, files)
-            of_ranks = gather_from_all_ranks(files.files)
+            of_ranks = gather_from_all_ranks((files.files, files.places))
             run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
@@ -198,11 +198,20 @@ class CheckpointManager:
         }
 
     def _publish(
-        self, saving: Path, state: TrainingState, run: dict[str, Any], of_ranks: Sequence[Files]
+        self,
+        saving: Path,
+        state: TrainingState,
+        run: dict[str, Any],
+        of_ranks: Sequence[tuple[Files, dict[str, dict[str, Place]]]],
     ) -> Files:
-        """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: the files of each rank.
-        Returns all files. Raises OSError, on every rank, if one is missing."""
-        files = {name: facts for own in of_ranks for name, facts in sorted(own.items())}
+        """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: each rank's files, and
+        the places of parameters in them. Returns all files. Raises OSError, on every rank, if one is
+        missing."""
+        files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
+        run = {
+            **run,
+            "index": file_index({name: place for _, own in of_ranks for name, place in own.items()}),
+        }
         if lacking := missing_files(files, run):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
         if self.identity is not None:
@@ -229,7 +238,7 @@ class CheckpointManager:
         loss = canary_loss(engine, self.vocab_size)
         self._num_saves += 1
         writer = None if problem else self._writer
-        place = (self._num_saves, state, saving, run, loss, digests)
+        place = (self._num_saves, state, saving, run, loss, digests, files.places)
         return BackgroundSave(*place, writer, self._store, started, problem)
 
     def _ring_bytes(self) -> int:
@@ -292,7 +301,8 @@ class CheckpointManager:
         try:
             self._check_owner()
             run = {**save.run, "certificate": record}
-            files = self._publish(save.saving, save.state, run, [result.files for result in results])
+            of_ranks = [(result.files, result.places) for result in results]
+            files = self._publish(save.saving, save.state, run, of_ranks)
         except (OSError, FolderTakenError) as error:
             return SaveOutcome(folder, save.state.iteration, str(error))
         if record["unequal_copies"]:  # a resume may need an older checkpoint

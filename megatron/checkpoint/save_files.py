@@ -19,7 +19,7 @@ from torch.utils.serialization import config as serialization
 from megatron.checkpoint.background_writer import BackgroundWriter, StoredFragment
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, HashedFile
-from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, places_in
 from megatron.optimizer.zero import LocalParamState
 
 # The keys under which DeepSpeed stores the optimizer's state, with ZeRO and without.
@@ -27,11 +27,13 @@ _OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
 
 
 class DirectFiles(TorchCheckpointEngine):
-    """Writes each file at once and syncs it to the disk. files: what was written so far, by name."""
+    """Writes each file at once and syncs it to the disk. files: what was written so far, by name. places:
+    where each file of the optimizer's state holds a parameter."""
 
     def __init__(self, heartbeat: Callable[[], None]) -> None:
         """heartbeat: called after each file."""
         self.files: Files = {}
+        self.places: dict[str, dict[str, Place]] = {}
         self._heartbeat = heartbeat
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -39,6 +41,8 @@ class DirectFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file; called by DeepSpeed."""
+        for state in _optimizer_states(state_dict):
+            self.places[Path(path).name] = places_in(state, Path(path))
         file = HashedFile(Path(path))
         _save(state_dict, file)
         self.files[Path(path).name] = file.close()
@@ -47,11 +51,12 @@ class DirectFiles(TorchCheckpointEngine):
 
 class BackgroundFiles(TorchCheckpointEngine):
     """Hands each file to the writer process. digests: those of tensors that are not in host memory, which are
-    computed at once, by parameter and kind."""
+    computed at once, by parameter and kind. places: as `DirectFiles`."""
 
     def __init__(self, writer: BackgroundWriter, parts: Mapping[str, LocalParamState]) -> None:
         """parts: this rank's part of each parameter."""
         self.digests: dict[str, dict[str, int]] = {}
+        self.places: dict[str, dict[str, Place]] = {}
         self._writer, self._parts = writer, parts
         self._has_optimizer_state = False
         self._problem = ""
@@ -61,8 +66,10 @@ class BackgroundFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copies the content of a file for the writer; called by DeepSpeed."""
-        states = [state_dict[key] for key in _OPTIMIZER_KEYS if state_dict.get(key) is not None]
-        fragments = [fragment for state in states for fragment in self._fragments(state)]
+        fragments = []
+        for state in _optimizer_states(state_dict):
+            self.places[Path(path).name] = places_in(state, Path(path))
+            fragments += self._fragments(state)
         self._write(Path(path), fragments, state_dict)
 
     def _write(self, path: Path | None, fragments: Sequence[StoredFragment], state: Any) -> None:
@@ -107,6 +114,11 @@ class BackgroundFiles(TorchCheckpointEngine):
                         found = fragment_digests(part.spec, part.tp_group, part.start, {kind: values})
                         self.digests.setdefault(name, {}).update(found)
         return fragments
+
+
+def _optimizer_states(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the optimizer's state in the content of a file, if there is one."""
+    return [content[key] for key in _OPTIMIZER_KEYS if content.get(key) is not None]
 
 
 def _moments(kept: Mapping[str, Any], master: Tensor) -> dict[str, Tensor]:

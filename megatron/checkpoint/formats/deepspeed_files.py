@@ -8,8 +8,9 @@ data-parallel ranks, form its tensor-parallel shard.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,10 @@ _LAYER_FILE = re.compile(r"layer_(?P<layer>\d{1,9})-model_\d+-model_states\.pt")
 _TIED_LAYER = 1
 # With some settings DeepSpeed's names of optimizer files begin with this prefix.
 _OPTIONAL_PREFIX = "bf16_"
+# Of the index in `run.json`. An index of another version is not used.
+INDEX_VERSION = 1
+# Where a file holds a parameter: number of the group of parameters, first element in it, number of elements.
+Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,14 @@ class _Fragment:
     """Elements start to start + length - 1 of an optimizer group's partition in one file."""
 
     path: Path
-    state: dict
+    read_state: Callable[[], dict]
     group: int
     start: int
     length: int
+
+    @property
+    def state(self) -> dict:
+        return self.read_state()
 
     @property
     def master(self) -> Tensor:
@@ -113,29 +122,65 @@ class FlatShard:
 
 
 class OptimizerFiles:
-    """The optimizer state of all parameters. `common`: the state in the first file, for entries that are
-    equal in all files (clipping, loss scale). `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages."""
+    """The optimizer state of all parameters. `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages.
 
-    def __init__(self, folder: Path, tp_size: int) -> None:
-        """Reads all files. tp_size: tensor-parallel size of the run that saved. Raises UserError for a file
-        that is damaged or has an unknown layout."""
+    With the index of `run.json` a file is read when something in it is needed; without it all files are read.
+    """
+
+    def __init__(self, folder: Path, tp_size: int, index: Mapping[str, Any] | None = None) -> None:
+        """tp_size: tensor-parallel size of the run that saved. index: see `file_index`. Raises UserError for
+        a file that is damaged or has an unknown layout."""
         self.folder = folder
         self.tp_size = tp_size
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
+        self._states: dict[Path, dict] = {}
         files = optimizer_files(folder)
         if not files:
             raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
-        self.stage = int(files[0][2] == "optimizer_state_dict")
+        _, self._first, key = files[0]
+        self.stage = int(key == "optimizer_state_dict")
+        self._index = index if index is not None and index.get("version") == INDEX_VERSION else None
         first_holder: dict[tuple[int, str], int] = {}
         for model_rank, path, key in files:
-            state = _optimizer_state(path, key)
-            if path == files[0][1]:
-                self.common = state
+            read = partial(self._read_state, path, key)
             tp_rank = model_rank % tp_size
-            for name, fragment in _fragments(state, path):
+            for name, place in self._places(path, read).items():
                 # A tied parameter is in the files of two stages: the first one is enough.
                 if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
+                    fragment = _Fragment(path, read, *place)
                     self._fragments[tp_rank].setdefault(name, []).append(fragment)
+
+    def _places(self, path: Path, read: Callable[[], dict]) -> dict[str, Place]:
+        """Returns the place of each parameter in a file, from the index if there is one."""
+        if self._index is None:
+            return places_in(read(), path)
+        with expect_layout(self.folder / "run.json", "an index of the optimizer's files"):
+            return {
+                check_parameter(name, path): (int(group), int(start), int(length))
+                for name, (group, start, length) in self._index["files"][path.name].items()
+            }
+
+    def _read_state(self, path: Path, key: str) -> dict:
+        if path not in self._states:
+            state = _optimizer_state(path, key)
+            if self._index is not None and places_in(state, path) != self._places(path, lambda: state):
+                raise UserError(
+                    f"checkpoint file {path} holds other parameters than the index in run.json says: the "
+                    "files are from different checkpoints"
+                )
+            self._states[path] = state
+        return self._states[path]
+
+    @property
+    def common(self) -> dict:
+        """The state in the first file, for entries that are equal in all files (clipping, loss scale)."""
+        key = "optimizer_state_dict" if self.stage else "optimizer"
+        return self._read_state(self._first, key)
+
+    def _any_fragment(self, name: str) -> _Fragment:
+        """Returns a fragment of a parameter, in a file that has been read if there is one."""
+        found = [fragment for of_rank in self._fragments for fragment in of_rank.get(name, [])]
+        return next((fragment for fragment in found if fragment.path in self._states), found[0])
 
     @property
     def names(self) -> Collection[str]:
@@ -144,13 +189,13 @@ class OptimizerFiles:
 
     def moments(self, name: str) -> list[str]:
         """Returns the optimizer's names of the moments of a parameter."""
-        first = self._fragments[0][name][0]
-        return [key for key, value in first.optimizer_state.items() if first.is_moment(value)]
+        one = self._any_fragment(name)
+        return [key for key, value in one.optimizer_state.items() if one.is_moment(value)]
 
     def scalars(self, name: str) -> dict[str, Any]:
         """Returns the optimizer's state of a parameter except its moments: the step."""
-        first = self._fragments[0][name][0]
-        return {key: value for key, value in first.optimizer_state.items() if not first.is_moment(value)}
+        one = self._any_fragment(name)
+        return {key: value for key, value in one.optimizer_state.items() if not one.is_moment(value)}
 
     def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
         """Returns a TP rank's shard. key: VALUES or a moment. Raises UserError if this rank has none."""
@@ -244,8 +289,9 @@ def _layer_of(parameter: str) -> int:
     return int(match[1]) if match else _TIED_LAYER
 
 
-def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
-    """Yields (parameter, fragment) for each parameter in one file. Checks DeepSpeed's layout."""
+def places_in(state: dict, path: Path) -> dict[str, Place]:
+    """Returns the place of each parameter in the optimizer's state of a file. Checks DeepSpeed's layout."""
+    places = {}
     with expect_layout(path, "the optimizer's state by parameter"):
         masters, states = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
@@ -253,7 +299,13 @@ def _fragments(state: dict, path: Path) -> Iterator[tuple[str, _Fragment]]:
                 if not is_tensor(masters[group]) or type(states.get(group, {})) is not dict:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
-                yield name, _Fragment(path, state, group, address.start, address.numel)
+                places[name] = (group, address.start, address.numel)
+    return places
+
+
+def file_index(places: Mapping[str, Mapping[str, Place]]) -> dict[str, Any]:
+    """Returns the index for `run.json`. places: those of each file of the optimizer's state, by its name."""
+    return {"version": INDEX_VERSION, "files": {name: places[name] for name in sorted(places)}}
 
 
 def is_tensor(value: Any) -> bool:

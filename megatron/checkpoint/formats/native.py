@@ -77,7 +77,7 @@ class NativeReader(StateReader):
     @cached_property
     def files(self) -> OptimizerFiles:
         """The optimizer's files."""
-        return OptimizerFiles(self.folder, self.tp_size)
+        return OptimizerFiles(self.folder, self.tp_size, self.checkpoint.run.get("index"))
 
     @cached_property
     def layers(self) -> LayerFiles:

@@ -199,12 +199,13 @@ class StateReader(ABC):
         them. Moments are read when they are accessed. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
+        # Values first: then the files with the moments are open.
+        values = self.read_shard(name, VALUES, spec, tp_group)
         moments = {
             state_name: partial(self.read_shard, name, state_name, spec, tp_group)
             for state_name in self.state_names(name)
             if state_name != VALUES
         }
-        values = self.read_shard(name, VALUES, spec, tp_group)
         return values, LazyTensors(moments), self.optimizer_scalars(name)
 
     # --- weights alone, for tools ---

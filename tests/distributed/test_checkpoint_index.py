@@ -1,0 +1,101 @@
+"""A rank opens the optimizer's files that hold its parameters, by the index in run.json, and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import add_checksum
+from megatron.checkpoint.manager import load_checkpoint
+from megatron.errors import UserError
+from tests.support.checkpoints import FINGERPRINT, save_midway
+from tests.support.layouts import Row, build_engine, config_of
+from tests.support.pool import run_world
+
+STEPS = 2
+SAVED = Row(pp=2, dp=4, zero=1)
+LOADED = {
+    "the layout of the checkpoint": SAVED,
+    "PP 4": Row(pp=4, dp=2, zero=1),
+    "TP 2": Row(tp=2, pp=2, dp=2, zero=1),
+}
+
+
+def files_opened(row: Row, folder: Path) -> tuple[set[str], set[str]]:
+    """Loads the checkpoint. Returns the optimizer's files that this rank opened, and those with its
+    parameters."""
+    from megatron.checkpoint.formats import deepspeed_files
+
+    engine = build_engine(config_of(row))
+    checkpoint = open_checkpoint(folder)
+    opened: set[str] = set()
+    read = deepspeed_files.read_file
+
+    def note(path: Path) -> object:
+        opened.add(path.name)
+        return read(path)
+
+    with mock.patch.object(deepspeed_files, "read_file", note):
+        load_checkpoint(engine, checkpoint, FINGERPRINT)
+    own = {part.name for part in engine.optimizer.local_param_states()}
+    index = checkpoint.run["index"]["files"]
+    return opened, {file for file, places in index.items() if own & places.keys()}
+
+
+def save(folder: Path) -> None:
+    save_midway(SAVED, folder, STEPS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_world(SAVED.world_size, save, folder)
+    return folder / f"global_step{STEPS}"
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("name", LOADED)
+def test_a_rank_opens_only_the_files_that_it_needs(name: str, saved: Path) -> None:
+    total = len(list(saved.glob("*_optim_states.pt")))
+    for opened, needed in run_world(LOADED[name].world_size, files_opened, LOADED[name], saved):
+        # The first file holds what is equal in all files, such as the loss scale.
+        assert opened <= needed | {min(path.name for path in saved.glob("*_optim_states.pt"))}
+        assert 0 < len(opened) < total
+
+
+def load(folder: Path) -> str:
+    try:
+        load_checkpoint(build_engine(config_of(Row())), open_checkpoint(folder), FINGERPRINT)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def rewrite(folder: Path, index: object) -> None:
+    """Replaces the index in run.json; None removes it."""
+    run = json.loads((folder / "run.json").read_text())
+    run.pop("index", None)
+    run |= {} if index is None else {"index": index}
+    (folder / "run.json").write_text(json.dumps(add_checksum(run)))
+
+
+def test_a_checkpoint_opens_without_an_index_and_not_with_a_wrong_one(saved: Path) -> None:
+    index = json.loads((saved / "run.json").read_text())["index"]
+    first, second, *_ = sorted(index["files"])
+    swapped = {**index["files"], first: index["files"][second], second: index["files"][first]}
+    wrong = {"version": 1, "files": {**index["files"], first: {"0.weight": ["x", 0, 1]}}}
+    for changed, problem in (
+        (None, ""),
+        ({"version": 99, "files": "of a later version"}, ""),
+        ({"version": 1, "files": swapped}, "holds other parameters than the index in run.json says"),
+        ({"version": 1, "files": {}}, "is not laid out as an index"),
+        (wrong, "is not laid out as an index"),
+    ):
+        rewrite(saved, changed)
+        (answer,) = run_world(1, load, saved)
+        assert problem in answer if problem else answer == ""
+    rewrite(saved, index)
