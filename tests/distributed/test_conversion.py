@@ -211,7 +211,7 @@ def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monk
     monkeypatch.undo()
     ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder"])
     output = capsys.readouterr().out
-    assert "--keep_temp_folder has no effect" in output and "warning: pattern" in output
+    assert "--keep_temp_folder is ignored" in output and "warning: pattern" in output
     reseal(source, run)
     derived = tmp_path / "derived"
     ds_to_universal.main([*flags[:2], "--output_folder", str(derived), "--inject_missing_state"])

@@ -161,7 +161,7 @@ def test_mistakes_of_a_layout_end_before_the_ranks_start(
     mistake = partial(mistake, evaluate.main, "--load", str(trained.folder))
     on_data = ["--data-path", data[1]]
     assert "--num-attention-heads 4" in mistake(*on_data, "--tensor-model-parallel-size", "3")
-    assert "is 0, expected 1" in mistake(*on_data, "--pipeline-model-parallel-size", "0")
+    assert "is 0: expected at least 1" in mistake(*on_data, "--pipeline-model-parallel-size", "0")
     monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     assert "pip install lm_eval" in mistake("--tasks", "toy", "--tensor-model-parallel-size", "2")
     # The ranks of a launcher: rank 0 alone prints.

@@ -73,7 +73,7 @@ def test_the_flags_come_from_the_folder(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--load", "elsewhere"], "--load elsewhere: a run starts from one of them"),
+        (["--load", "elsewhere"], "--load elsewhere: a run starts from one folder"),
         (["--num-layers", "3"], "--num-layers 3 contradicts .* has 2"),
         (["--position-embedding-type", "alibi"], "--position-embedding-type alibi contradicts"),
     ],
