@@ -248,7 +248,8 @@ class _WriterProcess:
         except EOFError:
             pass
         except OSError as error:
-            self._pipe.send(("failed", f"{self._path}: {error.strerror or error}"))
+            with suppress(OSError):  # the rank has ended
+                self._pipe.send(("failed", f"{self._path}: {error.strerror or error}"))
 
     def _open(self, path: str | None, table: list[tuple[str, str, ParameterSpec, int, int]]) -> None:
         self._path, self._table = path, table

@@ -48,8 +48,11 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
     # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
     newest = checkpoints / (checkpoints / "latest").read_text()
     shutil.copytree(newest, checkpoints / "global_step19", ignore=shutil.ignore_patterns("run.json"))
+    in_background = ["--save-interval", "1", "--async-save"]
     switched = pretrain(
-        [*flags, "--kill-switch-path", str(switch)], processes=2, on_line=flip_switch_after_step_10
+        [*flags, *in_background, "--kill-switch-path", str(switch)],
+        processes=2,
+        on_line=flip_switch_after_step_10,
     )
     signalled = pretrain(flags, processes=2, on_line=signal_one_process_after_step_14)
     finished = pretrain(flags, processes=2)
@@ -68,6 +71,20 @@ def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
     steps = {step["iteration"] for run in runs for step in run.steps}
     assert steps == set(range(1, RAMPED_STEPS + 1))
     assert runs[-1].evaluations[-2:] == uninterrupted.evaluations[-2:]
+
+
+def test_saves_in_the_background_are_logged_when_they_are_complete(
+    interrupted: tuple[list[Run], Path],
+) -> None:
+    """The kill switch stops the run after step 10: its last checkpoint is complete when the run ends."""
+    lines = interrupted[0][2].stdout.splitlines()
+    events = [line for line in lines if line.startswith(("saving iteration", "saved "))]
+    begun = [int(line.split()[2]) for line in events if "in the background: training waited" in line]
+    complete = [int(re.search(r"global_step(\d+)", line)[1]) for line in events if line.startswith("saved ")]
+    assert begun and complete[: len(begun)] == begun and complete[-1] == 10
+    for step in begun:
+        at = [f"saving iteration {step} in" in line or f"global_step{step} in" in line for line in events]
+        assert events[at.index(True)].startswith("saving")
 
 
 def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
