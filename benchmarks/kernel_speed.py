@@ -212,7 +212,8 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
 
 
 def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """The gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in fp32."""
+    """Returns the gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in
+    fp32."""
     (weight,) = some((4 * sizes.hidden, sizes.hidden), 1, dtype, device)
     (x,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
     (grad,) = some((sizes.seq, 4 * sizes.hidden), 1, dtype, device)

@@ -76,7 +76,7 @@ class Sample:
 
 
 def choose(sources: Mapping[str, Sequence[str]]) -> set[str]:
-    """The sources that the constants are fitted on, of those that each repository publishes."""
+    """Returns the sources that the constants are fitted on, of those that each repository publishes."""
     chosen: set[str] = set()
     for of_origin in sources.values():
         ordered = sorted(of_origin, key=lambda source: hashlib.sha256(source.encode()).hexdigest())

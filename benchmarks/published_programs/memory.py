@@ -41,7 +41,7 @@ def kept_bytes(shape: Shape) -> float:
 
 
 def rank_bytes(run: Run, rank: int) -> float:
-    """Peak bytes of a pipeline rank."""
+    """Returns the peak bytes of a pipeline rank."""
     shape, layout, model, program = run.shape, run.layout, run.model, run.program
     memory, parameters = program.memory, run.rank_parameters[rank]
     layers = sum(run.stage_layers[rank :: layout.pipeline])
@@ -61,12 +61,13 @@ def rank_bytes(run: Run, rank: int) -> float:
 
 
 def _warmup_chunks(run: Run, rank: int) -> int:
-    """The number of forward passes that a rank runs before its first backward pass."""
+    """Returns the number of forward passes that a rank runs before its first backward pass."""
     ranks, chunks = run.layout.pipeline, run.layout.chunks
     return ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
 
 
 def peak_bytes(run: Run) -> float:
-    """Peak bytes of the most loaded rank; of rank 0 for nanotron, whose rows state rank 0's memory."""
+    """Returns the peak bytes of the most loaded rank; of rank 0 for nanotron, whose rows state rank 0's
+    memory."""
     ranks = {0} if run.program.name == "nanotron" else {0, run.layout.pipeline - 1}
     return max(rank_bytes(run, rank) for rank in ranks)

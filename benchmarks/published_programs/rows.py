@@ -120,7 +120,7 @@ class PublishedRow:
         return self.gpu.partition("-")[0]
 
     def run(self, constants: Constants) -> Run:
-        """The row as a run with these constants."""
+        """Returns the row as a run with these constants."""
         program = replace(constants.programs[self.program], **dict(self.changes))
         run = Run(program, self.model, self.layout, self._machine(constants), self.dtype)
         if self.layout.recompute:
@@ -153,7 +153,7 @@ class SkippedRow:
 
 
 def read_rows(path: Path) -> tuple[list[PublishedRow], list[SkippedRow]]:
-    """The rows of a file, and those that cannot be predicted."""
+    """Returns the rows of a file, and those that cannot be predicted."""
     with path.open() as file:
         rows = [_row(values) for values in csv.DictReader(file)]
     return (
@@ -222,7 +222,7 @@ def _number(values: dict[str, str], name: str, default: int = 0) -> int:
 
 
 def _vocabulary(values: dict[str, str]) -> int | None:
-    """The size of the vocabulary that is stated, or the public model's."""
+    """Returns the size of the vocabulary that is stated, or the public model's."""
     if values["vocab_size"]:
         return _number(values, "vocab_size")
     by_name: int | None = _named(_VOCABULARIES, values["program"].lower())
@@ -272,7 +272,7 @@ def _layout(values: dict[str, str], program: Program) -> Layout:
 
 
 def _changes(values: dict[str, str], program: Program) -> dict[str, Any]:
-    """The fields in which the row's version of the program differs from its class."""
+    """Returns the fields in which the row's version of the program differs from its class."""
     name, options = values["program"].lower(), values["compile_or_te"]
     changes: dict[str, Any] = {}
     if program is TRANSFORMER_ENGINE and "megatron-lm" not in name:
@@ -295,7 +295,7 @@ def _changes(values: dict[str, str], program: Program) -> dict[str, Any]:
 
 
 def _seconds(values: dict[str, str], layout: Layout) -> float:
-    """The seconds of a step. The MFU of a row is not used."""
+    """Returns the seconds of a step. The MFU of a row is not used."""
     if values["seconds_per_iteration"]:
         return float(values["seconds_per_iteration"])
     tokens = layout.global_batch * _number(values, "seq_length")

@@ -54,17 +54,17 @@ COPY_BLOCK = 1 << 24  # bytes that are copied at a time
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The dtype in which Megatron stores token ids below `vocab_size`."""
+    """Returns the dtype in which Megatron stores token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def index_path(prefix: str) -> str:
-    """The path of the .idx file."""
+    """Returns the path of the .idx file."""
     return prefix + ".idx"
 
 
 def data_path(prefix: str) -> str:
-    """The path of the .bin file."""
+    """Returns the path of the .bin file."""
     return prefix + ".bin"
 
 
@@ -100,7 +100,7 @@ class IndexedDataset:
         self._tokens = map_file(data_path(self.prefix)).view(self.dtype)
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Returns the number of documents."""
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
@@ -127,13 +127,14 @@ class IndexedDataset:
         return self._tokens[start : start + length]
 
     def tokens_in(self, documents: range) -> int:
-        """The number of tokens of consecutive documents. Reads the offsets of only the first and the last."""
+        """Returns the number of tokens of consecutive documents. Reads the offsets of only the first and the
+        last."""
         if not documents:
             return 0
         return (self._end_of(documents[-1]) - int(self.pointers[documents[0]])) // self.dtype.itemsize
 
     def _end_of(self, document: int) -> int:
-        """The offset in .bin of the first byte after a document."""
+        """Returns the offset in .bin of the first byte after a document."""
         return int(self.pointers[document]) + int(self.sizes[document]) * self.dtype.itemsize
 
     def _file_sizes(self) -> tuple[int, int]:

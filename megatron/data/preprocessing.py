@@ -198,7 +198,7 @@ def preprocess(
 
 
 def output_name(output_prefix: str, json_key: str) -> str:
-    """The prefix of the token files of one JSON key, named as in Megatron."""
+    """Returns the prefix of the token files of one JSON key, named as in Megatron."""
     return f"{output_prefix}_{json_key}_document"
 
 

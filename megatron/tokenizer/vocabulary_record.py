@@ -29,7 +29,7 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
 
 
 def record_path(prefix: str) -> str:
-    """The path of the vocabulary record of the token files `prefix`."""
+    """Returns the path of the vocabulary record of the token files `prefix`."""
     return f"{prefix}.tokenizer.json"
 
 
