@@ -28,8 +28,8 @@ PRODUCTS."""
 
 
 def product(rows: float, columns: float, inner: float, batch: float = 1, more_bytes: float = 0.0) -> Kernel:
-    """Returns a GEMM, or a batch of equal GEMMs. The batched GEMMs of 2021, with heads of 108 and 150 elements, were
-    as slow as without tensor cores."""
+    """Returns a GEMM, or a batch of equal GEMMs. The batched GEMMs of 2021, with heads of 108 and 150
+    elements, were as slow as without tensor cores."""
     moved = BYTES * (rows * inner + inner * columns + rows * columns) * batch + more_bytes
     alignment = math.gcd(8, *(int(length) for length in (columns, inner) if length == int(length)))
     alignment = NO_TENSOR_CORES if batch > 1 and alignment < 8 else alignment

@@ -47,7 +47,7 @@ _PROGRAMS = (
     ("megatron", TRANSFORMER_ENGINE),
 )
 _VOCABULARIES = (
-    ("405b", 51200),  # with the GPT-2 tokenizer in place of the model's
+    ("405b", 51200),  # with the GPT-2 tokenizer instead of the model's
     ("llama 3", 128256),
     ("llama-3", 128256),
     ("llama 2", 32000),
@@ -140,7 +140,8 @@ class PublishedRow:
         return Machine(gpu, rates, KINDS[self.gpu_kind], self.gpu_kind not in ("v100", "a100"))
 
     def _is_kind_of(self, name: str) -> bool:
-        """For a memory size that is not in the table, the first GPU of the kind."""
+        """Returns whether a GPU of this name is of the row's kind, for a memory size that is not in the
+        table."""
         return self.gpu not in GPUS and name.startswith(self.gpu_kind + "-")
 
 

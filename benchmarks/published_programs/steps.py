@@ -251,8 +251,8 @@ def _step_host_seconds(run: Run) -> float:
 
 
 def _optimizer_seconds(run: Run, parameters: float) -> float:
-    """Norm and zeroing of the gradients; the update reads and writes weights and two moments in fp32, reads
-    the gradient and writes the weights."""
+    """Returns the time of the gradients' norm and zeroing, and of the update, which reads and writes weights
+    and two moments in fp32, reads the gradient and writes the weights."""
     partition = parameters / (run.layout.replicas if run.layout.zero else 1)
     gradients = partition if run.program.shards_weights else parameters
     moved = 2 * run.program.gradient * gradients + (6 * 4 + 4 + BYTES) * partition

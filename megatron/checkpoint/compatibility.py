@@ -19,7 +19,7 @@ def starts_at_zero(checkpoint: Checkpoint) -> bool:
 
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Raises UserError if the checkpoint is of a different model. The message lists the differences."""
+    """Raises UserError if the checkpoint is from a different model. The message lists the differences."""
     # Vocabulary sizes are compared without padding, which loading removes or adds.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
     names = {field.name for field in fields(config.model)} if starts_at_zero(checkpoint) else now.keys()
@@ -114,8 +114,8 @@ def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError if replicas differed when the checkpoint was saved, unless
-    --allow-replica-mismatch."""
+    """Raises UserError if replicas differed when the checkpoint was saved, unless --allow-replica-mismatch is
+    given."""
     mismatched = mismatched_replicas(checkpoint)
     if mismatched and not config.checkpoint.allow_replica_mismatch:
         raise UserError(
@@ -139,8 +139,8 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
     saved, now = schedule_of(checkpoint.config), schedule_of(config)
-    which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
-    if saved != now and not which:
+    is_selected = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
+    if saved != now and not is_selected:
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
             "pass --override-lr-scheduler to use the schedule of the flags, or --use-checkpoint-lr-scheduler "

@@ -80,7 +80,8 @@ class GPTBatchLoader:
     ) -> None:
         if eod_mask_loss and eod is None:
             raise UserError(
-                "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or remove it"
+                "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or remove "
+                "--eod-mask-loss"
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size

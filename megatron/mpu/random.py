@@ -48,7 +48,7 @@ class DropoutRNG:
 
     @contextmanager
     def use_samples(self, samples: Sequence[int]) -> Iterator[None]:
-        """Within this context the current micro-batch has these global sample numbers, one per batch row."""
+        """Sets the global sample numbers of the current micro-batch, one per batch row, within the block."""
         before = self.samples
         self.samples = tuple(samples)
         try:
@@ -80,8 +80,8 @@ class DropoutMask:
     """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
     tp_group: TPGroup
     part: tuple[int, int, int] | None = None
-    """(dimension, first, size) if the activation is a slice of a larger one: in this dimension, the larger one
-    has `size` elements, and the slice starts at element `first`. The dimension is neither the last one nor
+    """(dimension, first, size) if the activation is a slice of a larger one, which has `size` elements in
+    this dimension; the slice starts at element `first`. The dimension is not the last one, and not
     shard_dim."""
 
 

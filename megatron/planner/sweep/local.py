@@ -143,7 +143,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _end_on_sigterm() -> Iterator[None]:
-    """Within this context SIGTERM ends the current run and then the sweep, as Ctrl-C does."""
+    """Makes SIGTERM end the current run and then the sweep, as Ctrl-C does, within the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
