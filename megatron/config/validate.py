@@ -104,8 +104,8 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
         )
     if virtual > 1 and parallel.schedule.stages_per_rank > 0:
         raise ConfigError(
-            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which has "
-            f"{parallel.stages_per_rank} stages per rank: remove --virtual-pipeline-stages, or set "
+            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which fixes the stages at "
+            f"{parallel.stages_per_rank} per rank: remove --virtual-pipeline-stages, or set "
             "--pipeline-schedule interleaved"
         )
     if virtual == 1 and parallel.schedule.stages_per_rank == 0:
