@@ -239,7 +239,8 @@ def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
 
 
 def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Logits of a chunk, losses and gradient in place. The times include the GEMM of the logits."""
+    """Computes the logits of a chunk, the losses, and the gradient in place. The times include the GEMM of
+    the logits."""
     (hidden,) = some((sizes.tokens, 64), 1, dtype, device)
     (weight,) = some((sizes.vocab, 64), 1, dtype, device)
     generator = torch.Generator().manual_seed(2)

@@ -246,7 +246,7 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
 
 
 def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:
-    """Operations of a pass in the middle of the step; none if the schedule has no such pass."""
+    """Returns the operations of a pass in the middle of the step; none if the schedule has no such pass."""
     instruction = Instruction(kind, chunk)
     work = record.rest.get(instruction) or record.first.get(instruction)
     return {} if work is None else work.operations

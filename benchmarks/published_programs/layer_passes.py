@@ -103,7 +103,8 @@ class Pass:
             self.wait()
 
     def column_parallel_backward(self, columns: float, inner: float) -> None:
-        """Gradients of input and weight. With sequence parallelism the input is gathered a second time."""
+        """Records the gradients of input and weight. With sequence parallelism the input is all-gathered
+        again."""
         shape = self.shape
         size, by_input = BYTES * shape.tokens * inner, product(shape.tokens, inner, columns)
         if shape.layout.tensor == 1:

@@ -11,8 +11,9 @@ _GATHERED_LAYERS = 2
 
 
 def layer_bytes(shape: Shape) -> float:
-    """Bytes that a layer keeps for its backward pass without recomputation: inputs and results of the norms,
-    queries, keys, values, the result of attention, inputs and result of the activation, and dropout masks."""
+    """Returns the bytes that a layer keeps for its backward pass without recomputation: inputs and results of
+    the norms, queries, keys, values, the result of attention, inputs and result of the activation, and
+    dropout masks."""
     model = shape.model
     outside = shape.own_tokens * model.hidden * (4 * BYTES + 2 * model.dropout)
     inside = (
@@ -25,7 +26,7 @@ def layer_bytes(shape: Shape) -> float:
 
 
 def kept_bytes(shape: Shape) -> float:
-    """Bytes that a layer keeps for its backward pass."""
+    """Returns the bytes that a layer keeps for its backward pass."""
     model, recompute = shape.model, shape.layout.recompute
     if recompute == "full":
         return BYTES * shape.own_tokens * model.hidden

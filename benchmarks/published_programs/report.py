@@ -63,7 +63,7 @@ def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Predicti
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order."""
+    """Returns Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order."""
     agree = differ = tied_x = tied_y = 0
     for (x1, y1), (x2, y2) in combinations(pairs, 2):
         sign = (x1 - x2) * (y1 - y2)
@@ -90,8 +90,8 @@ def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> fl
 def accuracy_report(
     predictions: Sequence[Prediction], skipped: Sequence[SkippedRow], fitted_on: set[str], outliers: int = 0
 ) -> str:
-    """Errors by program, GPU and part (fitted on or unseen), the totals, and the rows that are not
-    counted."""
+    """Returns the errors by program, GPU and part (fitted on or unseen), the totals, and the rows that are
+    not counted."""
     usual = [one for one in predictions if not one.row.is_dubious]
     dubious = [one for one in predictions if one.row.is_dubious]
     parts = {
@@ -146,7 +146,7 @@ def group_by(
 
 
 def order_of_layouts(predictions: Sequence[Prediction]) -> float | None:
-    """Kendall's tau of the order of layouts; None if no problem has enough."""
+    """Returns Kendall's tau of the order of layouts; None if no problem has enough."""
     by_origin: dict[str, list[tuple[float, int]]] = {}
     for (origin, *_), group in group_by(predictions, _problem).items():
         if len(group) >= LEAST_LAYOUTS:

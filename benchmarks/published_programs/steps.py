@@ -80,7 +80,7 @@ class Run:
 
     @cached_property
     def stage_layers(self) -> Sequence[int]:
-        """Layers of each chunk of the pipeline."""
+        """Returns the layers of each chunk of the pipeline."""
         return self.given_layers or divide_layers(self.program, self.model, self.layout)
 
     @cached_property
@@ -124,7 +124,7 @@ class Run:
 
 
 def divide_layers(program: Program, model: Model, layout: Layout) -> tuple[int, ...]:
-    """Layers of each chunk of the pipeline.
+    """Returns the layers of each chunk of the pipeline.
 
     nanotron adds layers to a stage until its cost passes the stage's part of all costs, among them the LM
     head's. The others divide the layers evenly; if they cannot, the first and the last chunk have one less,

@@ -31,7 +31,10 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:
-        raise UserError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+        raise UserError(
+            f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}. Correct "
+            "the flags of the model and the tokenizer, or replace them by --use-checkpoint-args"
+        )
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
@@ -41,7 +44,7 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another vocabulary (SHA-256 {saved[:12]}) than "
             f"this run's tokenizer has ({now[:12]}), although both have {checkpoint.vocab_size} tokens: give "
-            "the tokenizer files that it was trained with"
+            "the tokenizer files of the checkpoint"
         )
 
 
@@ -80,7 +83,7 @@ def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
     if consumed < config.data.data_first_sample:
         raise UserError(
             f"--data-first-sample {config.data.data_first_sample}: the run starts before it, at sample "
-            f"{consumed}. Remove the flag, or load a later checkpoint"
+            f"{consumed}. Remove --data-first-sample, or load a later checkpoint"
         )
 
 
@@ -130,7 +133,8 @@ def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
     if config.schedule.use_checkpoint_lr_scheduler:
         raise UserError(
             f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another framework "
-            "and its schedule is not known. Remove the flag, and set the --lr flags that it was trained with"
+            "and its schedule is not known. Remove --use-checkpoint-lr-scheduler, and set the --lr flags of "
+            "its run"
         )
 
 

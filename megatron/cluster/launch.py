@@ -148,7 +148,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
         if local_rank >= local_size or local_size > world_size:
             raise UserError(
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
-                "contradict each other: unset the ones that your script exports, the launcher sets all three"
+                "contradict each other: unset the ones that your script exports; the launcher sets all three"
             )
 
 
@@ -222,7 +222,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
         raise UserError(
             f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NTASKS {tasks} contradict each "
-            "other: unset the ones that your script exports, srun sets all three"
+            "other: unset the ones that your script exports; srun sets all three"
         )
     found = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": str(local_rank)}
     if "MASTER_ADDR" not in env:

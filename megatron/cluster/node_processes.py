@@ -59,8 +59,8 @@ def process_state(pid: int) -> str:
 
 
 def io_bytes() -> int:
-    """Bytes that this process has read and written, in files and sockets; 0 if the system does not count
-    them."""
+    """Returns the bytes that this process has read and written, in files and sockets; 0 if the system does
+    not count them."""
     try:
         with open("/proc/self/io") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
@@ -110,8 +110,8 @@ def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
 
 
 def private_temporary_folder() -> Path | None:
-    """This user's folder among the temporary files of this node, which other users cannot write to; None if
-    it cannot be created."""
+    """Returns this user's folder among the temporary files of this node, which other users cannot write to;
+    None if it cannot be created."""
     base = Path(tempfile.gettempdir()) / f"megatron-{os.getuid()}"
     try:
         base.mkdir(mode=0o700, exist_ok=True)
@@ -138,7 +138,8 @@ def _start_key(env: Mapping[str, str]) -> str:
 
 
 def _pid_namespace() -> str:
-    """Containers with their own process ids must not share reports."""
+    """Returns the id of the process-id namespace: containers with their own process ids must not share
+    reports."""
     try:
         return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
     except OSError:

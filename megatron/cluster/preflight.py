@@ -191,7 +191,7 @@ def check_shared_folders(
         for name, path in marks.items():
             if name not in problems and not _appears(path):
                 problems[name] = (
-                    f"{folders[name]} is not the folder that rank 0 sees: rank 0's file is not there"
+                    f"{folders[name]} is not the folder that rank 0 sees: it does not contain rank 0's file"
                 )
     barrier()
     for path in own.values():

@@ -91,12 +91,12 @@ class HangDetector:
         return self._open[-1][0] if self._open else Phase.START
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Called when the main thread begins a phase; phases nest."""
+        """Records that the main thread begins a phase. Phases nest."""
         self._open.append((phase, now))
         self.heartbeat()
 
     def leave(self, now: float) -> None:
-        """Called when the main thread ends the innermost phase."""
+        """Records that the main thread ends the innermost phase."""
         phase, begun = self._open.pop()
         self._durations[phase].append(now - begun)
         self.heartbeat()
@@ -106,7 +106,7 @@ class HangDetector:
         self._heartbeats += 1
 
     def limit_s(self) -> float:
-        """Returns the longest time without progress in the current phase."""
+        """Returns the limit of the time without progress in the current phase, in seconds."""
         phase = self.phase
         factor = _FACTORS[phase]
         if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:

@@ -153,7 +153,7 @@ def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) ->
     if stability.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
         raise ConfigError(
             "--spike-policy rollback without --save and --save-interval: there is no checkpoint to roll back "
-            "to; set both, or use the policy skip"
+            "to; set both, or set --spike-policy skip"
         )
 
 

@@ -54,7 +54,8 @@ class GPTDataset:
         if len(sample) != self.seq_length + 1:
             raise UserError(
                 f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
-                f"tokens, expected {self.seq_length + 1}: delete its index files, built from different data"
+                f"tokens, expected {self.seq_length + 1}: delete the split's index files, "
+                "which were built from different data"
             )
         return sample
 

@@ -186,7 +186,7 @@ class IndexedDataset:
             state = "truncated" if data_bytes < end else "too long"
             raise UserError(f"{bin_}: {state}, it has {data_bytes:,} bytes, expected {end:,} by {idx}")
         if end == 0:
-            raise UserError(f"{bin_}: contains no tokens, preprocess the data again")
+            raise UserError(f"{bin_}: contains no tokens; preprocess the data again")
         return end // self.dtype.itemsize
 
 
@@ -196,10 +196,10 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
         raise UserError(
-            f"{path}: has the old lazy/cached format, preprocess the data again with --dataset-impl mmap"
+            f"{path}: has the old lazy/cached format; preprocess the data again with --dataset-impl mmap"
         )
     if not header:
-        raise UserError(f"{path}: is empty, preprocess the data again")
+        raise UserError(f"{path}: is empty; preprocess the data again")
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise UserError(
             f"{path}: not a Megatron index file, it begins with {header[:9]!r}, expected {MAGIC!r}"
@@ -221,7 +221,7 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
             f"({num_sequences:,} documents)"
         )
     if num_sequences == 0:
-        raise UserError(f"{path}: contains no documents, preprocess the data again")
+        raise UserError(f"{path}: contains no documents; preprocess the data again")
     return DTYPE_OF_CODE[code], num_sequences, doc_idx_length
 
 

@@ -195,7 +195,7 @@ def _load(path: str) -> dict[str, Any]:
             f"--deepspeed_config {path} is not valid JSON ({error}): correct the file"
         ) from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, correct the file")
+        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object; correct the file")
     return settings
 
 
@@ -316,7 +316,7 @@ def _override_loss_scale(
     if not 0 <= power <= _LARGEST_SCALE_POWER:
         raise ConfigError(
             f"the DeepSpeed config's fp16.initial_scale_power is {power}: expected 0 to "
-            f"{_LARGEST_SCALE_POWER}, correct the file"
+            f"{_LARGEST_SCALE_POWER}; correct the file"
         )
     changes: dict[str, Any] = {
         name: convert(in_file[key]) for key, (name, convert) in _LOSS_SCALE_KEYS.items() if key in in_file

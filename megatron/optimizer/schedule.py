@@ -181,7 +181,7 @@ def cosine_decay(max_lr: float, min_lr: float, done: float) -> float:
 
 
 def exponential_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Halves the learning rate, scaled to max_lr (done = 0) and min_lr (done = 1)."""
+    """Decays as 2 * 0.5^done - 1 from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + (2.0 * 0.5**done - 1.0) * (max_lr - min_lr)
 
 

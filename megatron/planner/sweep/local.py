@@ -1,4 +1,4 @@
-"""Does the runs of a sweep on this machine, one after another."""
+"""Runs a sweep on this machine, one run after another."""
 
 from __future__ import annotations
 

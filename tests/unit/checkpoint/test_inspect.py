@@ -274,7 +274,7 @@ def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
         named = path.name
     else:
         (tmp_path / "latest_universal").write_text("global_step6_universal")
-        named = "`latest_universal` names global_step6_universal, which is not there"
+        named = "`latest_universal` names global_step6_universal, which does not exist"
         universal = tmp_path
     code, printed = output(capsys, universal, "--verify")
     assert code == 2 and any(named in line for line in printed.splitlines() if "problem: " in line)
