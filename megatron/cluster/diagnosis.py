@@ -37,7 +37,7 @@ Report = dict[str, Any]
 # The most positions of hung ranks that are printed.
 _MOST_POSITIONS = 20
 # Exit statuses of ranks that have not failed.
-_STOPPED_WELL = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
+_NOT_FAILED = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def diagnose(
     """Returns the cause from the reports of a job of `processes` ranks. ended_by_slurm: Slurm has sent
     SIGTERM to the job's script."""
     ends = {report.get("end") for report in reports}
-    if len(reports) == processes and ends <= _STOPPED_WELL:
+    if len(reports) == processes and ends <= _NOT_FAILED:
         if not ended_by_slurm and not slurm.lost_nodes or ends == {ExitStatus.FINISHED}:
             return _diagnose_requested_stop(reports)
         text = f"{_slurm_end(slurm)}{_progress(reports)}: checkpoint saved, resumes after requeue"
@@ -77,7 +77,7 @@ def diagnose(
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_slurm_end(slurm)}{_progress(reports)}")
     if found := _first_with_end(reports, ExitStatus.STOPPED):
         return Diagnosis(USER_ERROR_EXIT_CODE, _error_text(found, reports), found)
-    if reports and ends <= _STOPPED_WELL:
+    if reports and ends <= _NOT_FAILED:
         problem = "wrote no report: the nodes do not share the folder of the reports (RUN_DIR)"
         return Diagnosis(USER_ERROR_EXIT_CODE, f"error: {rank_list(_missing(reports, processes))} {problem}")
     if ended_by_slurm:

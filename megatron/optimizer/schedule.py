@@ -63,7 +63,7 @@ class LearningRateSchedule:
     wsd_style: str | None = None
 
     def __post_init__(self) -> None:
-        LR_DECAY_STYLES.load(self.style)  # ConfigError for an unknown style
+        LR_DECAY_STYLES.load(self.style)  # raises ConfigError for an unknown style
         if self.style == "WSD":
             WSD_DECAY_STYLES.load(self.wsd_style or "")
 

@@ -38,8 +38,8 @@ def run_sweep(
     timeout_s: float | None = None,
     retry_failed: bool = False,
 ) -> None:
-    """Does all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a hang.
-    retry_failed: see `SweepFolder.pending`."""
+    """Executes all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a
+    hang. retry_failed: see `SweepFolder.pending`."""
     with folder.lock() as lock, _end_on_sigterm():
         todo = folder.pending(record, retry_failed)
         num_tasks = len(list(record.tasks()))

@@ -96,7 +96,8 @@ def test_a_folder_lists_its_checkpoints(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "latest, problem", [(None, "no file `latest`"), ("global_step7", "names global_step7, which is not")]
+    "latest, problem",
+    [(None, "no file `latest`"), ("global_step7", "names global_step7, which does not exist")],
 )
 def test_a_latest_that_names_a_missing_folder_is_a_problem(latest, problem, tmp_path):
     write(tmp_path, Row())
