@@ -43,12 +43,15 @@ class Sampling:
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Returns the next token. logits: fp32 [vocab_size] without padding, on the CPU."""
-        if self.temperature == 0: return int(logits.argmax()) sorted_logits, tokens =
-            logits.sort(descending=True, stable=True) probabilities = (sorted_logits /
-            self.temperature).softmax(dim=0) if self.top_k: probabilities[self.top_k :] = 0.0 # A token is
-            kept if the more likely tokens do not reach top_p. So the most likely token is always kept.
-            probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0 return
-            int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+        if self.temperature == 0:
+            return int(logits.argmax())
+        sorted_logits, tokens = logits.sort(descending=True, stable=True)
+        probabilities = (sorted_logits / self.temperature).softmax(dim=0)
+        if self.top_k:
+            probabilities[self.top_k :] = 0.0
+        # A token is kept if the more likely tokens do not reach top_p: the most likely token is always kept.
+        probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0
+        return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 def generate(
