@@ -386,7 +386,7 @@ class AnonymousMemory:
 
 
 def make_config(layers: int, layout_name: str):
-    """The configuration of the run that is saved."""
+    """Returns the configuration of the run that is saved."""
     from tests.support.measured_worlds import config_of
 
     layout = (
@@ -442,13 +442,13 @@ def run(command: list[str]) -> tuple[float, float, int]:
 
 
 def children_cpu_s() -> float:
-    """CPU seconds of all ended descendants of this process."""
+    """Returns the CPU seconds of all ended descendants of this process."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def family_of(pid: int) -> list[int]:
-    """The ids of a process and all its descendants."""
+    """Returns the ids of a process and all its descendants."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -158,7 +158,7 @@ def run_row(index: int) -> list[Measured]:
 
 
 def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Config:
-    """The configuration of a row."""
+    """Returns the configuration of a row."""
     from tests.support.measured_worlds import config_of
 
     return config_of(
@@ -170,7 +170,7 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
 
 
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
-    """A line per row and pipeline rank."""
+    """Returns a line per row and pipeline rank."""
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.memory import plan_memory
     from megatron.planner.simulation.stages import simulate_stages
@@ -200,7 +200,7 @@ def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
 
 
 def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) -> str:
-    """A line per row and pipeline rank."""
+    """Returns a line per row and pipeline rank."""
     from megatron.text_table import format_table
 
     machine = Rates(
@@ -248,7 +248,7 @@ def _summary(errors: Sequence[float]) -> str:
 
 
 def _seconds(processes: Sequence[Measured], rank: int) -> float:
-    """The mean measured seconds of the processes of a pipeline rank."""
+    """Returns the mean measured seconds of the processes of a pipeline rank."""
     return statistics.fmean(one.seconds for one in processes if one.pipeline_rank == rank)
 
 
@@ -325,7 +325,7 @@ def measure_rates() -> Rates:
 
 
 def _least_time(work: Callable[[], object], calls: int = 20) -> float:
-    """The least CPU seconds of a call."""
+    """Returns the least CPU seconds of a call."""
     times = []
     for _ in range(calls):
         start = time.thread_time()

@@ -101,13 +101,13 @@ class Drill:
         return self.seconds <= LIMIT_S and self.named and self.lost is not None and self.lost <= SAVE_INTERVAL
 
     def describe(self) -> str:
-        """The result in one line, before the next job has started."""
+        """Returns the result in one line, before the next job has started."""
         verdict = "cause named" if self.named else "CAUSE NOT NAMED"
         return f"{self.fault}: {self.seconds:.1f} s, {verdict}: {self.last_line}"
 
 
 def row(fault: str, drills: list[Drill]) -> str:
-    """The row of the table for the drills of one fault."""
+    """Returns the row of the table for the drills of one fault."""
     seconds = [done.seconds for done in drills]
     lost = [done.lost for done in drills if done.lost is not None]
     in_time, named = sum(s <= LIMIT_S for s in seconds), sum(done.named for done in drills)
@@ -190,7 +190,7 @@ class Job:
         return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
 
     def rank(self, cluster: Cluster, rank: int) -> int:
-        """The process id of a rank."""
+        """Returns the process id of a rank."""
         return next(
             pid
             for pid, env in self.processes(cluster).items()
@@ -261,12 +261,12 @@ def start(cluster: Cluster, previous: Drill | None) -> Job:
 
 
 def steps(log: Path) -> list[int]:
-    """The steps that have a line in the log."""
+    """Returns the steps that have a line in the log."""
     return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log.read_text(), re.MULTILINE)]
 
 
 def environment(path: Path) -> dict[str, str]:
-    """The environment of a process; empty if it has ended."""
+    """Returns the environment of a process; empty if it has ended."""
     try:
         words = path.read_bytes().decode(errors="replace").split("\0")
     except OSError:

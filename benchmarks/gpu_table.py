@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def throughput(logs: dict[str, list[str]]) -> list[str]:
-    """The rows of throughput.py, under one line of column heads."""
+    """Returns the rows of throughput.py, under one line of column heads."""
     found: list[str] = []
     for part, lines in logs.items():
         rows = _after(lines, lambda line: "tokens/s" in line and "TFLOP/s" in line)
@@ -44,12 +44,13 @@ def throughput(logs: dict[str, list[str]]) -> list[str]:
 
 
 def kernels(logs: dict[str, list[str]]) -> list[str]:
-    """The table of kernel_speed.py."""
+    """Returns the table of kernel_speed.py."""
     return _after(logs.get("kernels", []), lambda line: line.startswith("kernel ") and "difference" in line)
 
 
 def losses(logs: dict[str, list[str]]) -> list[str]:
-    """A line per run of the trainer: its steps, first and last loss, and the difference from `nccl`."""
+    """Returns a line per run of the trainer: its steps, first and last loss, and the difference from
+    `nccl`."""
     runs = {part: _losses_of(logs[part]) for part in _RUNS if part in logs}
     # `resumed` continues where `nccl` has stopped.
     expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}
@@ -67,7 +68,7 @@ def losses(logs: dict[str, list[str]]) -> list[str]:
 
 
 def _losses_of(lines: list[str]) -> dict[int, float]:
-    """Iteration -> loss of the training lines."""
+    """Returns iteration -> loss of the training lines."""
     parsed = [parse_log_line(line) for line in lines]
     return {
         int(line["iteration"]): float(line["lm_loss"])
@@ -77,7 +78,7 @@ def _losses_of(lines: list[str]) -> dict[int, float]:
 
 
 def _after(lines: list[str], is_head: Callable[[str], bool]) -> list[str]:
-    """The line of column heads and all lines after it; none without such a line."""
+    """Returns the line of column heads and all lines after it; none without such a line."""
     start = next((index for index, line in enumerate(lines) if is_head(line)), len(lines))
     return lines[start:]
 

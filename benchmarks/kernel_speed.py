@@ -212,7 +212,8 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
 
 
 def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """The gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in fp32."""
+    """Returns the gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in
+    fp32."""
     (weight,) = some((4 * sizes.hidden, sizes.hidden), 1, dtype, device)
     (x,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
     (grad,) = some((sizes.seq, 4 * sizes.hidden), 1, dtype, device)
@@ -238,7 +239,8 @@ def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
 
 
 def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Logits of a chunk, losses and gradient in place. The times include the GEMM of the logits."""
+    """Computes the logits of a chunk, the losses, and the gradient in place. The times include the GEMM of
+    the logits."""
     (hidden,) = some((sizes.tokens, 64), 1, dtype, device)
     (weight,) = some((sizes.vocab, 64), 1, dtype, device)
     generator = torch.Generator().manual_seed(2)

@@ -31,7 +31,8 @@ ROW_TIMEOUT_S = 300.0
 
 
 def all_rows() -> list[Row]:
-    """The fp32 matrix, sorted by number of processes, and each layout once in bf16 and once in fp16."""
+    """Returns the fp32 matrix, sorted by number of processes, and each layout once in bf16 and once in
+    fp16."""
     low = [
         dataclasses.replace(row, precision=precision)
         for precision in ("bf16", "fp16")
@@ -49,7 +50,7 @@ def spread(rows: list[Row], count: int) -> list[Row]:
 
 @cache
 def reference(row: Row) -> list[tuple[float, float]]:
-    """The single-process history that a row is compared with."""
+    """Returns the single-process history that a row is compared with."""
     return run_world(1, train_layout, row)[0]
 
 

@@ -75,14 +75,14 @@ def main() -> None:
 
 
 def rows_report(path: Path, outliers: int) -> str:
-    """The table of errors for the rows of a file."""
+    """Returns the table of errors for the rows of a file."""
     rows, skipped = read_rows(path)
     fitted_rows, _ = read_rows(FOLDER / "modern.csv")
     return accuracy_report(predict(rows, IN_USE), skipped, {row.source for row in fitted_rows}, outliers)
 
 
 def fit_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
-    """The table of the best constants and the constants in use."""
+    """Returns the table of the best constants and the constants in use."""
     samples = [
         Sample(row.run, row.seconds, BIGSCIENCE, row.gpu_kind)
         for row in rows
@@ -98,7 +98,7 @@ def fit_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
 
 
 def time_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
-    """A line per row, and the errors of the rows that the constants were not fitted on."""
+    """Returns a line per row, and the errors of the rows that the constants were not fitted on."""
     table, others, order = [["row", "layout", "measured s", "predicted s", "error %"]], [], []
     for row in rows:
         if row.seconds is None:
@@ -158,7 +158,7 @@ def _errors(errors: Sequence[float]) -> str:
 
 
 def memory_report(rows: Sequence[Row]) -> str:
-    """A line per row with a measured memory, and the out-of-memory rows."""
+    """Returns a line per row with a measured memory, and the out-of-memory rows."""
     table, verdicts = [["row", "layout", "measured", "predicted", "error %"]], []
     errors: dict[str, list[float]] = {}
     wrong: list[str] = []
@@ -187,7 +187,7 @@ def memory_report(rows: Sequence[Row]) -> str:
 
 
 def stage_report() -> str:
-    """A line per stage of published/stage_memory.csv."""
+    """Returns a line per stage of published/stage_memory.csv."""
     table = [["engine", "layout", "stage", "parameters", "static", "error %", "peak", "error %"]]
     static_errors, peak_errors, exact = [], [], 0
     for row in stage_rows():

@@ -169,7 +169,7 @@ def _plan(config: Config, vocab_size: int) -> StagePlan:
 
 
 def throughput_rows() -> list[Row]:
-    """The rows of published/throughput.csv."""
+    """Returns the rows of published/throughput.csv."""
     with (FOLDER / "throughput.csv").open() as file:
         return [_row(values) for values in csv.DictReader(file)]
 
@@ -215,8 +215,8 @@ def _row(values: dict[str, str]) -> Row:
 
 
 def _usual_heads(hidden: int, tp_size: int) -> int:
-    """The number of heads of a row that does not state it: the largest multiple of 8 whose heads have 128 or
-    more elements."""
+    """Returns the number of heads of a row that does not state it: the largest multiple of 8 whose heads have
+    128 or more elements."""
     return max(
         heads
         for heads in range(tp_size, hidden // 128 + 1, tp_size)
@@ -267,7 +267,7 @@ def stage_memory(config: Config, plan: StagePlan, vocab_size: int, memory: Memor
 
 
 def fullest_gb(row: Row) -> float:
-    """Predicted memory of the most loaded GPU, in GB, as nvidia-smi shows it."""
+    """Returns the predicted memory of the most loaded GPU, in GB, as nvidia-smi shows it."""
     stages = range(row.config.parallel.num_stages)
     peaks = [stage_memory(row.config, row.plan, row.vocab_size, row.memory, s).peak for s in stages]
     return max(peaks) / GB + OUTSIDE_GB[row.gpu]
@@ -288,7 +288,7 @@ class StageRow:
 
 
 def stage_rows() -> list[StageRow]:
-    """The rows of published/stage_memory.csv."""
+    """Returns the rows of published/stage_memory.csv."""
     with (FOLDER / "stage_memory.csv").open() as file:
         return [_stage_row(values) for values in csv.DictReader(file)]
 

@@ -231,7 +231,7 @@ class Roofline(Cluster):
 
 
 def utilisation_rows(simulated: Simulated) -> list[Row]:
-    """The two estimates of MFU (see the module's docstring)."""
+    """Returns the two estimates of MFU (see the module's docstring)."""
     config, cluster = simulated.config, find_cluster(simulated.config)
     if cluster is None:
         return []
@@ -246,14 +246,14 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
 
 
 def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:
-    """Operations of a pass in the middle of the step; none if the schedule has no such pass."""
+    """Returns the operations of a pass in the middle of the step; none if the schedule has no such pass."""
     instruction = Instruction(kind, chunk)
     work = record.rest.get(instruction) or record.first.get(instruction)
     return {} if work is None else work.operations
 
 
 def _least_seconds(config: Config, count: OperationCount) -> float:
-    """Roofline seconds of these calls of an operation."""
+    """Returns the roofline seconds of these calls of an operation."""
     gpu = find_gpu(config)
     assert gpu is not None
     return gpu.least_seconds(count.flops, _moved(count), config.precision.name)
@@ -299,7 +299,7 @@ def _cells_of(config: Config, name: str, count: OperationCount, seconds: float) 
 
 
 def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
-    """Global ranks of the data-parallel group of `rank`."""
+    """Returns the global ranks of the data-parallel group of `rank`."""
     layout = ParallelLayout.from_config(config.parallel, rank)
     first = layout.pipeline_stage * layout.tp_size * layout.dp_size + rank % layout.tp_size
     return tuple(first + layout.tp_size * index for index in range(layout.dp_size))

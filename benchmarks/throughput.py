@@ -227,7 +227,7 @@ def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> N
 
 
 def step_flops(preset: Preset) -> float:
-    """Model FLOPs of a step."""
+    """Returns the model FLOPs of a step."""
     from megatron.model.flops import iteration_flops
 
     return iteration_flops(
@@ -245,7 +245,7 @@ def product_flops(preset: Preset) -> float:
 
 
 def make_batch(preset: Preset) -> "torch.Tensor":
-    """The tokens of a step, [global batch, seq + 1]."""
+    """Returns the tokens of a step, [global batch, seq + 1]."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -362,7 +362,7 @@ def peak_bytes(found: dict[str, int]) -> int:
 
 
 def make_config(preset: Preset, row: Row, compiles: bool, dropout: float) -> "Config":
-    """The configuration of a measured run."""
+    """Returns the configuration of a measured run."""
     from tests.support.measured_worlds import config_of
 
     return config_of(

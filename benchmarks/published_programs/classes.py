@@ -119,7 +119,7 @@ class Constants:
     limited_products: float
 
     def get(self, name: str) -> float:
-        """The constant 'GPU.FIELD', 'PROGRAM.FIELD', 'PROGRAM.FIELD.INDEX', 'PROGRAM.host.FIELD' or
+        """Returns the constant 'GPU.FIELD', 'PROGRAM.FIELD', 'PROGRAM.FIELD.INDEX', 'PROGRAM.host.FIELD' or
         'constants.FIELD'; of 'h100+h200.FIELD' the first."""
         owner, _, path = name.partition(".")
         first = owner.partition("+")[0]

@@ -5,8 +5,8 @@ sources, the first third and at most `MOST_OF_ORIGIN` of those that can be predi
 (`choose`). Of the rows of 2023 and later, benchmarks/published/modern.csv has only these.
 
 Each repository counts on each kind of GPU with the root of its number of rows. The sum of the absolute errors
-of log seconds is minimized, and of the distances from the values of `FITTED`, which are those of measurements
-of kernels, or guesses that their widths say.
+of log seconds is minimized, and of the distances from the values of `FITTED`, which come from measurements
+of kernels, or are guesses, as their widths show.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Sample:
 
 
 def choose(sources: Mapping[str, Sequence[str]]) -> set[str]:
-    """The sources that the constants are fitted on, of those that each repository publishes."""
+    """Returns the sources that the constants are fitted on, of those that each repository publishes."""
     chosen: set[str] = set()
     for of_origin in sources.values():
         ordered = sorted(of_origin, key=lambda source: hashlib.sha256(source.encode()).hexdigest())

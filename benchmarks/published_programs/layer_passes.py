@@ -28,8 +28,8 @@ PRODUCTS."""
 
 
 def product(rows: float, columns: float, inner: float, batch: float = 1, more_bytes: float = 0.0) -> Kernel:
-    """A GEMM, or a batch of equal GEMMs. The batched GEMMs of 2021, with heads of 108 and 150 elements, were
-    as slow as without tensor cores."""
+    """Returns a GEMM, or a batch of equal GEMMs. The batched GEMMs of 2021, with heads of 108 and 150
+    elements, were as slow as without tensor cores."""
     moved = BYTES * (rows * inner + inner * columns + rows * columns) * batch + more_bytes
     alignment = math.gcd(8, *(int(length) for length in (columns, inner) if length == int(length)))
     alignment = NO_TENSOR_CORES if batch > 1 and alignment < 8 else alignment
@@ -44,11 +44,11 @@ class Pass:
         self.actions: list[Action] = []
 
     def add(self, kernel: Kernel) -> None:
-        """A kernel."""
+        """Records a kernel."""
         self.actions.append(kernel)
 
     def move(self, name: str, elements: float, size: float) -> None:
-        """A kernel that moves `size` bytes per element."""
+        """Records a kernel that moves `size` bytes per element."""
         self.add(Kernel(name, 0.0, self.shape.program.traffic * elements * size))
 
     def start(self, operation: str, size: float) -> None:
@@ -60,7 +60,7 @@ class Pass:
         self.actions.append(Wait(0))
 
     def communicate(self, operation: str, size: float) -> None:
-        """A collective of the tensor-parallel group that nothing hides."""
+        """Records an exposed collective of the tensor-parallel group."""
         if self.shape.layout.tensor > 1:
             self.start(operation, size)
             self.wait()
@@ -68,13 +68,13 @@ class Pass:
     # Linear layers: `columns` of the result and `inner` elements of the input on this rank.
 
     def column_parallel(self, columns: float, inner: float) -> None:
-        """Forward pass. With sequence parallelism the input is gathered."""
+        """Records the forward pass. With sequence parallelism the input is all-gathered."""
         shape = self.shape
         operation = ALL_GATHER if shape.layout.sequence_parallel else None
         self._gather_and_multiply(operation, product(shape.tokens, columns, inner), inner)
 
     def row_parallel(self, columns: float, inner: float) -> None:
-        """Forward pass. The results are summed."""
+        """Records the forward pass. The results are summed over the tensor-parallel ranks."""
         shape = self.shape
         layout, size = shape.layout, BYTES * shape.tokens * columns
         operation = REDUCE_SCATTER if layout.sequence_parallel else ALL_REDUCE
@@ -103,7 +103,8 @@ class Pass:
             self.wait()
 
     def column_parallel_backward(self, columns: float, inner: float) -> None:
-        """Gradients of input and weight. With sequence parallelism the input is gathered a second time."""
+        """Records the gradients of input and weight. With sequence parallelism the input is all-gathered
+        again."""
         shape = self.shape
         size, by_input = BYTES * shape.tokens * inner, product(shape.tokens, inner, columns)
         if shape.layout.tensor == 1:
@@ -126,14 +127,14 @@ class Pass:
             self.wait()
 
     def row_parallel_backward(self, columns: float, inner: float) -> None:
-        """Gradients of input and weight."""
+        """Records the gradients of input and weight."""
         shape = self.shape
         operation = ALL_GATHER if shape.layout.sequence_parallel else None
         self._gather_and_multiply(operation, product(shape.tokens, inner, columns), columns)
         self._weight_gradient(columns, inner)
 
     def _weight_gradient(self, columns: float, inner: float) -> None:
-        """The GEMM, and its addition to the sum of the micro-batches, which sharded weights do not have."""
+        """Records the GEMM, and the accumulation over micro-batches, which sharded weights do not have."""
         program, weights = self.shape.program, columns * inner
         if program.adds_gradients:
             more = (2 * program.gradient - BYTES) * weights
@@ -146,7 +147,7 @@ class Pass:
     # The other parts of a layer.
 
     def attention(self) -> None:
-        """Forward pass of attention."""
+        """Records the forward pass of attention."""
         shape = self.shape
         model, heads = shape.model, shape.model.heads / shape.layout.tensor
         if shape.attention is None:
@@ -157,7 +158,7 @@ class Pass:
         self.add(Kernel(f"{shape.attention}_attention", flops, moved, (model.seq, model.seq, model.head)))
 
     def attention_backward(self) -> None:
-        """Backward pass of attention."""
+        """Records the backward pass of attention."""
         shape = self.shape
         model, heads = shape.model, shape.model.heads / shape.layout.tensor
         if shape.attention is None:
@@ -169,8 +170,8 @@ class Pass:
         self.add(Kernel(name, flops, moved, (model.seq, model.seq, model.head)))
 
     def _unfused_attention(self, heads: float) -> None:
-        """Scores, masked softmax in one kernel, dropout, the product with the values, and transposed
-        copies."""
+        """Records the scores, masked softmax in one kernel, dropout, the product with the values, and
+        transposed copies."""
         model, batch = self.shape.model, self.shape.layout.micro_batch * heads
         scores = batch * model.seq**2
         self.add(product(model.seq, model.seq, model.head, batch))
@@ -191,7 +192,7 @@ class Pass:
         self.move("transpose", self.shape.tokens * 4 * heads * model.head, 4)
 
     def activation(self) -> None:
-        """Forward pass of the activation and its gate."""
+        """Records the forward pass of the activation and its gate."""
         shape = self.shape
         elements = shape.tokens * shape.model.ffn / shape.layout.tensor
         if shape.model.gated and not shape.program.fused:
@@ -201,7 +202,7 @@ class Pass:
             self.move("activation", elements, 6 if shape.model.gated else 4)
 
     def activation_backward(self) -> None:
-        """Backward pass of the activation and its gate."""
+        """Records the backward pass of the activation and its gate."""
         shape = self.shape
         elements = shape.tokens * shape.model.ffn / shape.layout.tensor
         if shape.model.gated and not shape.program.fused:
@@ -212,7 +213,7 @@ class Pass:
             self.move("activation", elements, 10 if shape.model.gated else 6)
 
     def rotation(self, backward: bool = False) -> None:
-        """Rotation of queries and keys."""
+        """Records the rotation of queries and keys."""
         shape = self.shape
         if shape.model.rotary:
             size = 24 if shape.program.eager_norm else 4 if shape.program.fused else 12 if backward else 8
@@ -220,7 +221,7 @@ class Pass:
             self.move("rotation", elements, size)
 
     def residual(self) -> None:
-        """Bias, dropout and the addition of the residual connection."""
+        """Records bias, dropout and the addition of the residual connection."""
         shape = self.shape
         elements = shape.own_tokens * shape.model.hidden
         if shape.program.fused:
@@ -233,7 +234,7 @@ class Pass:
         self.move("residual", elements, 6)
 
     def residual_backward(self) -> None:
-        """Backward pass of dropout, and the sum of both gradients."""
+        """Records the backward pass of dropout, and the sum of both gradients."""
         shape = self.shape
         elements = shape.own_tokens * shape.model.hidden
         if shape.model.dropout:
@@ -241,7 +242,7 @@ class Pass:
         self.move("residual", elements, 6)
 
     def bias_gradients(self) -> None:
-        """Sums of the gradients over the tokens; Transformer Engine's products compute them."""
+        """Records the sums of the gradients over the tokens, which Transformer Engine's GEMMs compute."""
         shape = self.shape
         model = shape.model
         if model.biases and not shape.program.fused:
@@ -249,7 +250,7 @@ class Pass:
             self.move("bias gradients", shape.tokens * columns + 2 * shape.own_tokens * model.hidden, 2)
 
     def norm(self, backward: bool = False) -> None:
-        """One norm."""
+        """Records one norm."""
         program = self.shape.program
         size = (48 if backward else 34) if program.eager_norm else 4
         if backward and not program.eager_norm:
@@ -258,7 +259,7 @@ class Pass:
 
 
 def layer_forward(shape: Shape, parts: frozenset[str] | None = None) -> list[Action]:
-    """The forward pass of a layer; parts: only these, for a recomputation."""
+    """Returns the forward pass of a layer. parts: the parts that a recomputation repeats; None: all."""
     model, tensor = shape.model, shape.layout.tensor
     of = Pass(shape)
 
@@ -291,7 +292,7 @@ def layer_forward(shape: Shape, parts: frozenset[str] | None = None) -> list[Act
 
 
 def layer_backward(shape: Shape) -> list[Action]:
-    """The backward pass of a layer, with what it recomputes."""
+    """Returns the backward pass of a layer, with what it recomputes."""
     model, tensor = shape.model, shape.layout.tensor
     of = Pass(shape)
     if shape.layout.recompute == "full":
@@ -314,7 +315,7 @@ def layer_backward(shape: Shape) -> list[Action]:
 
 
 def head_forward(shape: Shape) -> list[Action]:
-    """The last norm, the LM head and the loss."""
+    """Returns the forward pass of the last norm, the LM head and the loss."""
     rows = shape.model.vocab / shape.layout.tensor
     of = Pass(shape)
     of.norm()
@@ -324,7 +325,7 @@ def head_forward(shape: Shape) -> list[Action]:
 
 
 def head_backward(shape: Shape) -> list[Action]:
-    """The backward pass of `head_forward`."""
+    """Returns the backward pass of `head_forward`."""
     rows = shape.model.vocab / shape.layout.tensor
     of = Pass(shape)
     of.move("loss", shape.tokens * rows, shape.program.logit / 2)
@@ -334,7 +335,7 @@ def head_backward(shape: Shape) -> list[Action]:
 
 
 def embedding(shape: Shape) -> list[Action]:
-    """One pass of the embedding."""
+    """Returns one pass of the embedding."""
     of = Pass(shape)
     of.move("embedding", shape.own_tokens * shape.model.hidden, 6)
     operation = REDUCE_SCATTER if shape.layout.sequence_parallel else ALL_REDUCE

@@ -11,8 +11,9 @@ _GATHERED_LAYERS = 2
 
 
 def layer_bytes(shape: Shape) -> float:
-    """Bytes that a layer keeps for its backward pass without recomputation: inputs and results of the norms,
-    queries, keys, values, the result of attention, inputs and result of the activation, and dropout masks."""
+    """Returns the bytes that a layer keeps for its backward pass without recomputation: inputs and results of
+    the norms, queries, keys, values, the result of attention, inputs and result of the activation, and
+    dropout masks."""
     model = shape.model
     outside = shape.own_tokens * model.hidden * (4 * BYTES + 2 * model.dropout)
     inside = (
@@ -25,7 +26,7 @@ def layer_bytes(shape: Shape) -> float:
 
 
 def kept_bytes(shape: Shape) -> float:
-    """Bytes that a layer keeps for its backward pass."""
+    """Returns the bytes that a layer keeps for its backward pass."""
     model, recompute = shape.model, shape.layout.recompute
     if recompute == "full":
         return BYTES * shape.own_tokens * model.hidden
@@ -41,7 +42,7 @@ def kept_bytes(shape: Shape) -> float:
 
 
 def rank_bytes(run: Run, rank: int) -> float:
-    """Peak bytes of a pipeline rank."""
+    """Returns the peak bytes of a pipeline rank."""
     shape, layout, model, program = run.shape, run.layout, run.model, run.program
     memory, parameters = program.memory, run.rank_parameters[rank]
     layers = sum(run.stage_layers[rank :: layout.pipeline])
@@ -61,12 +62,13 @@ def rank_bytes(run: Run, rank: int) -> float:
 
 
 def _warmup_chunks(run: Run, rank: int) -> int:
-    """The number of forward passes that a rank runs before its first backward pass."""
+    """Returns the number of forward passes that a rank runs before its first backward pass."""
     ranks, chunks = run.layout.pipeline, run.layout.chunks
     return ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
 
 
 def peak_bytes(run: Run) -> float:
-    """Peak bytes of the most loaded rank; of rank 0 for nanotron, whose rows state rank 0's memory."""
+    """Returns the peak bytes of the most loaded rank; of rank 0 for nanotron, whose rows state rank 0's
+    memory."""
     ranks = {0} if run.program.name == "nanotron" else {0, run.layout.pipeline - 1}
     return max(rank_bytes(run, rank) for rank in ranks)

@@ -53,7 +53,7 @@ class Prediction:
 
 
 def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Prediction]:
-    """The predictions of the rows."""
+    """Returns the predictions of the rows."""
     predictions = []
     for row in rows:
         run = row.run(constants)
@@ -63,7 +63,7 @@ def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Predicti
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order."""
+    """Returns Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order."""
     agree = differ = tied_x = tied_y = 0
     for (x1, y1), (x2, y2) in combinations(pairs, 2):
         sign = (x1 - x2) * (y1 - y2)
@@ -76,7 +76,7 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> float:
-    """The least value that, with the values below it, has this share of the weight; values: (value,
+    """Returns the least value that, with the values below it, has this share of the weight; values: (value,
     weight)."""
     total, below = sum(weight for _, weight in values), 0.0
     for value, weight in sorted(values):
@@ -90,8 +90,8 @@ def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> fl
 def accuracy_report(
     predictions: Sequence[Prediction], skipped: Sequence[SkippedRow], fitted_on: set[str], outliers: int = 0
 ) -> str:
-    """Errors by program, GPU and part (fitted on or unseen), the totals, and the rows that are not
-    counted."""
+    """Returns the errors by program, GPU and part (fitted on or unseen), the totals, and the rows that are
+    not counted."""
     usual = [one for one in predictions if not one.row.is_dubious]
     dubious = [one for one in predictions if one.row.is_dubious]
     parts = {
@@ -125,12 +125,12 @@ def accuracy_report(
 
 
 def equal_weights(predictions: Sequence[Prediction]) -> list[float]:
-    """The weight of each row in a line of one program and GPU."""
+    """Returns the weight of each row in a line of one program and GPU."""
     return [1.0] * len(predictions)
 
 
 def origin_weights(predictions: Sequence[Prediction]) -> list[float]:
-    """The weight of each row with which each repository counts equally."""
+    """Returns a weight for each row, with which all repositories count equally."""
     counts = Counter(one.row.origin for one in predictions)
     return [1 / counts[one.row.origin] for one in predictions]
 
@@ -138,7 +138,7 @@ def origin_weights(predictions: Sequence[Prediction]) -> list[float]:
 def group_by(
     items: Iterable[_Item], key: Callable[[_Item], tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[_Item]]:
-    """The items by key, in order."""
+    """Returns the items by key, in order."""
     groups: dict[tuple[str, ...], list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -146,7 +146,7 @@ def group_by(
 
 
 def order_of_layouts(predictions: Sequence[Prediction]) -> float | None:
-    """Kendall's tau of the order of layouts; None if no problem has enough."""
+    """Returns Kendall's tau of the order of layouts; None if no problem has enough."""
     by_origin: dict[str, list[tuple[float, int]]] = {}
     for (origin, *_), group in group_by(predictions, _problem).items():
         if len(group) >= LEAST_LAYOUTS:
@@ -189,7 +189,7 @@ def _cells(group: Sequence[Prediction], weigh: Callable[[Sequence[Prediction]], 
 
 
 def _quantiles(errors: Sequence[tuple[float, float]]) -> tuple[str, str]:
-    """(median, nine of ten) in percent."""
+    """Returns (median, nine of ten) in percent."""
     return _percent(weighted_quantile(errors, 0.5)), _percent(weighted_quantile(errors, 0.9))
 
 
@@ -204,7 +204,7 @@ def _skipped_line(skipped: Sequence[SkippedRow]) -> str:
 
 
 def _worst(predictions: Sequence[Prediction], count: int) -> list[Prediction]:
-    """The rows with the largest errors of each program."""
+    """Returns the rows with the largest errors of each program."""
     worst = []
     for _, group in sorted(group_by(predictions, lambda one: (one.row.program,)).items()):
         worst += sorted(group, key=lambda one: -abs(one.time_error))[:count]

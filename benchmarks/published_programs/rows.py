@@ -47,7 +47,7 @@ _PROGRAMS = (
     ("megatron", TRANSFORMER_ENGINE),
 )
 _VOCABULARIES = (
-    ("405b", 51200),  # with the GPT-2 tokenizer in place of the model's
+    ("405b", 51200),  # with the GPT-2 tokenizer instead of the model's
     ("llama 3", 128256),
     ("llama-3", 128256),
     ("llama 2", 32000),
@@ -120,7 +120,7 @@ class PublishedRow:
         return self.gpu.partition("-")[0]
 
     def run(self, constants: Constants) -> Run:
-        """The row as a run with these constants."""
+        """Returns the row as a run with these constants."""
         program = replace(constants.programs[self.program], **dict(self.changes))
         run = Run(program, self.model, self.layout, self._machine(constants), self.dtype)
         if self.layout.recompute:
@@ -140,7 +140,8 @@ class PublishedRow:
         return Machine(gpu, rates, KINDS[self.gpu_kind], self.gpu_kind not in ("v100", "a100"))
 
     def _is_kind_of(self, name: str) -> bool:
-        """For a memory size that is not in the table, the first GPU of the kind."""
+        """Returns whether a GPU of this name is of the row's kind, for a memory size that is not in the
+        table."""
         return self.gpu not in GPUS and name.startswith(self.gpu_kind + "-")
 
 
@@ -153,7 +154,7 @@ class SkippedRow:
 
 
 def read_rows(path: Path) -> tuple[list[PublishedRow], list[SkippedRow]]:
-    """The rows of a file, and those that cannot be predicted."""
+    """Returns the rows of a file, and those that cannot be predicted."""
     with path.open() as file:
         rows = [_row(values) for values in csv.DictReader(file)]
     return (
@@ -222,7 +223,7 @@ def _number(values: dict[str, str], name: str, default: int = 0) -> int:
 
 
 def _vocabulary(values: dict[str, str]) -> int | None:
-    """The size of the vocabulary that is stated, or the public model's."""
+    """Returns the size of the vocabulary that is stated, or the public model's."""
     if values["vocab_size"]:
         return _number(values, "vocab_size")
     by_name: int | None = _named(_VOCABULARIES, values["program"].lower())
@@ -272,7 +273,7 @@ def _layout(values: dict[str, str], program: Program) -> Layout:
 
 
 def _changes(values: dict[str, str], program: Program) -> dict[str, Any]:
-    """The fields in which the row's version of the program differs from its class."""
+    """Returns the fields in which the row's version of the program differs from its class."""
     name, options = values["program"].lower(), values["compile_or_te"]
     changes: dict[str, Any] = {}
     if program is TRANSFORMER_ENGINE and "megatron-lm" not in name:
@@ -295,7 +296,7 @@ def _changes(values: dict[str, str], program: Program) -> dict[str, Any]:
 
 
 def _seconds(values: dict[str, str], layout: Layout) -> float:
-    """The seconds of a step. The MFU of a row is not used."""
+    """Returns the seconds of a step. The MFU of a row is not used."""
     if values["seconds_per_iteration"]:
         return float(values["seconds_per_iteration"])
     tokens = layout.global_batch * _number(values, "seq_length")

@@ -80,7 +80,7 @@ class Run:
 
     @cached_property
     def stage_layers(self) -> Sequence[int]:
-        """Layers of each chunk of the pipeline."""
+        """Returns the layers of each chunk of the pipeline."""
         return self.given_layers or divide_layers(self.program, self.model, self.layout)
 
     @cached_property
@@ -96,12 +96,12 @@ class Run:
         return sizes
 
     def seconds(self, actions: Sequence[Action]) -> float:
-        """The time of a pass."""
+        """Returns the time of a pass."""
         launch, contention = self.program.launch_s, self.machine.rates.contention
         return pass_time(actions, self.kernel_seconds, self.collective_seconds, launch, contention).total
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """The time of a kernel."""
+        """Returns the time of a kernel."""
         machine, program = self.machine, self.program
         seconds = kernel_seconds(kernel, machine.gpu, machine.rates, self.dtype)
         if not is_attention(kernel):
@@ -110,7 +110,7 @@ class Run:
         return seconds / program.attention_rate[machine.is_hopper] * (2 if twice else 1)
 
     def collective_seconds(self, collective: Collective) -> float:
-        """The time of a collective. Tensor-parallel ranks are neighbours; then come those that reduce
+        """Returns the time of a collective. Tensor-parallel ranks are neighbours; then come those that reduce
         gradients."""
         layout, network = self.layout, self.machine.network
         is_tensor = collective.group == TENSOR
@@ -124,7 +124,7 @@ class Run:
 
 
 def divide_layers(program: Program, model: Model, layout: Layout) -> tuple[int, ...]:
-    """Layers of each chunk of the pipeline.
+    """Returns the layers of each chunk of the pipeline.
 
     nanotron adds layers to a stage until its cost passes the stage's part of all costs, among them the LM
     head's. The others divide the layers evenly; if they cannot, the first and the last chunk have one less,
@@ -151,7 +151,7 @@ def _by_cost(model: Model, stages: int) -> tuple[int, ...]:
 
 
 def predict_step(run: Run) -> StepSeconds:
-    """The predicted step."""
+    """Returns the predicted step."""
     return _step_of_shards(run) if run.program.shards_weights else _step_of_pipeline(run)
 
 
@@ -176,7 +176,8 @@ def _step_of_shards(run: Run) -> StepSeconds:
 def _with_shards(
     run: Run, layer: Sequence[Action], weights: float, gathers: bool, reduces: bool
 ) -> list[Action]:
-    """A pass through all layers. The gathering of a layer's weights starts before the layer before it."""
+    """Returns a pass through all layers. The gathering of a layer's weights starts before the layer before
+    it."""
     gather = Collective(SHARDS, ALL_GATHER, BYTES * weights)
     per_layer = sum(isinstance(action, Collective) for action in layer) + reduces
     actions: list[Action] = [gather] if gathers else []
@@ -223,9 +224,9 @@ def _step_of_pipeline(run: Run) -> StepSeconds:
 
 
 def _hiding_seconds(layout: Layout, chunks: Sequence[float]) -> float:
-    """Time of the passes on the fastest rank that hide the gradient reduction or the gathering of weights:
-    the passes of one micro-batch. With virtual stages and p ranks, the gradients of a chunk are final p
-    micro-batches before the gradients of the next chunk."""
+    """Returns the time of the passes on the fastest rank that hide the gradient reduction or the gathering of
+    weights: the passes of one micro-batch. With virtual stages and p ranks, the gradients of a chunk are
+    final p micro-batches before the gradients of the next chunk."""
     passes = min(sum(chunks[rank :: layout.pipeline]) for rank in range(layout.pipeline))
     if layout.chunks == 1:
         return passes
@@ -233,7 +234,7 @@ def _hiding_seconds(layout: Layout, chunks: Sequence[float]) -> float:
 
 
 def _layer_host_seconds(run: Run) -> float:
-    """Host time of both passes of a layer, by `HostTime`."""
+    """Returns the host time of both passes of a layer, by `HostTime`."""
     layout, host = run.layout, run.program.host
     if layout.pipeline > 1 and layout.tensor > 1 and layout.gpus > layout.node_size:
         return host.layer_s + host.pipeline_s * layout.tensor
@@ -241,7 +242,7 @@ def _layer_host_seconds(run: Run) -> float:
 
 
 def _step_host_seconds(run: Run) -> float:
-    """Host time at the end of a step, by `HostTime`."""
+    """Returns the host time at the end of a step, by `HostTime`."""
     layout, host = run.layout, run.program.host
     seconds = host.update_s * max(run.stage_layers) if layout.zero and layout.data > 1 else 0.0
     if layout.gpus >= host.stall_gpus:
@@ -250,8 +251,8 @@ def _step_host_seconds(run: Run) -> float:
 
 
 def _optimizer_seconds(run: Run, parameters: float) -> float:
-    """Norm and zeroing of the gradients; the update reads and writes weights and two moments in fp32, reads
-    the gradient and writes the weights."""
+    """Returns the time of the gradients' norm and zeroing, and of the update, which reads and writes weights
+    and two moments in fp32, reads the gradient and writes the weights."""
     partition = parameters / (run.layout.replicas if run.layout.zero else 1)
     gradients = partition if run.program.shards_weights else parameters
     moved = 2 * run.program.gradient * gradients + (6 * 4 + 4 + BYTES) * partition
@@ -259,8 +260,8 @@ def _optimizer_seconds(run: Run, parameters: float) -> float:
 
 
 def _message_seconds(run: Run) -> float:
-    """Time of a message between stages, of which each tensor-parallel rank sends a part, all of them at
-    once."""
+    """Returns the time of a message between stages, of which each tensor-parallel rank sends a part, all of
+    them at once."""
     layout, network = run.layout, run.machine.network
     if layout.pipeline == 1:
         return 0.0
@@ -274,7 +275,7 @@ def _message_seconds(run: Run) -> float:
 def pipeline_seconds(
     forward: tuple[float, ...], backward: tuple[float, ...], transfer: float, micro_batches: int, chunks: int
 ) -> float:
-    """The time of the pipeline: simulated, beyond `_SIMULATED` micro-batches per rank extrapolated.
+    """Returns the time of the pipeline: simulated, beyond `_SIMULATED` micro-batches per rank extrapolated.
 
     forward, backward: seconds of each chunk. chunks: per rank; an interleaved schedule takes groups of as
     many micro-batches as there are ranks, and a last group that is not full is taken to need its part of a

@@ -19,7 +19,7 @@ def starts_at_zero(checkpoint: Checkpoint) -> bool:
 
 
 def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None:
-    """Raises UserError if the checkpoint is of a different model. The message lists the differences."""
+    """Raises UserError if the checkpoint is from a different model. The message lists the differences."""
     # Vocabulary sizes are compared without padding, which loading removes or adds.
     saved, now = checkpoint.config.model_settings(), config.model_settings()
     names = {field.name for field in fields(config.model)} if starts_at_zero(checkpoint) else now.keys()
@@ -31,7 +31,10 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:
-        raise UserError(f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}")
+        raise UserError(
+            f"checkpoint {checkpoint.folder} holds another model: {'; '.join(differences)}. Correct "
+            "the flags of the model and the tokenizer, or replace them by --use-checkpoint-args"
+        )
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
@@ -41,7 +44,7 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another vocabulary (SHA-256 {saved[:12]}) than "
             f"this run's tokenizer has ({now[:12]}), although both have {checkpoint.vocab_size} tokens: give "
-            "the tokenizer files that it was trained with"
+            "the tokenizer files of the checkpoint"
         )
 
 
@@ -80,7 +83,7 @@ def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
     if consumed < config.data.data_first_sample:
         raise UserError(
             f"--data-first-sample {config.data.data_first_sample}: the run starts before it, at sample "
-            f"{consumed}. Remove the flag, or load a later checkpoint"
+            f"{consumed}. Remove --data-first-sample, or load a later checkpoint"
         )
 
 
@@ -114,8 +117,8 @@ def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError if replicas differed when the checkpoint was saved, unless
-    --allow-replica-mismatch."""
+    """Raises UserError if replicas differed when the checkpoint was saved, unless --allow-replica-mismatch is
+    given."""
     mismatched = mismatched_replicas(checkpoint)
     if mismatched and not config.checkpoint.allow_replica_mismatch:
         raise UserError(
@@ -130,7 +133,8 @@ def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
     if config.schedule.use_checkpoint_lr_scheduler:
         raise UserError(
             f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another framework "
-            "and its schedule is not known. Remove the flag, and set the --lr flags that it was trained with"
+            "and its schedule is not known. Remove --use-checkpoint-lr-scheduler, and set the --lr flags of "
+            "its run"
         )
 
 
@@ -139,8 +143,8 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
     saved, now = schedule_of(checkpoint.config), schedule_of(config)
-    which = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
-    if saved != now and not which:
+    is_selected = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
+    if saved != now and not is_selected:
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
             "pass --override-lr-scheduler to use the schedule of the flags, or --use-checkpoint-lr-scheduler "

@@ -136,7 +136,7 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
         if latest[kind] is None and complete:
             problems.append(f"there is no file `{file}`")
         elif latest[kind] is not None and latest[kind] not in [item.name for item in found]:
-            problems.append(f"`{file}` names {latest[kind]}, which is not there")
+            problems.append(f"`{file}` names {latest[kind]}, which does not exist")
         if complete and report is None:
             named = latest[kind]
             newest = named if named in complete else complete[-1]

@@ -121,8 +121,9 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
     if not math.isclose(loss, saved["loss"], rel_tol=bound):
         raise UserError(
             f"checkpoint {checkpoint.folder}: the canary loss was {saved['loss']:.6f} when it was "
-            f"saved and is {loss:.6f} now, expected equality to {bound:.0e}: the weights are equal, so the "
-            "computation differs; compare the versions in run.json with the installed ones"
+            f"saved and is {loss:.6f} now, expected a relative difference of at most {bound:.0e}: the "
+            "weights are equal, so the computation differs; compare the versions in run.json with the "
+            "installed ones"
         )
     return Check("canary loss", f"{saved['loss']:.6f} saved, {loss:.6f} now")
 

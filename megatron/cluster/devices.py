@@ -36,7 +36,7 @@ _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
 def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.environ) -> int:
-    """The index of this process's device among the visible ones.
+    """Returns the index of this process's device among the visible ones.
 
     Processes that each see one device (srun --gpus-per-task=1) all use index 0. Raises UserError if there
     are fewer devices than processes on the node.
@@ -67,7 +67,7 @@ def choose_device(num_visible: int, env: MutableMapping[str, str] = os.environ) 
 
 
 def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ) -> str:
-    """A name that is equal in two processes only if they share a device; "" on a CPU."""
+    """Returns a name that is equal in two processes only if they share a device; "" on a CPU."""
     if accelerator.device_name() == "cpu":
         return ""
     import torch
@@ -113,7 +113,7 @@ def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def allocator_settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that set PyTorch's allocator, by name."""
+    """Returns the variables that set PyTorch's allocator, by name."""
     return {name: env[name] for name in _ALLOCATOR_VARIABLES if name in env}
 
 
@@ -134,8 +134,8 @@ class GPU:
     bandwidth: float
 
     def least_seconds(self, flops: float, moved_bytes: float, dtype: str) -> float:
-        """The roofline time, in seconds, of an operation that computes `flops` in GEMMs and reads and writes
-        `moved_bytes`. No kernel is faster."""
+        """Returns the roofline time, in seconds, of an operation that computes `flops` in GEMMs and reads and
+        writes `moved_bytes`. No kernel is faster."""
         return max(flops / self.peak_flops[dtype], moved_bytes / self.bandwidth)
 
 
@@ -159,12 +159,12 @@ GB200_186GB = _gpu( 184.31,    80,  1250,  2500,  2500,   8.0)  # fmt: skip
 
 
 def find_gpu(config: Config) -> GPU | None:
-    """The device that --gpu names; None without the flag."""
+    """Returns the device that --gpu names; None without the flag."""
     return None if config.training.gpu is None else GPUS.load(config.training.gpu)
 
 
 def device_memory_bytes(config: Config) -> int | None:
-    """Memory of one device, from --gpu or --device-memory; None if neither is given."""
+    """Returns the memory of one device, from --gpu or --device-memory; None if neither is given."""
     gpu, gib = find_gpu(config), config.training.device_memory
     if gpu is not None:
         return gpu.memory_bytes

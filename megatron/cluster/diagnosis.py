@@ -37,7 +37,7 @@ Report = dict[str, Any]
 # The most positions of hung ranks that are printed.
 _MOST_POSITIONS = 20
 # Exit statuses of ranks that have not failed.
-_STOPPED_WELL = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
+_NOT_FAILED = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def diagnose(
     """Returns the cause from the reports of a job of `processes` ranks. ended_by_slurm: Slurm has sent
     SIGTERM to the job's script."""
     ends = {report.get("end") for report in reports}
-    if len(reports) == processes and ends <= _STOPPED_WELL:
+    if len(reports) == processes and ends <= _NOT_FAILED:
         if not ended_by_slurm and not slurm.lost_nodes or ends == {ExitStatus.FINISHED}:
             return _diagnose_requested_stop(reports)
         text = f"{_slurm_end(slurm)}{_progress(reports)}: checkpoint saved, resumes after requeue"
@@ -77,7 +77,7 @@ def diagnose(
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_slurm_end(slurm)}{_progress(reports)}")
     if found := _first_with_end(reports, ExitStatus.STOPPED):
         return Diagnosis(USER_ERROR_EXIT_CODE, _error_text(found, reports), found)
-    if reports and ends <= _STOPPED_WELL:
+    if reports and ends <= _NOT_FAILED:
         problem = "wrote no report: the nodes do not share the folder of the reports (RUN_DIR)"
         return Diagnosis(USER_ERROR_EXIT_CODE, f"error: {rank_list(_missing(reports, processes))} {problem}")
     if ended_by_slurm:
@@ -118,7 +118,7 @@ def _saved(reports: Sequence[Report]) -> str:
 
 
 def _error_text(found: Report, reports: Sequence[Report]) -> str:
-    """The error of a rank, prefixed with the rank unless all nodes report the same error."""
+    """Returns the error of a rank, prefixed with the rank unless all nodes report the same error."""
     same_error = [report for report in reports if report.get("text") == found["text"]]
     on_all_nodes = {report["host"] for report in same_error} == {report["host"] for report in reports}
     is_of_one_rank = found["end"] == ExitStatus.STOPPED and len(same_error) < len(reports)
@@ -216,7 +216,7 @@ def _position_lines(hung: Sequence[Report]) -> list[str]:
 
 
 def hang_position(report: Mapping[str, Any]) -> str:
-    """Where a rank hangs: the location of its main thread, and what its device does."""
+    """Returns where a rank hangs: the location of its main thread, and what its device does."""
     device = [f"device {report['device']}"] if report.get("device") else []
     return "; ".join([report.get("place", "an unknown place"), *device])
 
@@ -257,29 +257,31 @@ def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str
 
 
 def _sentence(report: Report) -> str:
-    """The error of a report in one line, without the rank."""
+    """Returns the error of a report in one line, without the rank."""
     return re.sub(r"^error: (rank \d+ on [^:]*: )?", "", report.get("text", "").rpartition("\n")[2])
 
 
 def _crash(report: Report) -> str:
-    """The name that Python gives to a crash in native code, such as "Segmentation fault"; "" if none."""
+    """Returns the name that Python gives to a crash in native code, such as "Segmentation fault"; "" if
+    none."""
     return report["stacks"].partition("Fatal Python error: ")[2].partition("\n")[0]
 
 
 def _has_crashed(report: Report) -> bool:
-    """Whether the rank itself has crashed. torch's NCCL watchdog aborts a rank whose connections are lost."""
+    """Returns whether the rank itself has crashed. torch's NCCL watchdog aborts a rank whose connections are
+    lost."""
     return _crash(report) not in ("", "Aborted")
 
 
 def _first_with_end(reports: Sequence[Report], end: ExitStatus) -> Report | None:
-    """The first rank with this exit status, as ordered by the rendezvous store if it answered, otherwise by
-    the clocks of the nodes."""
+    """Returns the first rank with this exit status, as ordered by the rendezvous store if it answered,
+    otherwise by the clocks of the nodes."""
     failed = [report for report in reports if report.get("end") == end]
     return min(failed, key=lambda report: (not report.get("first"), report["ended"]), default=None)
 
 
 def _missing(reports: Sequence[Report], processes: int) -> list[int]:
-    """The ranks without a report."""
+    """Returns the ranks without a report."""
     return sorted(set(range(processes)) - {report["rank"] for report in reports})
 
 

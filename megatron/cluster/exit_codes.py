@@ -111,7 +111,7 @@ def _is_distributed() -> bool:
 
 
 def _first_failed_rank(rank: str) -> int:
-    """The first rank of the run that failed, from the rendezvous store."""
+    """Returns the first rank of the run that failed, from the rendezvous store."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     try:

@@ -56,10 +56,11 @@ def sentence_of(error: BaseException) -> str:
 
 
 def is_lost_connection(error: str) -> bool:
-    """Whether an error is the consequence of the end of another process."""
+    """Returns whether an error is the consequence of the end of another process."""
     return _LOST_CONNECTION.search(error) is not None
 
 
 def is_own_error(sentence: str) -> bool:
-    """Whether an error, given as its `sentence_of`, cannot be the consequence of another process's end."""
+    """Returns whether an error, given as its `sentence_of`, cannot be the consequence of another process's
+    end."""
     return bool(sentence) and not is_lost_connection(sentence) and not _COMMUNICATION.search(sentence)

@@ -33,12 +33,12 @@ _MPI_VARIABLES = {
 
 
 def rank_of(env: Mapping[str, str]) -> str:
-    """The global rank according to the environment; "0" for a single process."""
+    """Returns the global rank according to the environment; "0" for a single process."""
     return env.get("RANK") or (env.get("SLURM_PROCID", "0") if _in_step(env) else "0")
 
 
 def world_size_of(env: Mapping[str, str]) -> int:
-    """The number of processes according to the environment; 1 if it is missing or not a number."""
+    """Returns the number of processes according to the environment; 1 if it is missing or not a number."""
     text = env.get("WORLD_SIZE") or (env.get("SLURM_NTASKS", "1") if _in_step(env) else "1")
     return decimal_number(text) or 1
 
@@ -49,7 +49,8 @@ def decimal_number(text: str) -> int | None:
 
 
 def local_world_size_of(env: Mapping[str, str]) -> int | None:
-    """The number of this run's processes on this node; None if the environment does not contain it."""
+    """Returns the number of this run's processes on this node; None if the environment does not contain
+    it."""
     if (size := decimal_number(env.get("LOCAL_WORLD_SIZE", ""))) is not None:
         return size
     # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
@@ -62,7 +63,8 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
 
 
 def node_rank_of(env: Mapping[str, str]) -> int | None:
-    """The index of this node among the nodes of the run; None if the environment does not contain it."""
+    """Returns the index of this node among the nodes of the run; None if the environment does not contain
+    it."""
     number = ""
     if has_torch_launcher(env):
         number = env.get("GROUP_RANK", "")
@@ -72,12 +74,12 @@ def node_rank_of(env: Mapping[str, str]) -> int | None:
 
 
 def node_name(env: Mapping[str, str]) -> str:
-    """The name of this node in Slurm, otherwise its host name."""
+    """Returns the name of this node in Slurm, otherwise its host name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def has_torch_launcher(env: Mapping[str, str]) -> bool:
-    """Whether torchrun or torch.distributed.launch started this process."""
+    """Returns whether torchrun or torch.distributed.launch started this process."""
     return "TORCHELASTIC_RUN_ID" in env
 
 
@@ -122,7 +124,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process. A batch script also has task variables, but no step id."""
+    """Returns whether srun started this process. A batch script also has task variables, but no step id."""
     return "SLURM_STEP_ID" in env
 
 
@@ -146,7 +148,7 @@ def _check_torch_variables(env: Mapping[str, str]) -> None:
         if local_rank >= local_size or local_size > world_size:
             raise UserError(
                 f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_size} and WORLD_SIZE {world_size} "
-                "contradict each other: unset the ones that your script exports, the launcher sets all three"
+                "contradict each other: unset the ones that your script exports; the launcher sets all three"
             )
 
 
@@ -220,7 +222,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
         raise UserError(
             f"SLURM_PROCID {rank}, SLURM_LOCALID {local_rank} and SLURM_NTASKS {tasks} contradict each "
-            "other: unset the ones that your script exports, srun sets all three"
+            "other: unset the ones that your script exports; srun sets all three"
         )
     found = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": str(local_rank)}
     if "MASTER_ADDR" not in env:
@@ -234,19 +236,19 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
 
 
 def port_of_job(job_id: int) -> int:
-    """MASTER_PORT of a Slurm job."""
+    """Returns the MASTER_PORT of a Slurm job."""
     return FIRST_PORT + job_id % NUM_PORTS
 
 
 def first_host(hosts: str) -> str:
-    """The first host of Slurm's compressed list: "n[003-005,9],m1" -> "n003"."""
+    """Returns the first host of Slurm's compressed list: "n[003-005,9],m1" -> "n003"."""
     # A comma inside brackets separates numbers; outside of brackets it separates hosts.
     first = re.split(r",(?![^\[]*\])", hosts)[0]
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def node_address(node: str) -> str:
-    """The node's name if it resolves, otherwise its address according to Slurm."""
+    """Returns the node's name if it resolves, otherwise its address according to Slurm."""
     try:
         socket.getaddrinfo(node, None)
         return node

@@ -69,8 +69,8 @@ def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ)
 
 
 def _is_responsible(report: RankReport) -> bool:
-    """Whether this rank, which has ended, is the first rank of the node that did not finish. The last rank
-    of a run that ended well deletes the folder."""
+    """Returns whether this rank, which has ended, is the first rank of the node that did not finish. The last
+    rank of a run that ended well deletes the folder."""
     assert report.folder is not None
     with report.folder_lock():
         claim = report.folder / _CLAIM_FILE
@@ -85,7 +85,7 @@ def _is_responsible(report: RankReport) -> bool:
 
 
 def _running(folder: Path) -> list[int]:
-    """The process ids of ranks that have not ended."""
+    """Returns the process ids of ranks that have not ended."""
     return [
         report["pid"] for report in read_reports(folder) if "end" not in report and is_running(report["pid"])
     ]
@@ -112,14 +112,15 @@ def _wait(condition: Callable[[], bool], max_s: float) -> None:
 
 
 def _num_processes(env: Mapping[str, str]) -> int:
-    """The number of processes of the run if all of them write to the folder; 0 if the run has other nodes."""
+    """Returns the number of processes of the run if all of them write to the folder; 0 if the run has other
+    nodes."""
     world_size = world_size_of(env)
     return world_size if local_world_size_of(env) == world_size else 0
 
 
 def _prints_errors_of_all(env: Mapping[str, str]) -> bool:
-    """Whether this node prints an error that all ranks report: the first node, or every node if nodes have
-    no numbers. Rank 0's report is no criterion: rank 0 may have ended before it opened the report."""
+    """Returns whether this node prints an error that all ranks report: the first node, or every node if nodes
+    have no numbers. Rank 0's report is no criterion: rank 0 may have ended before it opened the report."""
     return _num_processes(env) > 0 or node_rank_of(env) in (0, None)
 
 
@@ -151,8 +152,8 @@ def _without_lost_connections(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _is_printed_elsewhere(diagnosis: Diagnosis, local_ranks: set[int], prints_errors_of_all: bool) -> bool:
-    """Whether another node prints the cause. The first node prints an error of all ranks; otherwise the node
-    of the rank that failed first prints its error."""
+    """Returns whether another node prints the cause. The first node prints an error of all ranks; otherwise
+    the node of the rank that failed first prints its error."""
     cause = diagnosis.cause or {}
     if cause.get("on_all_ranks"):
         return not prints_errors_of_all

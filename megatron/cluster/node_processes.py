@@ -42,7 +42,7 @@ def check_limits() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Returns whether a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -53,14 +53,14 @@ def is_running(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """The state of a process in /proc: 'R', 'S', 'T' (stopped), 'Z' (zombie), ...; '' if unknown."""
+    """Returns the state of a process in /proc: 'R', 'S', 'T' (stopped), 'Z' (zombie), ...; '' if unknown."""
     fields = _process_fields(pid)
     return fields[0] if fields else ""
 
 
 def io_bytes() -> int:
-    """Bytes that this process has read and written, in files and sockets; 0 if the system does not count
-    them."""
+    """Returns the bytes that this process has read and written, in files and sockets; 0 if the system does
+    not count them."""
     try:
         with open("/proc/self/io") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
@@ -80,7 +80,8 @@ def status_bytes(field: str) -> int:
 
 
 def _process_fields(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat without the first two (process id and name); [] if it is unreadable."""
+    """Returns the fields of /proc/<pid>/stat without the first two (process id and name); [] if it is
+    unreadable."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -89,27 +90,28 @@ def _process_fields(pid: int) -> list[str]:
 
 
 def started_by_living_launcher(folder: Path) -> bool:
-    """Whether the launcher or shell that started the ranks of a `shared_temporary_folder` still runs."""
+    """Returns whether the launcher or shell that started the ranks of a `shared_temporary_folder` still
+    runs."""
     pid, _, rest = folder.name.partition("-")
     fields = _process_fields(int(pid)) if pid.isdigit() else []
     return len(fields) > 19 and fields[19] == rest.partition("-")[0]
 
 
 def earlier_folders(folder: Path) -> list[Path]:
-    """The shared folders of other launches on this node, by processes that this process can see."""
+    """Returns the shared folders of other launches on this node, by processes that this process can see."""
     suffix = folder.name[folder.name.rindex("-") :]
     return [path for path in folder.parent.iterdir() if path.name.endswith(suffix) and path != folder]
 
 
 def shared_temporary_folder(env: Mapping[str, str], node: str) -> str | None:
-    """A folder that the ranks of one launch share on this node; None if it cannot be created."""
+    """Returns a folder that the ranks of one launch share on this node; None if it cannot be created."""
     base = private_temporary_folder()
     return None if base is None else str(base / f"{_start_key(env)}-{_pid_namespace()}@{node}")
 
 
 def private_temporary_folder() -> Path | None:
-    """This user's folder among the temporary files of this node, which other users cannot write to; None if
-    it cannot be created."""
+    """Returns this user's folder among the temporary files of this node, which other users cannot write to;
+    None if it cannot be created."""
     base = Path(tempfile.gettempdir()) / f"megatron-{os.getuid()}"
     try:
         base.mkdir(mode=0o700, exist_ok=True)
@@ -136,7 +138,8 @@ def _start_key(env: Mapping[str, str]) -> str:
 
 
 def _pid_namespace() -> str:
-    """Containers with their own process ids must not share reports."""
+    """Returns the id of the process-id namespace: containers with their own process ids must not share
+    reports."""
     try:
         return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
     except OSError:

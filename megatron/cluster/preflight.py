@@ -129,7 +129,7 @@ def check_kernels(required: bool) -> list[str]:
 
 
 def describe(facts: Sequence[RankInfo]) -> str:
-    """The sentence in the log for consistent nodes."""
+    """Returns the sentence in the log for consistent nodes."""
     nodes = {fact.node for fact in facts}
     versions = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
     slowest = min(facts, key=lambda fact: fact.all_reduce_bytes_per_s)
@@ -165,7 +165,7 @@ def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
 
 
 def differences_table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """The rows of `find_differences` as an aligned table with a heading."""
+    """Returns the rows of `find_differences` as an aligned table with a heading."""
     return textwrap.indent(format_table([("node", "what", "found"), *rows], left_align=(0, 1, 2)), "  ")
 
 
@@ -191,7 +191,7 @@ def check_shared_folders(
         for name, path in marks.items():
             if name not in problems and not _appears(path):
                 problems[name] = (
-                    f"{folders[name]} is not the folder that rank 0 sees: rank 0's file is not there"
+                    f"{folders[name]} is not the folder that rank 0 sees: it does not contain rank 0's file"
                 )
     barrier()
     for path in own.values():
@@ -230,7 +230,7 @@ def _free_share() -> float | None:
 
 
 def network_figures(facts: Sequence[RankInfo], device: str, backend: str) -> NetworkFigures:
-    """The network rates of the slowest node."""
+    """Returns the network rates of the slowest node."""
     nodes = Counter(fact.node for fact in facts)
     within = [fact.node_bytes_per_s for fact in facts if fact.node_bytes_per_s is not None]
     between = min(fact.all_reduce_bytes_per_s for fact in facts) if len(nodes) > 1 else None

@@ -22,7 +22,7 @@ _MAX_WAIT = timedelta(hours=2)
 
 
 def is_main_process() -> bool:
-    """Whether this is global rank 0 according to the launcher's variables. Needs no process group."""
+    """Returns whether this is global rank 0 according to the launcher's variables. Needs no process group."""
     return os.environ.get("RANK", "0") == "0"
 
 

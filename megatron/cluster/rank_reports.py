@@ -155,18 +155,19 @@ class RankReport:
                 file.write(record)
 
     def siblings(self) -> list[dict[str, Any]]:
-        """The reports of the other ranks on this machine."""
+        """Returns the reports of the other ranks on this machine."""
         others = read_reports(self.folder) if self.folder is not None else []
         return [
             other for other in others if other["host"] == self._facts["host"] and other["pid"] != os.getpid()
         ]
 
     def stop_requested(self) -> bool:
-        """Whether the job's script has created the file in the folder that requests to save and exit."""
+        """Returns whether the job's script has created the file in the folder that requests to save and
+        exit."""
         return self.folder is not None and (self.folder / STOP_REQUEST_FILE).exists()
 
     def another_rank_failed(self) -> bool:
-        """Whether a rank has reported a failure, so that the steps of the others cannot finish."""
+        """Returns whether a rank has reported a failure, so that the steps of the others cannot finish."""
         return self.folder is not None and (self.folder / FAILED_FILE).exists()
 
     @contextmanager
@@ -255,7 +256,7 @@ _EXPECTED: dict[str, Check] = {
 
 
 def _is_complete(report: dict[str, Any]) -> bool:
-    """Whether the facts have the expected types, and all facts that the diagnosis needs exist."""
+    """Returns whether the facts have the expected types, and all facts that the diagnosis needs exist."""
     needed = {"rank", "pid", "host"}
     if "end" in report:
         needed |= {"text", "ended"}

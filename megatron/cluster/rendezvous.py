@@ -166,7 +166,7 @@ def mark_preparing(store: dist.Store, rank: int) -> None:
 
 
 def _ranks_in(store: dist.Store, key: str) -> set[int]:
-    """The ranks that have added themselves to a key."""
+    """Returns the ranks that have added themselves to a key."""
     words = store.get(key).decode(errors="replace").split() if store.check([key]) else []
     return {rank for word in words if (rank := decimal_number(word)) is not None}
 
@@ -273,7 +273,7 @@ class _IdleTimer:
         self._count, self._since = store.add(PROGRESS_KEY, 0), time.monotonic()
 
     def has_expired(self) -> bool:
-        """Whether the time without progress has reached the limit."""
+        """Returns whether the time without progress has reached the limit."""
         count = self._store.add(PROGRESS_KEY, 0)
         if count != self._count:
             self._count, self._since = count, time.monotonic()

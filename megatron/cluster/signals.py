@@ -29,7 +29,7 @@ class ExitReason:
     status: ExitStatus
 
     def line(self, checkpoint: CheckpointConfig) -> str:
-        """The sentence, with what the user needs to resume."""
+        """Returns the sentence, and how to resume if that needs a change of the command."""
         if not checkpoint.save:
             return f"{self.sentence}; nothing is saved without --save"
         if not checkpoint.load and self.status is not ExitStatus.FINISHED:
@@ -37,7 +37,8 @@ class ExitReason:
         return self.sentence
 
     def final_status(self, checkpoint: CheckpointConfig) -> ExitStatus:
-        """The status; REQUEUE only if the same command resumes: with --save and --load."""
+        """Returns the status. REQUEUE becomes FINISHED without --save and --load: the same command would not
+        resume."""
         is_resumable = checkpoint.save is not None and checkpoint.load is not None
         return ExitStatus.FINISHED if self.status is ExitStatus.REQUEUE and not is_resumable else self.status
 
@@ -47,7 +48,7 @@ class ExitConditions:
     """The conditions for an early exit: --exit-interval, --exit-duration-in-mins, --kill-switch-path, and
     --exit-signal after `install_handlers`. All ranks exit after the same step.
 
-    report: has the start time of the program (the duration includes the startup), and tells whether the job's
+    report: has the start time of the program (the duration includes the startup), and knows whether the job's
     script has requested a stop. ownership_lost_reason: returns why rank 0 must no longer write to --save, or
     None. It is called after every step, so it must not access files.
     """
@@ -68,14 +69,14 @@ class ExitConditions:
         return frozenset(numbers)
 
     def request(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
-        """The reason to stop before the first step or inside an evaluation, or None. Does not consider
-        --exit-interval. Collective. Raises the errors of `reason`."""
+        """Returns the reason to stop before the first step or inside an evaluation, or None. Does not
+        consider --exit-interval. Collective. Raises the errors of `reason`."""
         return self._exit_reason(all_reduce_max(self.code_of_this_rank(), device), iteration)
 
     def reason(
         self, iteration: int, device: torch.device | str = "cpu", largest_code: int | None = None
     ) -> ExitReason | None:
-        """The reason to stop after step `iteration`, or None.
+        """Returns the reason to stop after step `iteration`, or None.
 
         Every rank calls it after every step and gets an equal result, although a signal may have reached only
         one rank, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of
@@ -89,7 +90,8 @@ class ExitConditions:
         return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
     def code_of_this_rank(self) -> int:
-        """The number of the reason that this rank has found; the largest number of all ranks counts."""
+        """Returns the number of the reason that this rank has found; the largest number of all ranks
+        counts."""
         code = _NONE
         kill_switch, duration_mins = self.training.kill_switch_path, self.training.exit_duration_in_mins
         if _rank() == 0:
@@ -134,7 +136,7 @@ class ExitConditions:
 
 
 def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:
-    """The largest `code` of all ranks; `code` itself for a single process. Collective."""
+    """Returns the largest `code` of all ranks; `code` itself for a single process. Collective."""
     if not _distributed() or torch.distributed.get_world_size() == 1:
         return code
     return int(max_over_ranks(code, device, torch.int32).item())

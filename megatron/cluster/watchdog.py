@@ -91,22 +91,22 @@ class HangDetector:
         return self._open[-1][0] if self._open else Phase.START
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Called when the main thread begins a phase; phases nest."""
+        """Records that the main thread begins a phase. Phases nest."""
         self._open.append((phase, now))
         self.heartbeat()
 
     def leave(self, now: float) -> None:
-        """Called when the main thread ends the innermost phase."""
+        """Records that the main thread ends the innermost phase."""
         phase, begun = self._open.pop()
         self._durations[phase].append(now - begun)
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """The main thread makes progress."""
+        """Records that the main thread makes progress."""
         self._heartbeats += 1
 
     def limit_s(self) -> float:
-        """The longest time without progress in the current phase."""
+        """Returns the limit of the time without progress in the current phase, in seconds."""
         phase = self.phase
         factor = _FACTORS[phase]
         if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:
@@ -116,8 +116,8 @@ class HangDetector:
         return max(factor * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
 
     def tick(self, now: float, io_bytes: int = 0) -> bool:
-        """Whether the process hangs. Must be called about every second. io_bytes: bytes that the process has
-        read and written so far."""
+        """Returns whether the process hangs. Must be called about every second. io_bytes: bytes that the
+        process has read and written so far."""
         if self.phase in _IO_PHASES and io_bytes >= self._io_bytes + _PROGRESS_BYTES:
             self.heartbeat()
         if self._heartbeats != self._seen_heartbeats:
@@ -183,7 +183,7 @@ class Watchdog:
             self._hangs.leave(time.monotonic())
 
     def heartbeat(self) -> None:
-        """The main thread makes progress."""
+        """Records that the main thread makes progress."""
         self._hangs.heartbeat()
 
     def set_handled_signals(self, numbers: frozenset[int]) -> None:

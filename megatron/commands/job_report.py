@@ -57,7 +57,7 @@ class Start:
         return [int(line["iteration"]) for line in self.lines]
 
     def values(self, name: str) -> list[float]:
-        """The values of a field in all lines that have it."""
+        """Returns the values of a field in all lines that have it."""
         return [float(line[name]) for line in self.lines if name in line]
 
 
@@ -69,19 +69,20 @@ class Run:
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def curve(self, name: str) -> dict[int, float]:
-        """The values of a field by iteration; for an iteration that ran twice, the later value."""
+        """Returns the values of a field by iteration; for an iteration that ran twice, the later value."""
         values: dict[int, float] = {}
         for start in self.starts:
             values.update({int(x["iteration"]): float(x[name]) for x in start.lines if name in x})
         return dict(sorted(values.items()))
 
     def median(self, name: str) -> float | None:
-        """The median of a field over all lines that have it; None if no line has the field."""
+        """Returns the median of a field over all lines that have it; None if no line has the field."""
         values = [value for start in self.starts for value in start.values(name)]
         return statistics.median(values) if values else None
 
     def repeated_iterations(self) -> int:
-        """The number of logged iterations that ran again after a restart, since they had not been saved."""
+        """Returns the number of logged iterations that ran again after a restart, since they had not been
+        saved."""
         begins = [s.iterations[0] - 1 if s.begin is None else s.begin for s in self.starts]
         pairs = zip(self.starts[:-1], begins[1:], strict=True)
         return sum(max(start.iterations[-1] - begin, 0) for start, begin in pairs)

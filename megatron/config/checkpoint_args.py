@@ -70,7 +70,7 @@ def add_checkpoint_args(settings: dict[str, Any], saved: SavedConfig) -> str:
                 f"{option_name(field.name)} {'' if typed is True else f'{typed} '}contradicts "
                 f"--use-checkpoint-args: checkpoint {saved.source} {has}; remove one of the two flags"
             )
-    return f"the flags of the model and the tokenizer are those of {saved.source} (--use-checkpoint-args)"
+    return f"model and tokenizer have the flags of {saved.source} (--use-checkpoint-args)"
 
 
 def _taken_fields(is_finetuning: bool) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

@@ -242,7 +242,7 @@ def _check_groups(data: DataConfig) -> None:
         )
     if data.split != DataConfig.split:
         raise ConfigError(
-            f"{option} with --split {data.split}: the groups set the documents of each prefix as START:END, "
+            f"{option} with --split {data.split}: the groups set the documents of each prefix as START:END; "
             "remove --split"
         )
     if given[0] != "train":
@@ -261,7 +261,7 @@ def _check_groups(data: DataConfig) -> None:
     if both:
         raise ConfigError(
             f"{groups_option(data, 'valid')} and {groups_option(data, 'test')} both have a group named "
-            f"'{min(both)}': groups are logged under their names, rename one of them"
+            f"'{min(both)}': groups are logged under their names; rename one of them"
         )
 
 

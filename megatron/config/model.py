@@ -86,7 +86,7 @@ def check_model(config: Config) -> None:
     if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
         raise ConfigError(
             "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
-            "relative: remove it (--reset-attention-mask separates documents)"
+            "relative: remove --reset-position-ids (--reset-attention-mask separates documents)"
         )
 
 

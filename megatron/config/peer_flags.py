@@ -59,11 +59,11 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     IgnoredFlag(
         "--overlap-grad-reduce",
-        reason="with --zero-stage 1 it is the default, see --no-overlap-grad-reduce",
+        reason="with --zero-stage 1 to 3 it is the default, see --no-overlap-grad-reduce",
     ),
     IgnoredFlag(
         "--overlap-param-gather",
-        reason="with --zero-stage 1 it is the default, see --no-overlap-param-gather",
+        reason="with --zero-stage 1 or 3 it is the default, see --no-overlap-param-gather",
     ),
     IgnoredFlag("--accumulate-allreduce-grads-in-fp32", reason="gradients are always accumulated in fp32"),
     IgnoredFlag("--attention-softmax-in-fp32", reason="attention always computes the softmax in fp32"),
@@ -128,20 +128,17 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         *("--no-bias-gelu-fusion", "--onnx-safe"),
     ),
     *_switches(
-        "it selects a kernel that this program does not have",
+        "the flag selects a kernel that this program does not have",
         *("--abort-on-unmet-fused-kernel-constraints", "--no-bias-dropout-fusion"),
         *("--no-bias-swiglu-fusion", "--no-rope-fusion", "--no-persist-layer-norm"),
         *("--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion", "--disable-mem-efficient-ln"),
-        *(
-            "--cpu_torch_adam",
-            "--ds_fused_adam",
-            "--use-pin-memory",
-            "--no-pin-cpu-grads",
-            "--no-pin-cpu-params",
-            "--use-flashinfer-fused-rope",
-        ),
+        *("--cpu_torch_adam", "--ds_fused_adam", "--use-flashinfer-fused-rope"),
     ),
-    _value("--cross-entropy-fusion-impl", "it selects a kernel that this program does not have"),
+    *_switches(
+        "with --cpu-offload, the buffers that are copied to the device are always in pinned memory",
+        *("--use-pin-memory", "--no-pin-cpu-grads", "--no-pin-cpu-params"),
+    ),
+    _value("--cross-entropy-fusion-impl", "the flag selects a kernel that this program does not have"),
     *_switches(
         "the layout and --ddp-bucket-size determine the communication",
         *("--no-async-tensor-model-parallel-allreduce", "--no-scatter-gather-tensors-in-pipeline"),

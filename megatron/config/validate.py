@@ -104,8 +104,9 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
         )
     if virtual > 1 and parallel.schedule.stages_per_rank > 0:
         raise ConfigError(
-            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which has "
-            f"{parallel.stages_per_rank} per rank: remove it, or use the schedule interleaved"
+            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which fixes the stages at "
+            f"{parallel.stages_per_rank} per rank: remove --virtual-pipeline-stages, or set "
+            "--pipeline-schedule interleaved"
         )
     if virtual == 1 and parallel.schedule.stages_per_rank == 0:
         raise ConfigError(
@@ -124,7 +125,8 @@ def check_precision(precision: PrecisionConfig) -> None:
     """Raises ConfigError for fp32 residual connections in fp32, and for contradictory loss scales."""
     if precision.fp32_residual_connection and precision.name == "fp32":
         raise ConfigError(
-            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32; remove it"
+            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32; remove "
+            "--fp32-residual-connection"
         )
     if precision.min_loss_scale > precision.initial_loss_scale:
         raise ConfigError(
@@ -151,7 +153,7 @@ def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) ->
     if stability.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
         raise ConfigError(
             "--spike-policy rollback without --save and --save-interval: there is no checkpoint to roll back "
-            "to; set both, or use the policy skip"
+            "to; set both, or set --spike-policy skip"
         )
 
 
@@ -270,8 +272,8 @@ def check_harness(config: Config) -> None:
     tasks = " ".join(training.eval_harness_tasks)
     if training.no_train:
         raise ConfigError(
-            f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove it; "
-            "tools/evaluate.py --tasks runs tasks on a checkpoint"
+            f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove "
+            "--eval-harness-tasks; tools/evaluate.py --tasks runs tasks on a checkpoint"
         )
     files = (data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path)
     if not any(files):

@@ -63,12 +63,12 @@ class BlendOrder:
     weights: tuple[int, ...]
 
     def samples_until(self, time: int) -> list[int]:
-        """The number of samples of each component whose time is at most `time`."""
+        """Returns the number of samples of each component whose time is at most `time`."""
         total = sum(self.weights)
         return [(2 * weight * time + total) // (2 * total) for weight in self.weights]
 
     def samples_of_components(self, num_samples: int) -> list[int]:
-        """The number of samples of each component among the first `num_samples` of the blend."""
+        """Returns the number of samples of each component among the first `num_samples` of the blend."""
         chunk, first = self._chunk_of(num_samples)
         components, _ = self.chunk(chunk)
         counts = np.bincount(components[: num_samples - first], minlength=len(self.weights))

@@ -54,7 +54,8 @@ class GPTDataset:
         if len(sample) != self.seq_length + 1:
             raise UserError(
                 f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
-                f"tokens, expected {self.seq_length + 1}: delete its index files, built from different data"
+                f"tokens, expected {self.seq_length + 1}: delete the split's index files, "
+                "which were built from different data"
             )
         return sample
 
@@ -85,7 +86,8 @@ def prepare_index_files(
 def missing_index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> list[str]:
-    """The paths of the index files that `prepare_index_files` would build because they do not exist."""
+    """Returns the paths of the index files that `prepare_index_files` would build because they do not
+    exist."""
     requests = _all_requests(data, seq_length, seed, num_samples)
     paths = dict.fromkeys(path for request in requests for path in request.paths())
     return [path for path in paths if not os.path.exists(path)]
@@ -168,8 +170,8 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
 
 
 def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Whether two fingerprints differ at most in the number of epochs. (That number also changes the order
-    of the samples.)"""
+    """Returns whether two fingerprints differ at most in the number of epochs. (That number also changes the
+    order of the samples.)"""
     per_length = {"epochs": None, "last_epoch_apart": None}
     return not fingerprint_differences({**saved, **per_length}, {**current, **per_length})
 

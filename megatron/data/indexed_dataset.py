@@ -54,17 +54,17 @@ COPY_BLOCK = 1 << 24  # bytes that are copied at a time
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The dtype in which Megatron stores token ids below `vocab_size`."""
+    """Returns the dtype in which Megatron stores token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def index_path(prefix: str) -> str:
-    """The path of the .idx file."""
+    """Returns the path of the .idx file."""
     return prefix + ".idx"
 
 
 def data_path(prefix: str) -> str:
-    """The path of the .bin file."""
+    """Returns the path of the .bin file."""
     return prefix + ".bin"
 
 
@@ -100,7 +100,7 @@ class IndexedDataset:
         self._tokens = map_file(data_path(self.prefix)).view(self.dtype)
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Returns the number of documents."""
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
@@ -127,13 +127,14 @@ class IndexedDataset:
         return self._tokens[start : start + length]
 
     def tokens_in(self, documents: range) -> int:
-        """The number of tokens of consecutive documents. Reads the offsets of only the first and the last."""
+        """Returns the number of tokens of consecutive documents. Reads the offsets of only the first and the
+        last."""
         if not documents:
             return 0
         return (self._end_of(documents[-1]) - int(self.pointers[documents[0]])) // self.dtype.itemsize
 
     def _end_of(self, document: int) -> int:
-        """The offset in .bin of the first byte after a document."""
+        """Returns the offset in .bin of the first byte after a document."""
         return int(self.pointers[document]) + int(self.sizes[document]) * self.dtype.itemsize
 
     def _file_sizes(self) -> tuple[int, int]:
@@ -185,7 +186,7 @@ class IndexedDataset:
             state = "truncated" if data_bytes < end else "too long"
             raise UserError(f"{bin_}: {state}, it has {data_bytes:,} bytes, expected {end:,} by {idx}")
         if end == 0:
-            raise UserError(f"{bin_}: contains no tokens, preprocess the data again")
+            raise UserError(f"{bin_}: contains no tokens; preprocess the data again")
         return end // self.dtype.itemsize
 
 
@@ -195,10 +196,10 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
         raise UserError(
-            f"{path}: has the old lazy/cached format, preprocess the data again with --dataset-impl mmap"
+            f"{path}: has the old lazy/cached format; preprocess the data again with --dataset-impl mmap"
         )
     if not header:
-        raise UserError(f"{path}: is empty, preprocess the data again")
+        raise UserError(f"{path}: is empty; preprocess the data again")
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise UserError(
             f"{path}: not a Megatron index file, it begins with {header[:9]!r}, expected {MAGIC!r}"
@@ -220,7 +221,7 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
             f"({num_sequences:,} documents)"
         )
     if num_sequences == 0:
-        raise UserError(f"{path}: contains no documents, preprocess the data again")
+        raise UserError(f"{path}: contains no documents; preprocess the data again")
     return DTYPE_OF_CODE[code], num_sequences, doc_idx_length
 
 

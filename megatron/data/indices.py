@@ -98,7 +98,7 @@ def build_sample_order(
 def build_document_index(
     documents: range, plan: EpochPlan, generator: np.random.RandomState
 ) -> npt.NDArray[Any]:
-    """The shuffled documents of all epochs, [num_epochs * documents]."""
+    """Returns the shuffled documents of all epochs, [num_epochs * documents]."""
     epoch = np.arange(documents.start, documents.stop, dtype=_index_dtype(documents.stop))
     last = 1 if plan.separate_last_epoch else 0
     order = np.tile(epoch, plan.num_epochs - last)
@@ -112,7 +112,7 @@ def build_document_index(
 def build_sample_index(
     sizes: npt.NDArray[Any], document_index: npt.NDArray[Any], seq_length: int, num_samples: int
 ) -> npt.NDArray[Any]:
-    """The first token of each sample and the last token of the last sample, [num_samples + 1, 2].
+    """Returns the first token of each sample and the last token of the last sample, [num_samples + 1, 2].
 
     Row: position in `document_index`, token offset in that document. The documents must have at least
     num_samples * seq_length + 1 tokens. Row 0 is the first document, also if it is empty. No other row refers
@@ -130,7 +130,7 @@ def build_sample_index(
 
 
 def build_shuffle_index(plan: EpochPlan, generator: np.random.RandomState) -> npt.NDArray[Any]:
-    """A permutation of the rows of the sample index, [total_samples]."""
+    """Returns a permutation of the rows of the sample index, [total_samples]."""
     total = plan.total_samples
     order = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
     first = plan.samples_before_last_epoch if plan.separate_last_epoch else total
@@ -163,7 +163,8 @@ class IndexRequest:
     """The folder of the files. None: the folder of the data."""
 
     def plan(self) -> EpochPlan:
-        """The number of epochs and samples. Raises UserError if an epoch has fewer tokens than one sample."""
+        """Returns the number of epochs and samples. Raises UserError if an epoch has fewer tokens than one
+        sample."""
         tokens = self.dataset.tokens_in(self.documents)
         if tokens < self.seq_length + 1:
             raise UserError(
@@ -174,13 +175,13 @@ class IndexRequest:
         return plan_epochs(tokens, self.seq_length, self.num_samples)
 
     def paths(self) -> tuple[str, str, str]:
-        """The files of the document, sample and shuffle index, named as in Megatron."""
+        """Returns the files of the document, sample and shuffle index, named as in Megatron."""
         stem = f"{self._data_name()}_{self.index_name or self.split_name}_indexmap"
         stem += f"_{self.num_samples}ns_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 
     def _data_name(self) -> str:
-        """The prefix of the data; with a cache folder, a path in it that is unique to the prefix."""
+        """Returns the prefix of the data; with a cache folder, a path in it that is unique to the prefix."""
         if self.cache_folder is None:
             return self.dataset.prefix
         path = os.path.abspath(self.dataset.prefix)

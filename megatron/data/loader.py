@@ -43,7 +43,7 @@ class MicroBatch:
         return cls(range(first_sample, first_sample + len(rows)), tokens, labels, loss_mask)
 
     def truncated(self, seq_length: int) -> MicroBatch:
-        """The first `seq_length` tokens of each sample."""
+        """Returns the first `seq_length` tokens of each sample."""
         if seq_length >= self.tokens.shape[1]:
             return self
         parts = (x[:, :seq_length].contiguous() for x in (self.tokens, self.labels, self.loss_mask))
@@ -80,7 +80,8 @@ class GPTBatchLoader:
     ) -> None:
         if eod_mask_loss and eod is None:
             raise UserError(
-                "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or remove it"
+                "--eod-mask-loss needs the end-of-document token: set the flags of a tokenizer, or remove "
+                "--eod-mask-loss"
             )
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -94,7 +95,7 @@ class GPTBatchLoader:
         self._pending: dict[int, Future[MicroBatch]] = {}  # by the micro-batch's first sample
 
     def micro_batches(self, consumed_samples: int, global_batch_size: int) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank for the training step after `consumed_samples` samples.
+        """Returns the micro-batches of this rank for the training step after `consumed_samples` samples.
 
         The global batch size may change between steps. Raises UserError if it is not a multiple of
         micro_batch_size * dp_size, or if the dataset has fewer samples than the step needs.

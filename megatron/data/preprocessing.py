@@ -198,7 +198,7 @@ def preprocess(
 
 
 def output_name(output_prefix: str, json_key: str) -> str:
-    """The prefix of the token files of one JSON key, named as in Megatron."""
+    """Returns the prefix of the token files of one JSON key, named as in Megatron."""
     return f"{output_prefix}_{json_key}_document"
 
 
@@ -269,7 +269,7 @@ def _open_text(path: str) -> Iterator[BinaryIO]:
                 "is plain text"
             )
         if not is_gzip and head == GZIP_MAGIC:
-            raise UserError(f"--input {path}: a gzip file, add .gz to its name")
+            raise UserError(f"--input {path}: it is a gzip file; add .gz to its name")
         file = cast(BinaryIO, gzip.GzipFile(fileobj=plain) if is_gzip else plain)
         try:
             head = file.read(4)
@@ -315,7 +315,8 @@ def _encode_in_processes(
             yield in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"--workers {workers}: a worker process died, most likely because memory ran out: reduce it"
+            f"--workers {workers}: a worker process died, most likely because memory ran out: reduce "
+            "--workers"
         ) from error
     except BaseException:
         _kill_workers(executor)

@@ -40,25 +40,27 @@ _CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
 # Sections that would override the flags or this repository's optimizer, or have no effect -> what to do
 # instead.
 _REJECTED_SECTIONS = {
-    "optimizer": "--optimizer and its flags make the optimizer, remove it from the file",
-    "scheduler": "the --lr flags make the schedule, remove it from the file",
-    "amp": "--fp16 or --bf16 choose the precision, remove it from the file",
+    "optimizer": "--optimizer and its flags make the optimizer; remove it from the file",
+    "scheduler": "the --lr flags make the schedule; remove it from the file",
+    "amp": "--fp16 or --bf16 choose the precision; remove it from the file",
     "activation_checkpointing": "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu "
-    "decide on recomputation, remove it from the file",
-    "communication_data_type": "gradients are always reduced in fp32, remove it from the file",
-    "sparse_gradients": "the embedding's gradient is dense, remove it from the file",
-    "prescale_gradients": "gradients are averaged in fp32, remove it from the file",
-    "gradient_predivide_factor": "gradients are averaged in fp32, remove it from the file",
-    "elasticity": "--global-batch-size and the launcher decide, remove it from the file",
-    "data_efficiency": "it is not supported yet, remove it from the file",
-    "compression_training": "it is not supported, remove it from the file",
-    "pipeline": "--partition-method and --checkpoint-activations decide, remove it from the file",
-    "torch_autocast": "--fp16 or --bf16 choose the precision, remove it from the file",
-    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts a timer twice), remove it "
+    "set the recomputation; remove it from the file",
+    "communication_data_type": "gradients are always reduced in fp32; remove it from the file",
+    "sparse_gradients": "the embedding's gradient is dense; remove it from the file",
+    "prescale_gradients": "gradients are averaged in fp32; remove it from the file",
+    "gradient_predivide_factor": "gradients are averaged in fp32; remove it from the file",
+    "elasticity": "--global-batch-size and the launcher set the batch size and the number of ranks; "
+    "remove it from the file",
+    "data_efficiency": "it is not supported yet; remove it from the file",
+    "compression_training": "it is not supported; remove it from the file",
+    "pipeline": "--partition-method and --checkpoint-activations set partition and recomputation; "
+    "remove it from the file",
+    "torch_autocast": "--fp16 or --bf16 choose the precision; remove it from the file",
+    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts a timer twice); remove it "
     "from the file (--log-timers-to-tensorboard has the time of a step)",
-    "comms_logger": "nothing would print what it gathers, remove it from the file",
-    "dump_state": "nothing would be printed, remove it from the file (--dry-run prints the layout)",
-    "flops_profiler": "DeepSpeed's pipeline never prints its profile, remove it from the file (every "
+    "comms_logger": "nothing would print what it gathers; remove it from the file",
+    "dump_state": "nothing would be printed; remove it from the file (--dry-run prints the layout)",
+    "flops_profiler": "DeepSpeed's pipeline never prints its profile; remove it from the file (every "
     "--log-interval shows the TFLOPs)",
 }
 
@@ -193,7 +195,7 @@ def _load(path: str) -> dict[str, Any]:
             f"--deepspeed_config {path} is not valid JSON ({error}): correct the file"
         ) from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object, correct the file")
+        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object; correct the file")
     return settings
 
 
@@ -314,7 +316,7 @@ def _override_loss_scale(
     if not 0 <= power <= _LARGEST_SCALE_POWER:
         raise ConfigError(
             f"the DeepSpeed config's fp16.initial_scale_power is {power}: expected 0 to "
-            f"{_LARGEST_SCALE_POWER}, correct the file"
+            f"{_LARGEST_SCALE_POWER}; correct the file"
         )
     changes: dict[str, Any] = {
         name: convert(in_file[key]) for key, (name, convert) in _LOSS_SCALE_KEYS.items() if key in in_file

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-# Maximum number of events. Of a longer step, only the last instructions are known.
+# Maximum number of events. In a longer step, only the last instructions are known.
 _MAX_EVENTS = 2048
 _MAX_CALLS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8

@@ -1,7 +1,7 @@
 """All workarounds for defects of DeepSpeed and torch.
 
-Each entry was observed with DeepSpeed 0.19.8. The test named in it fails without the workaround; it is in
-tests/distributed/test_optimizer.py unless another file is named.
+Each entry was observed with DeepSpeed 0.19.8. Each entry names a test that fails without the
+workaround, in tests/distributed/test_optimizer.py unless another file is named.
 
 1. fp32, ZeRO-0, pipeline, clipping: `clip_grad_norm_` counts the tied embedding on both of its stages, and
    no grad norm is reported (the family of DeepSpeed 1839):
@@ -19,14 +19,14 @@ tests/distributed/test_optimizer.py unless another file is named.
    optimizer wrappers.
 6. `PipelineEngine` looks up the method of a schedule instruction in a table of its own class, so overrides
    have no effect: the table is rebuilt. tests/distributed/test_workarounds.py
-7. `zero_grad` drops `.grad`, which for fp32 is a view of the flat buffer.
+7. `zero_grad` deletes `.grad`, which for fp32 is a view of the flat buffer.
    tests/distributed/test_workarounds.py
 8. On a CPU, making the process group compiles a shared-memory all-reduce that only inference uses, with a
    lock file that a killed job leaves behind (the family of Megatron-LM 82, BigScience 174).
    tests/distributed/test_workarounds.py
 9, 10, 16, 17. Removed: `engine.executor` replaces DeepSpeed's messages and its `DualPipeVEngine`.
-11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it
-   (`model/pipeline_module.py` does not use DeepSpeed there). tests/distributed/test_recompute.py
+11. With checkpoint_in_cpu on a CPU the "copy" is the tensor itself, and DeepSpeed frees it (on a CPU,
+   `model/pipeline_module.py` does not use DeepSpeed's implementation). tests/distributed/test_recompute.py
 12. `ThroughputTimer` synchronizes with the device in each micro-batch's forward pass; `deepspeed_config.py`
    turns it off. tests/unit/config/test_deepspeed_config.py
 13. The schedule sums the gradients of tied copies over stages before it sums all gradients over replicas. The
@@ -43,10 +43,11 @@ tests/distributed/test_optimizer.py unless another file is named.
    waits once per step. The workaround makes it on the device.
    tests/simulated/test_layouts.py
 19. At its start the engine broadcasts every parameter of the model, also those that have no memory yet
-   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). Meanwhile these have DeepSpeed's own mark of
-   parameters without memory. tests/distributed/test_zero.py
-20. `train_batch` measures each step with two events of the device and keeps them until it prints, which is
-   turned off. The workaround frees them after the step. tests/distributed/test_workarounds.py
+   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). During the broadcast these have DeepSpeed's
+   own mark of parameters without memory (NOT_AVAILABLE), and it skips them. tests/distributed/test_zero.py
+20. `train_batch` measures each step with two device events and keeps them until DeepSpeed prints its timers,
+   which this repository turns off. The workaround frees them after the step.
+   tests/distributed/test_workarounds.py
 21. The pipeline's grid creates a tensor-parallel group of its own. With NCCL a group that is used has a
    communicator, whose buffers take hundreds of MB on each device. The grid gets the model's group instead.
    tests/simulated/test_layouts.py

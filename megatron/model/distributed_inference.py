@@ -101,7 +101,7 @@ class DistributedGPT:
         return torch.tensor([request, *shape], device=self._device)
 
     def _send_request(self, request: _Request, content: Tensor) -> Tensor:
-        """content: [tensors, rows, length]."""
+        """Broadcasts a request of rank 0, and returns its result. content: [tensors, rows, length]."""
         self.is_responding = True
         content = content.to(self._device)
         dist.broadcast(self._header(request, tuple(content.shape)), 0)
@@ -200,7 +200,7 @@ class DistributedGPT:
     def _send(self, layer_io: LayerIO, stage: int, shape: tuple[int, ...]) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)
         receiver, key = self._global_rank(stage + 1), (stage, *shape)
-        if key not in self._specs:  # from then on both sides know them
+        if key not in self._specs:  # both sides keep them: they are sent once
             self._specs[key] = [(x.shape, x.dtype) for x in tensors]
             dist.send_object_list([self._specs[key]], receiver, device=self._device)
         for tensor in tensors:

@@ -49,7 +49,7 @@ class Sampling:
         probabilities = (sorted_logits / self.temperature).softmax(dim=0)
         if self.top_k:
             probabilities[self.top_k :] = 0.0
-        # A token is kept if the more likely tokens do not reach top_p. So the most likely token always is.
+        # A token is kept if the more likely tokens do not reach top_p: the most likely token is always kept.
         probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 

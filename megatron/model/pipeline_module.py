@@ -172,8 +172,8 @@ class GPTModelPipe(PipelineModule):
 
     @contextlib.contextmanager
     def fused_head_loss(self) -> Iterator[None]:
-        """Within this context nothing but `loss` may use the outputs of `forward`. With --loss-implementation
-        fused, `forward` then returns the head's input instead of logits, and `loss` computes the head."""
+        """With --loss-implementation fused: makes `forward` return the head's input instead of logits, and
+        `loss` compute the head. Within the block, only `loss` may use the outputs of `forward`."""
         self._head_is_fused = self.config.training.loss_implementation == "fused"
         try:
             yield

@@ -47,7 +47,7 @@ def accumulate(deferred: Deferred) -> None:
     gradient's inputs as soon as they are used."""
     while deferred:
         output = _Accumulate.apply(*deferred.pop(0))
-        output.backward(output.detach())  # any gradient: it is not read
+        output.backward(output.detach())  # the gradient's values are not read
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:

@@ -49,7 +49,7 @@ class DropoutRNG:
 
     @contextmanager
     def use_samples(self, samples: Sequence[int]) -> Iterator[None]:
-        """Within this context the current micro-batch has these global sample numbers, one per batch row."""
+        """Sets the global sample numbers of the current micro-batch, one per batch row, within the block."""
         before = self.samples
         self.samples = tuple(samples)
         try:
@@ -81,8 +81,9 @@ class DropoutMask:
     """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
     tp_group: TPGroup
     part: tuple[int, int, int] | None = None
-    """(dimension, first, size): the activation is the part from element `first` on of a dimension with `size`
-    elements, which is neither the last dimension nor shard_dim."""
+    """(dimension, first, size) if the activation is a slice of a larger one, which has `size` elements in
+    this dimension; the slice starts at element `first`. The dimension is not the last one, and not
+    shard_dim."""
 
 
 def dropout(
@@ -202,11 +203,12 @@ def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batc
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, columns]: a hash of the row's two keys and the column's key.
+    """Returns int32 [rows, columns]: a hash of the row's two keys and the column's key.
 
-    After the product with a row's odd key, shift and second product are the first round of `prospector32` of
-    hash-prospector. The second round is omitted: products carry only upward, so the upper bits depend on all
-    bits of the keys, and a comparison with a threshold reads the upper bits first.
+    The column's key is combined with both keys of the row, and then mixed by a shift and a product: the first
+    round of hash-prospector's `prospector32`. Its second round is not needed: products carry only upward, so
+    the upper bits depend on all bits of the keys, and a comparison with a threshold reads the upper bits
+    first.
     """
     bits = column_keys ^ row_keys[:, :1]
     bits *= row_keys[:, 1:] | 1
@@ -217,7 +219,7 @@ def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Te
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """A bijection on [0, 2**32) with good mixing of all bits; int64 in and out. It is `lowbias32` of
+    """Applies a bijection on [0, 2**32) with good mixing of all bits; int64 in and out. It is `lowbias32` of
     https://github.com/skeeto/hash-prospector, which found the constants by search."""
     low = 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low

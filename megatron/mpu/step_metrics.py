@@ -30,7 +30,7 @@ class StepMetrics:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this context recorded values count. Evaluations run outside of it."""
+        """Makes `record` count within the block. Evaluations run outside of it."""
         self._is_step = True
         try:
             yield
@@ -40,7 +40,8 @@ class StepMetrics:
     @torch.compiler.disable
     @torch.no_grad()
     def record(self, name: str, value: Tensor | float, reduce: Reduction = "mean") -> None:
-        """Records a scalar, read at the log line. Raises ValueError for a second reduction of a name."""
+        """Records a scalar, which is read at the log line. Raises ValueError if the name has another
+        reduction."""
         if not self._is_step:
             return
         if self._reductions.setdefault(name, reduce) != reduce:

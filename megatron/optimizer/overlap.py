@@ -258,7 +258,7 @@ class ShardedUnit(_HookedLayers):
     def _accumulate_grad(self, parameter: nn.Parameter) -> None:
         """Adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
         if len(self._pending_params) == len(self._parameters):
-            if self._reducing:  # of the previous micro-batch, in the same buffers
+            if self._reducing:  # the previous micro-batch's reduction uses these buffers
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()

@@ -63,7 +63,7 @@ class LearningRateSchedule:
     wsd_style: str | None = None
 
     def __post_init__(self) -> None:
-        LR_DECAY_STYLES.load(self.style)  # ConfigError for an unknown style
+        LR_DECAY_STYLES.load(self.style)  # raises ConfigError for an unknown style
         if self.style == "WSD":
             WSD_DECAY_STYLES.load(self.wsd_style or "")
 
@@ -181,7 +181,7 @@ def cosine_decay(max_lr: float, min_lr: float, done: float) -> float:
 
 
 def exponential_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Halves the learning rate, scaled to max_lr (done = 0) and min_lr (done = 1)."""
+    """Decays as 2 * 0.5^done - 1 from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + (2.0 * 0.5**done - 1.0) * (max_lr - min_lr)
 
 

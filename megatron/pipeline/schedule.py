@@ -41,8 +41,8 @@ class Timeline:
     """Per rank, its passes in chronological order."""
     peak_in_flight: list[int]
     """Per rank, the largest number of in-flight passes, whose activations are kept. A forward pass through a
-    chunk is in flight until its backward pass (and weight pass, if there is one) has ended. With two chunks
-    per rank, a chunk is about half of the rank's layers."""
+    chunk is in flight until its backward pass (and weight-gradient pass, if there is one) has ended. With two
+    chunks per rank, a chunk is about half of the rank's layers."""
 
     @cached_property
     def makespan(self) -> float:
@@ -97,7 +97,7 @@ def simulate_schedule(
     weight = [seconds / 2 for seconds in backward] if weight is None else weight
     rest = [both - part for both, part in zip(backward, weight, strict=True)]
     if min(rest) < 0:
-        raise ValueError("a weight pass takes longer than the backward pass that it is a part of")
+        raise ValueError("a weight-gradient pass takes longer than the backward pass that it is a part of")
     return simulate(actions, forward, rest, transfer, weight)
 
 
@@ -171,7 +171,8 @@ def simulate(
     """Simulates the actions of a schedule. Each step starts as early as its rank and its messages allow.
 
     The arguments are the times of `simulate_schedule`, but `backward` excludes `weight`: the times of the
-    weight passes, if any. Raises ValueError if the actions deadlock; it names a pass that gets no input.
+    weight-gradient passes, if any. Raises ValueError if the actions deadlock; it names a pass that gets no
+    input.
     """
     run = _Run(actions, {"forward": forward, "backward": backward, "weight": weight}, transfer)
     ready = deque(range(len(actions.steps)))
@@ -199,7 +200,7 @@ class _Rank:
     live: set[tuple[int, int]] = field(default_factory=set)
     """(micro-batch, chunk) of the in-flight forward passes."""
     weight_passes: set[tuple[int, int]] = field(default_factory=set)
-    """(micro-batch, chunk) of the weight passes that can run."""
+    """(micro-batch, chunk) of the weight-gradient passes that can run."""
     peak_in_flight: int = 0
     spans: list[Span] = field(default_factory=list)
 

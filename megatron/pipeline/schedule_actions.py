@@ -37,7 +37,7 @@ Kind = Literal["forward", "backward", "weight"]
 """Kind of a pass. "weight" (W) computes weight gradients, if "backward" (B) computes only input gradients."""
 
 FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
-"""Offset from a chunk to the chunk that receives its output. A weight pass has no receiver."""
+"""Offset from a chunk to the chunk that receives its output. A weight-gradient pass has no receiver."""
 
 
 class PipelineAction(NamedTuple):

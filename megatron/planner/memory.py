@@ -26,7 +26,7 @@ from megatron.units import GIB
 
 _LABEL_BYTES = 8 + 4
 """Bytes of a token's label and of its weight in the loss."""
-# A device needs memory in addition to the planned tensors. The three figures below are assumptions, which
+# A device needs memory in addition to the planned tensors. The three values below are assumptions, which
 # this repository has never measured. First, the CUDA context with the kernels of PyTorch and cuBLAS.
 CONTEXT_BYTES = GIB
 # The buffers of each NCCL communicator: published figures for A100s are 0.5 to 0.7 GB.

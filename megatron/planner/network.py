@@ -6,7 +6,7 @@ link of the ring, an all-reduce twice as much: the factor of the bus bandwidth (
 nccl-tests, "Performance reported by NCCL tests"). If rings extend over several nodes, all rings of a node's
 devices share the node's connection.
 
-The default rates are those of the vendors' systems, per direction:
+The default rates are the rates of the vendors' systems, per direction:
 
     V100   DGX-1: 6 NVLinks of 25 GB/s per device, 4 x 100 Gbit/s per node
     A100   DGX A100: 12 NVLinks of 25 GB/s, 8 x 200 Gbit/s

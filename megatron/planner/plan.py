@@ -52,7 +52,7 @@ class CommunicationRow:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The effect of one change to the plan. A rejected change has a reason, and None for all figures."""
+    """The effect of one change to the plan. A rejected change has a reason, and None for all numbers."""
 
     change: str
     fits: bool | None

@@ -24,7 +24,7 @@ _WIDTH = 0.4
 def new_figure(output: Path, rows: int, columns: int = 1, *, dpi: int = 120, **options: Any) -> Iterator[Any]:
     """Yields (figure, axes[row, column]), and writes the figure to `output` at the end of the block. The
     suffix of `output` is the file format (default: PNG). options: arguments of `pyplot.subplots`. Raises
-    OSError if the file cannot be written, ValueError for an unknown format."""
+    OSError if the file cannot be written, and ValueError for an unknown format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +101,8 @@ def _draw_timeline(axis: Any, plan: Plan) -> None:
 def draw_summary(summary: Mapping[str, Any], output: Path) -> None:
     """Plots the time, memory and bubble of each row of a sweep. Raises OSError if the file cannot be written.
     Each row has a bar for the measured and, below it, one for the predicted value. Whiskers show the fastest
-    and the slowest repeat. Rows with neither value, such as refused ones, are not shown."""
+    and the slowest repeat. Rows with neither value, such as rows with an invalid configuration, are not
+    shown."""
     from matplotlib.patches import Patch
 
     rows = [row for row in summary["rows"] if row["measured"] or row["predicted"]]

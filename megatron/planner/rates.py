@@ -139,7 +139,7 @@ def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
 
 
 def is_attention(kernel: Kernel) -> bool:
-    """Returns whether the kernel's name is that of fused attention."""
+    """Returns whether the kernel's name is the name of a fused attention kernel."""
     return "attention" in kernel.name
 
 

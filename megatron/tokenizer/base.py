@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         add it."""
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token, special tokens included."""
+        """Returns the id of every token, special tokens included."""
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the token ids of `text`, without added special tokens."""

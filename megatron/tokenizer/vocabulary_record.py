@@ -29,7 +29,7 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
 
 
 def record_path(prefix: str) -> str:
-    """The path of the vocabulary record of the token files `prefix`."""
+    """Returns the path of the vocabulary record of the token files `prefix`."""
     return f"{prefix}.tokenizer.json"
 
 
@@ -51,7 +51,8 @@ def write_record(prefix: str, tokenizer: Tokenizer) -> None:
 
 
 def read_record(prefix: str) -> dict[str, Any] | None:
-    """Reads the record of the token files `prefix`; None if there is none. UserError if it is damaged."""
+    """Returns the record of the token files `prefix`; None if it does not exist. Raises UserError if it is
+    damaged."""
     path = record_path(prefix)
     return _read(path) if os.path.exists(path) else None
 

@@ -27,7 +27,7 @@ _TRAINING_START = re.compile(r"iteration\s+(\d{1,18})\s*/\s*(\d{1,18})\s*\|")
 _VALIDATION_START = re.compile(r"(?<![\w.-])([\w.-]+) loss at ([^|]{0,200})\|")
 _ITERATION = re.compile(r"iteration (\d{1,18})")
 
-# Names other than the field's text in lower_snake_case.
+# Text of a field -> its name, for names that are not the text in lower_snake_case.
 _NAMES = {
     "elapsed time per iteration (s)": "seconds_per_iteration",
     "TFLOPs": "tflops_per_device",

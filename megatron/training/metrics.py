@@ -291,7 +291,7 @@ class MetricsLogger:
             if self._diverged_steps == _DIVERGED_STEPS:
                 self.print(
                     f"WARNING: iteration {record.state.iteration}: the loss has been above ln(vocabulary "
-                    f"size) = {self._uniform_loss:.2f}, that of a uniform distribution, or NaN, for "
+                    f"size) = {self._uniform_loss:.2f}, the loss of a uniform distribution, or NaN, for "
                     f"{_DIVERGED_STEPS} steps: the training has probably diverged; resume from an earlier "
                     "checkpoint with a lower learning rate, or skip the data "
                     "(--skip-train-iteration-range, --spike-policy)"

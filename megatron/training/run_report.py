@@ -184,7 +184,7 @@ def _content(plan: StagePlan, stage: int) -> str:
     return ", ".join(title if count == 1 else f"{count} x {title}" for title, count in counts) or "nothing"
 
 
-# Settings that a resume may change. It prints those that differ from the checkpoint's.
+# Settings that a resume may change. The report notes the ones that differ from the checkpoint's.
 _CHANGEABLE_SETTINGS = {
     "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
     "training": ("seed", "z_loss_weight"),

@@ -98,7 +98,7 @@ def describe_moments(optimizer: MixedPrecisionOptimizer) -> str:
             found = " and ".join(str(bits) for bits in sorted(moments.actual_bits)) or "no"
             raise RunStopped(
                 f"the moments of {name} have {found} bits per element, but the rule of --use-bnb-optimizer "
-                f"expects {moments.expected_bits}: this is a bug in the program; remove the flag"
+                f"expects {moments.expected_bits}: this is a bug in the program; remove --use-bnb-optimizer"
             )
     lines = ["moments after the first step:"]
     for bits in sorted({moments.expected_bits for moments in merged.values()}):

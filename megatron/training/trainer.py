@@ -305,8 +305,8 @@ class Trainer:
         return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
 
     def _evaluate_tasks(self, state: TrainingState) -> None:
-        """Runs --eval-harness-tasks if they are due. A request to stop ends them without a repetition
-        later."""
+        """Runs --eval-harness-tasks if they are due. A request to stop ends them, and the resumed run does
+        not repeat them."""
         interval = self.config.training.eval_harness_interval
         if interval is None or state.iteration % interval or self.exit_reason is not None:
             return

@@ -151,8 +151,8 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
     if args.get("group_query_attention") and _NEWER_ARGUMENT in args:
         found.append(
             f"num_key_value_heads is {args['num_key_value_heads']}, expected "
-            f"{args.get('num_attention_heads')}: since commit 676a482c that program takes each third of the "
-            "rows for queries, keys and values"
+            f"{args.get('num_attention_heads')}: since commit 676a482c Megatron-DeepSpeed takes each "
+            "third of the rows for queries, keys and values"
         )
     if args["position_embedding_type"] is None:
         found.append("it has neither learned nor rotary position embeddings")

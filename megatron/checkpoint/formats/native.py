@@ -203,8 +203,8 @@ class NativeReader(StateReader):
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
-        """Returns the files in `run.json`, where all have digests. Leaves out missing files that a resume
-        does not need."""
+        """Returns the files in `run.json`, where all have digests. Does not return missing files that a
+        resume does not need."""
         run = self.checkpoint.run
         unneeded = unneeded_files(run)
         return [

@@ -146,8 +146,8 @@ class UniversalReader(StateReader):
             compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
             if variants := megatron_deepspeed.unsupported(saved, self._stored.values()):
                 raise UserError(
-                    f"checkpoint {self.folder} is of Microsoft's Megatron-DeepSpeed, with parts that are not "
-                    f"read from that program: {'; '.join(variants)}"
+                    f"checkpoint {self.folder} was written by Microsoft's Megatron-DeepSpeed, with settings "
+                    f"that cannot be converted: {'; '.join(variants)}"
                 )
         self._check_files()
         differences = [

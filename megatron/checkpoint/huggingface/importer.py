@@ -444,7 +444,7 @@ def _run_record(
 
 def start_flags(config: Config, output: Path) -> list[str]:
     """Returns the flags of `pretrain_gpt.py` that start a run from `output`, the checkpoint of
-    `write_universal`: checkpoint, model and tokenizer. Settings with default values are left out."""
+    `write_universal`: checkpoint, model and tokenizer. Settings with default values are not included."""
     model, chosen = config.model, config.model.chosen_settings()
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     derived = {field.name for field in dataclasses.fields(model) if flag_of(field).derived} - chosen

@@ -65,9 +65,9 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
     """Locks a file beside the temporary folder; the kernel unlocks it however this process ends. Yields
     whether a killed conversion left the file.
 
-    The file is not in the folder, because NFS renames an open file instead of deleting it, and its folder
-    could not be deleted. Raises UserError if another process has the lock. On a file system without locks the
-    file itself is the lock, and the user has to remove it after a killed conversion.
+    The file is not in the temporary folder: NFS renames an open file instead of deleting it, so a folder with
+    an open file in it cannot be deleted. Raises UserError if another process has the lock. On a file system
+    without locks the file itself is the lock, and the user has to remove it after a killed conversion.
     """
     path = temporary.with_name(temporary.name + ".lock")
     try:

@@ -158,4 +158,4 @@ PARTIAL_ROPE = Conversion(
     to_megatron=_partial_to_megatron,
     check_file=partial(_check_outside_settings, keys=_OUTSIDE_PARTIAL),
 )
-"""For families that may rotate only a part of each head."""
+"""The conversion for families that may rotate only a part of each head."""

@@ -4,7 +4,7 @@ A job claims the folder with an empty file `owner-<n>-<token>.json`. The token i
 than the numbers of all existing claims. Then the job lists the folder again. It withdraws if there is a
 higher claim, or a filled claim that is active, and waits until all other empty claims are gone. So if several
 jobs claim the folder at once, or see an old listing, only one of them fills its file and becomes the owner.
-The rank 0 of the owner then writes heartbeats into the file.
+Rank 0 of the owner then writes heartbeats into the file.
 
 A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if its file did
 not change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never

@@ -124,8 +124,8 @@ def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
 
 
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    """Returns the newest checkpoint in --save if its run was started from --load, by the path in its origin;
-    else None. --load and --save are different folders."""
+    """Returns the newest checkpoint in --save if its run was started from --load, according to the path that
+    its `origin` records; otherwise None. Returns None also if --load and --save are one folder."""
     if config.load is None or config.save is None or _is_same_path(config.load, config.save):
         return None
     try:
@@ -182,7 +182,7 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
         return False
     digest, now = origin.get("sha256"), origin_record(given)
     if digest is None or digest == now["sha256"]:
-        # Checkpoints without digests, as of other frameworks, are distinguished by name and path.
+        # Checkpoints without digests, such as those of other frameworks, are distinguished by name and path.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
     if config.universal_checkpoint or _is_same_path(given.folder, config.load):
@@ -191,7 +191,8 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
 
 
 def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Returns whether a run with this origin had equal --finetune, --no-load-optim and --branch-at."""
+    """Returns whether a run with this origin was started with the --finetune, --no-load-optim and --branch-at
+    of `config`."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 

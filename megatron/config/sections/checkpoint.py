@@ -27,15 +27,16 @@ class CheckpointConfig(Section):
     load: str | None = flag(
         None,
         metavar="FOLDER",
-        help="resume from this folder, or from checkpoints that the run has saved in --save since. If --load "
-        "and --save name one folder that is empty or missing, the run is initialized from scratch",
+        help="resume from the checkpoint in this folder; once the run has saved checkpoints in --save, "
+        "resume from the newest of those. If --load and --save name one folder that is empty or missing, the "
+        "run is initialized from scratch",
         group=COMMON_FLAGS,
     )
     save_interval: int | None = flag(
         None,
         at_least=1,
         help="iterations between checkpoints (default: save only at the end of the run and on exit)",
-        needs={"checkpoint.save": "set the checkpoint folder, or remove it"},
+        needs={"checkpoint.save": "set --save to a folder, or remove --save-interval"},
     )
     async_save: bool = flag(
         False,

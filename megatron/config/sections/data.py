@@ -32,7 +32,10 @@ class DataConfig(Section):
         group=COMMON_FLAGS,
     )
     split: str = flag(
-        "969, 30, 1", strip_quotes=True, help="weights of the training, validation and test splits"
+        "969, 30, 1",
+        strip_quotes=True,
+        metavar="WEIGHTS",
+        help="weights of the training, validation and test splits",
     )
     train_weighted_split_paths: tuple[str, ...] = _groups(
         "training data, which replaces --data-path and --split: one quoted group 'NAME: WEIGHT START:END "
@@ -69,14 +72,14 @@ class DataConfig(Section):
         None,
         at_least=1,
         help="number of training samples over which the data order is planned; another number gives another "
-        "order. A longer run plans over its own length (default: the length of the run; with --branch-at, "
-        "the number of the run in --load)",
+        "order. A longer run plans over its own length (default: the length of the run in samples; with "
+        "--branch-at, the value of the run in --load)",
     )
     data_first_sample: int = flag(
         0,
         at_least=0,
-        help="number of consumed samples at which the run begins to read this training data (with "
-        "--branch-at and --override-data: the checkpoint's number)",
+        help="number of consumed samples at which the run begins to read this training data; with "
+        "--branch-at and --override-data, the checkpoint's number",
     )
     num_workers: int = flag(
         2, at_least=0, help="number of data loading threads for training; 0 loads in the main thread"

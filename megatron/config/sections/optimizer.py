@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
         "BigScience's flag of this name enabled implicitly",
         excludes={
             "optimizer.optimizer=sgd": "8-bit moments are supported only for Adam; use adam or adamw, or "
-            "remove the flag",
+            "remove --use-bnb-optimizer",
             "optimizer.use_apex": "each flag selects its own Adam; remove one of the two",
         },
     )

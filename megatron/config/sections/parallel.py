@@ -66,7 +66,7 @@ class ParallelConfig(Section):
         "GEMM into chunks of the sequence. The communication of one chunk overlaps with the GEMM of another",
         needs={
             "parallel.sequence_parallel": "it splits collectives along the sequence; add "
-            "--sequence-parallel or remove it"
+            "--sequence-parallel, or remove --tp-comm-overlap"
         },
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )

@@ -61,7 +61,7 @@ class TrainingConfig(Section):
         group="validation",
         help="tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) to evaluate during training, "
         "every --eval-harness-interval iterations",
-        needs={"training.eval_harness_interval": "set the iterations between two runs"},
+        needs={"training.eval_harness_interval": "set the iterations between two evaluations of the tasks"},
     )
     eval_harness_interval: int | None = flag(
         None,
@@ -110,7 +110,8 @@ class TrainingConfig(Section):
         help="seconds without progress (a micro-batch, a step, bytes of a checkpoint) after which the run "
         "prints the stacks of all threads and aborts; 0 disables the limit. The limit is 4 times as long for "
         "a load or save, and 10 times for startup and, with --compile, for the first step and the first "
-        "evaluation. Each phase has at least 3 times its median duration",
+        "evaluation. A limit is at least 3 times the median duration of the past steps, evaluations or saves "
+        "that it applies to",
     )
     no_preflight: bool = flag(
         False,
@@ -204,7 +205,9 @@ class TrainingConfig(Section):
         False,
         help="with --dry-run: also run a training step of every pipeline stage on a simulated device, and "
         "print its memory, operations and communication; see docs/simulation.md",
-        needs={"training.dry_run": "it simulates a step and trains nothing; add --dry-run, or remove it"},
+        needs={
+            "training.dry_run": "it simulates a step and trains nothing; add --dry-run, or remove --simulate"
+        },
     )
     gpu: str | None = flag(
         None,

@@ -59,7 +59,7 @@ Receive = Callable[[Tensor, int], None]
 
 
 def receive_nothing(values: Tensor, source: int) -> None:
-    """The `Receive` function of a rank that receives no messages. Raises AssertionError."""
+    """Raises AssertionError: the `Receive` function of a rank that receives no messages."""
     raise AssertionError("nothing is received")
 
 

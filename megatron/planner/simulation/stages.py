@@ -27,8 +27,8 @@ _MOST_SIMULATED = 16_384
 
 def simulate_stages(config: Config) -> list[StepRecord]:
     """Simulates the first device (TP rank 0, DP rank 0) of each pipeline rank; returns their records. Raises
-    ConfigError if the stages are not known or the run has too many ranks, SimulationError if a step cannot be
-    simulated."""
+    ConfigError if the stages are not known or the run has too many ranks, and SimulationError if a step
+    cannot be simulated."""
     if config.optimizer.use_apex:
         raise ConfigError(
             "--use-apex: apex needs a GPU, so it cannot be simulated. Remove --use-apex (PyTorch's norm and "

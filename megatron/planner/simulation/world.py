@@ -182,7 +182,7 @@ class _EmptySamples:
 
 
 class _NoReport(StartupReport):
-    """Reports nothing: the report needs figures of all ranks, but only one rank is simulated."""
+    """Reports nothing: the report needs values of all ranks, but only one rank is simulated."""
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
         return iter(())

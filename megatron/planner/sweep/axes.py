@@ -46,7 +46,7 @@ class Row:
 
     settings: flag -> value as typed. words: the settings as words of a command line. numbers: digest of the
     settings on which the losses depend. tolerance: relative difference of losses that the precision allows.
-    predicted: see `resolve.predict`. refused: the error if the configuration is not valid, otherwise None.
+    predicted: see `resolve.predict`. refused: the error if the configuration is invalid, otherwise None.
     """
 
     index: int

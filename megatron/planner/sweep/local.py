@@ -1,4 +1,4 @@
-"""Does the runs of a sweep on this machine, one after another."""
+"""Runs a sweep on this machine, one run after another."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run_sweep(
     timeout_s: float | None = None,
     retry_failed: bool = False,
 ) -> None:
-    """Does all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a hang.
-    retry_failed: see `SweepFolder.pending`."""
+    """Executes all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a
+    hang. retry_failed: see `SweepFolder.pending`."""
     with folder.lock() as lock, _end_on_sigterm():
         todo = folder.pending(record, retry_failed)
         num_tasks = len(list(record.tasks()))
@@ -143,7 +143,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _end_on_sigterm() -> Iterator[None]:
-    """Within this context SIGTERM ends the current run and then the sweep, as Ctrl-C does."""
+    """Makes SIGTERM end the current run and then the sweep, as Ctrl-C does, within the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

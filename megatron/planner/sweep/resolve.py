@@ -81,7 +81,7 @@ def resolve_rows(
     resolved = [_resolve_row(base, row, steps, processes, dry_run) for row in rows]
     if all(row.refused for row in resolved):
         raise UserError(
-            f"all {len(rows)} combination(s) are refused. The reason for the first: {resolved[0].refused}"
+            f"all {len(rows)} combination(s) are invalid. The reason for the first: {resolved[0].refused}"
         )
     return resolved
 

@@ -1,4 +1,4 @@
-"""Does the runs of a sweep as an array of Slurm jobs, each of which runs a script of examples/slurm.
+"""Runs a sweep as an array of Slurm jobs. Each job runs a script of examples/slurm.
 
 `submit` writes the runs of the array to a file, and submits the script with SWEEP=FILE in its environment. In
 each job, examples/slurm/common.sh reads the flags of its array task from this module, and finally records the

@@ -122,7 +122,8 @@ def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:
 
 
 def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
-    """Returns row -> its group, numbered from 1 in the order of the rows. Refused rows have no group."""
+    """Returns row -> its group, numbered from 1 in the order of the rows. Rows with an invalid configuration
+    have no group."""
     numbers: dict[str, int] = {}
     for row in rows:
         if row.refused is None:

@@ -27,9 +27,9 @@ Results = dict[str, dict[str, float]]
 OWN_TASKS = Path(__file__).parent
 # Bootstrap samples for standard errors of metrics that are not means.
 _BOOTSTRAP_DRAWS = 1000
-# Limit for generating tasks that set no limit.
+# Limit of generated tokens for tasks that set none.
 MAX_GENERATED_TOKENS = 256
-# Names of the setting with a task's limit.
+# Names under which a task may set its limit of generated tokens.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 

@@ -96,7 +96,8 @@ def test_a_folder_lists_its_checkpoints(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "latest, problem", [(None, "no file `latest`"), ("global_step7", "names global_step7, which is not")]
+    "latest, problem",
+    [(None, "no file `latest`"), ("global_step7", "names global_step7, which does not exist")],
 )
 def test_a_latest_that_names_a_missing_folder_is_a_problem(latest, problem, tmp_path):
     write(tmp_path, Row())
@@ -274,7 +275,7 @@ def test_damage_of_a_universal_checkpoint_is_named(damage, tmp_path, capsys):
         named = path.name
     else:
         (tmp_path / "latest_universal").write_text("global_step6_universal")
-        named = "`latest_universal` names global_step6_universal, which is not there"
+        named = "`latest_universal` names global_step6_universal, which does not exist"
         universal = tmp_path
     code, printed = output(capsys, universal, "--verify")
     assert code == 2 and any(named in line for line in printed.splitlines() if "problem: " in line)

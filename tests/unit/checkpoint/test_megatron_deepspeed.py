@@ -164,7 +164,7 @@ def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -
 )
 def test_a_variant_that_the_model_lacks_is_refused_by_name(argument: str, value: Any, tmp_path: Path) -> None:
     write(tmp_path, **{argument: value})
-    with pytest.raises(UserError, match=f"of Microsoft's Megatron-DeepSpeed.*{argument} is"):
+    with pytest.raises(UserError, match=f"by Microsoft's Megatron-DeepSpeed.*{argument} is"):
         find(tmp_path)
 
 

@@ -142,7 +142,7 @@ COMPRESSED = gzip.compress(LINES.encode())
     ("name", "content", "reason"),
     [
         ("in.jsonl.gz", LINES.encode(), r"not a gzip file, it begins with b'\{\"'"),
-        ("in.jsonl", gzip.compress(LINES.encode()), "a gzip file, add .gz"),
+        ("in.jsonl", gzip.compress(LINES.encode()), "it is a gzip file; add .gz"),
         ("in.jsonl", LINES.encode("utf-16"), "UTF-16"),
         ("in.jsonl", LINES.encode("utf-16-be"), "UTF-16"),
         ("in.jsonl", LINES.encode("utf-32-le"), "UTF-16 or UTF-32"),

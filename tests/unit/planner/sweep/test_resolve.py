@@ -160,5 +160,5 @@ def test_a_wrong_base_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> Non
         sweep.main(["plan", "--vary", "--micro-batch-size", "1", "2", "--", *BASE[2:]])
     assert error.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "error: all 2 combination(s) are refused. The reason for the first: "
+        "error: all 2 combination(s) are invalid. The reason for the first: "
     )
