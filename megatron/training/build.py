@@ -32,7 +32,7 @@ from megatron.errors import UserError
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import InitialValues, initial_values, spec_of
+from megatron.mpu.parameters import InitialValues, ParameterSpec, initial_values, local_shape, spec_of
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
@@ -126,6 +126,11 @@ def build_engine(
     return GPTEngine(config, layout, tp_group, build_model(config, layout, tp_group, vocab, bounds, values))
 
 
+def zeros(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> torch.Tensor:
+    """Returns the initial values of a parameter that a checkpoint overwrites: zeros are the fastest."""
+    return torch.zeros(local_shape(spec, tp_group))
+
+
 def build_trainer(
     config: Config,
     engine: GPTEngine,
@@ -190,8 +195,7 @@ def load_distributed_model(
     layout = ParallelLayout.from_config(config.parallel, rank)
     tp_group = layout.make_tp_group()
     vocab = Vocabulary(checkpoint.vocab_size, checkpoint.eod)
-    # The weights are overwritten. Zeros are the fastest initial values.
-    module = build_model(config, layout, tp_group, vocab, values=lambda *_: torch.zeros(()))
+    module = build_model(config, layout, tp_group, vocab, values=zeros)
     problem = None
     try:
         _load_weights(module, checkpoint, tp_group)

@@ -24,7 +24,8 @@ from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
-from megatron.training.build import Setup, build_engine, build_trainer, find_stages
+from megatron.mpu.parameters import initial_values
+from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
 from megatron.training.data import data_report, run_fingerprint
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
@@ -79,7 +80,8 @@ def run(
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{data_table}")
     on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
-    engine = build_engine(config, layout, tp_group, vocab, plan.bounds)
+    values = initial_values if checkpoint is None else zeros
+    engine = build_engine(config, layout, tp_group, vocab, plan.bounds, values)
     trainer = build_trainer(
         config,
         engine,
