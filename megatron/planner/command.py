@@ -69,7 +69,23 @@ def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
         v100 = "--gpu" in words and words[words.index("--gpu") + 1].startswith("v100")
         words.append("--fp16" if v100 else "--bf16")
         notes.append(f"neither --bf16 nor --fp16 is set: planned with {words[-1]}")
+    if not {"parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"} & given:
+        words += ["--pipeline-model-parallel-size", str(_first_pipeline_size(words))]
     return words, notes
+
+
+def _first_pipeline_size(words: Sequence[str]) -> int:
+    """Returns the smallest number of stages with which the batch sizes are divisible by the data-parallel
+    size times the micro-batch size, so that a search has a valid layout to start from; 1 if there is none."""
+    settings = vars(make_parser().parse_args(words))
+    world_size, micro_batch = (settings.get(f, 1) for f in ("parallel.world_size", "batch.micro_batch_size"))
+    sizes = [settings.get("batch.global_batch_size", micro_batch)]
+    sizes += [size for size in settings.get("batch.rampup_batch_size", ())[:2] if size]
+    if min(world_size, micro_batch) < 1:
+        return 1  # the checks of the flags name the mistake
+    divisors = (size for size in range(1, world_size + 1) if world_size % size == 0)
+    fitting = (p for p in divisors if all(size % (micro_batch * world_size // p) == 0 for size in sizes))
+    return next(fitting, 1)
 
 
 def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:

@@ -163,3 +163,21 @@ def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
     )
     found = combinations(parse_args(flags.split(), {}), 12)
     assert {change["parallel.tensor_model_parallel_size"] for change in found} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("flags", "stages"),
+    [
+        ("--world-size 384 --micro-batch-size 2 --global-batch-size 2048", 3),
+        ("--world-size 8 --micro-batch-size 1 --global-batch-size 64", 1),
+        ("--world-size 8 --micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 4 4 100", 2),
+        ("--world-size 7 --micro-batch-size 2 --global-batch-size 3", 1),
+        ("--world-size 0 --micro-batch-size 1 --global-batch-size 8", 1),
+    ],
+)
+def test_a_search_starts_from_a_layout_whose_batch_is_divisible(flags: str, stages: int) -> None:
+    """Without one it starts from one stage, and the check of the flags names the mistake."""
+    words, _ = with_defaults(flags.split())
+    assert words[-2:] == ["--pipeline-model-parallel-size", str(stages)]
+    given = [*flags.split(), "--tensor-model-parallel-size", "2"]
+    assert "--pipeline-model-parallel-size" not in with_defaults(given)[0]
