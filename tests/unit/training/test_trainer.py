@@ -73,14 +73,15 @@ def test_previous_checkpoint_is_named_after_a_failed_save_if_there_is_one(iterat
 
 
 def test_failed_save_is_exit_code_2() -> None:
-    def save(state: TrainingState) -> None:
+    def save(state: TrainingState, in_background: bool) -> None:
         raise SaveError("checkpoint a/global_step5 cannot be written (the disk is full)")
 
     trainer: Any = SimpleNamespace(
         config=SimpleNamespace(checkpoint=CheckpointConfig(save="a")),
         watchdog=SimpleNamespace(phase=lambda phase: nullcontext()),
-        checkpoints=SimpleNamespace(save=save),
+        checkpoints=SimpleNamespace(save=save, finish_save=lambda: None),
         resumable_iteration=0,
+        _announce_saves=lambda: None,
     )
     with pytest.raises(RunStopped, match="the disk is full.: nothing has been saved before") as caught:
         Trainer.checkpoint(trainer, TrainingState(5))
