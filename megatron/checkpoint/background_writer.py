@@ -39,7 +39,7 @@ PIECE_BYTES = 1 << 24
 # Pieces begin at multiples of it, so that none ends inside an element of a tensor.
 ALIGNMENT = 64
 # Added to the nice value of the writer process: training has the processor first.
-NICENESS = 10
+NICENESS = 19
 _PR_SET_PDEATHSIG = 1
 # With `python -m` the classes of messages would belong to another module, __main__.
 _PROGRAM = f"from {__name__} import main; main()"
