@@ -27,6 +27,8 @@ class SaveOutcome:
     num_bytes: int = 0
     seconds: float = 0.0
     """From the begin of the save to the checkpoint's final name."""
+    mismatched: tuple[str, ...] = ()
+    """Replicas that differ on several ranks."""
 
 
 @dataclass

@@ -41,6 +41,11 @@ ALIGNMENT = 64
 # Added to the nice value of the writer process: training has the processor first.
 NICENESS = 19
 _PR_SET_PDEATHSIG = 1
+# Ctrl-C and signals of Slurm reach the process group: the rank decides when its writer ends.
+IGNORED_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+)
 # With `python -m` the classes of messages would belong to another module, __main__.
 _PROGRAM = f"from {__name__} import main; main()"
 # Number in the table of fragments, offset in the piece in bytes, first element of the shard, number of
@@ -84,10 +89,11 @@ class BackgroundWriter:
         self._heartbeat = heartbeat
         descriptor = os.memfd_create("checkpoint")
         os.ftruncate(descriptor, self._size)
-        # With all pages in place: page faults would make the first save several times as long.
-        self._ring = mmap.mmap(descriptor, self._size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._ring = mmap.mmap(descriptor, self._size)
         ours, theirs = socket.socketpair()
         folders = [str(Path(megatron.__path__[0]).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Blocked until the writer ignores them: a signal of the process group would end it while it imports.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *map(str, (theirs.fileno(), descriptor, os.getpid()))],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
@@ -95,6 +101,7 @@ class BackgroundWriter:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         os.close(descriptor)
         self._pipe = Connection(ours.detach())
@@ -139,7 +146,14 @@ class BackgroundWriter:
         """Returns what the writer has done before `end_save`; None if it is not finished after `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None or self._problem != "", wait_s)
-            return Written(problem=self._problem) if self._problem else self._written
+            if self._written is None and self._problem:
+                return Written(problem=self._problem)
+            return self._written
+
+    @property
+    def num_written(self) -> int:
+        """The number of bytes that the writer has taken from the ring so far."""
+        return self._freed
 
     def close(self) -> None:
         """Ends the writer process."""
@@ -161,13 +175,10 @@ class BackgroundWriter:
             done += count
 
     def _wait_for_space(self, needed: int) -> None:
-        is_free = False
-        while not is_free:
-            self._heartbeat()
-            with self._changed:
-                is_free = self._changed.wait_for(
-                    lambda: self._problem != "" or self._size - (self._sent - self._freed) >= needed, 1.0
-                )
+        with self._changed:
+            while not self._problem and self._size - (self._sent - self._freed) < needed:
+                self._changed.wait()
+        self._heartbeat()  # the ring has space: the writer progresses
 
     def _send(self, *message: Any) -> None:
         """Never waits: the messages of a save may not fit in the connection while the writer is busy."""
@@ -287,11 +298,14 @@ def main() -> None:
     """The writer process. Arguments: descriptors of the connection and of the ring, process id of the
     rank."""
     connection, ring, parent = map(int, sys.argv[1:])
-    # The writer ends with its rank. Ctrl-C and SIGTERM of a group reach both: the rank decides.
+    # The writer ends with its rank.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(NICENESS)
-    _WriterProcess(Connection(connection), mmap.mmap(ring, 0)).run()
+    # All pages are taken now: page faults would make the first save several times as long.
+    shared = mmap.mmap(ring, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    _WriterProcess(Connection(connection), shared).run()

@@ -9,7 +9,7 @@ Several changes cancel with a probability of about 2^-60. The digest detects err
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,13 @@ def digest_state(
     unquantized: replaces the digests of the moments that it contains.
     """
     read_parts = unquantized.parts if unquantized is not None else {}
-    own = rank_digests(optimizer, layout, lambda part: _computed(part) | read_parts.get(part.name, {}))
+    is_replicated = optimizer.partition_count == 1
+    own = rank_digests(
+        optimizer.local_param_states(),
+        layout,
+        is_replicated,
+        lambda part: _computed(part) | read_parts.get(part.name, {}),
+    )
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, records if dist.get_rank() == 0 else None)
     shared = broadcast_from_rank_0(combined(records) if dist.get_rank() == 0 else None)
@@ -90,14 +96,16 @@ def digest_state(
 
 
 def rank_digests(
-    optimizer: MixedPrecisionOptimizer,
+    parts: Iterable[LocalParamState],
     layout: ParallelLayout,
+    is_replicated: bool,
     digests_of: Callable[[LocalParamState], dict[str, int]],
 ) -> RankDigests:
-    """Returns this rank's part of the digests. digests_of: the digests of a part of a parameter, by state."""
-    place = (layout.pipeline_stage, layout.dp_rank if optimizer.partition_count == 1 else 0)
+    """Returns this rank's part of the digests. is_replicated: whether each data-parallel rank has the whole
+    state. digests_of: returns the digests of a part of a parameter, by state."""
+    place = (layout.pipeline_stage, layout.dp_rank if is_replicated else 0)
     own = RankDigests(place, layout.tp_rank)
-    for part in optimizer.local_param_states():
+    for part in parts:
         own.digests[part.name] = digests_of(part)
         if part.spec.shard_dim is not None:
             own.sharded.add(part.name)

@@ -6,12 +6,13 @@ newest checkpoint. No random state is saved: dropout and initial weights are fun
 global sample numbers, and the learning rate is a function of the iteration.
 """
 
+import json
 import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron.checkpoint.background_save import BackgroundSave, RankResult, Save
 from megatron.checkpoint.background_writer import BackgroundWriter
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import UnquantizedDigests, combined, rank_digests
-from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum
+from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import Place, file_index, missing_files
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
@@ -51,7 +52,7 @@ from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, stop_at_access_error
-from megatron.files import write_json
+from megatron.files import MAX_JSON_BYTES, write_json
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.optimizer.eight_bit import rule_record
@@ -120,6 +121,8 @@ class CheckpointManager:
                 self.identity = start_identity(checkpoint, options)
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
+        if options.async_save and not self.engine.run_config.training.no_train:
+            self._start_writer()  # its memory is taken now, not in the first save; a failure is told then
         if checkpoint is None:
             return TrainingState()
         print_fn(verification_table(load_checkpoint(self.engine, checkpoint, self.fingerprint)))
@@ -208,14 +211,14 @@ class CheckpointManager:
         the places of parameters in them. Returns all files. Raises OSError, on every rank, if one is
         missing."""
         files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
-        run = {
-            **run,
-            "index": file_index({name: place for _, own in of_ranks for name, place in own.items()}),
-        }
+        places = {name: place for _, own in of_ranks for name, place in own.items()}
         if lacking := missing_files(files, run):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
         if self.identity is not None:
-            run = add_checksum({**run, "files": files, **self.identity.record()})
+            if problem := first_size_mismatch(saving, files):
+                raise OSError(f"{problem}, after all ranks have written")
+            run = {**run, "files": files, **self.identity.record()}
+            run = add_checksum(_within_limit(run, file_index(places, run["parameters"])))
             write_json(saving / RUN_FILE, run)
             name = f"global_step{state.iteration}"
             entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
@@ -229,17 +232,30 @@ class CheckpointManager:
     ) -> BackgroundSave:
         """Copies the state for the writer process. Collective."""
         engine, optimizer = self.engine, self.engine.optimizer
-        if self._writer is None:
-            self._writer = BackgroundWriter(self._ring_bytes(), self.heartbeat)
-        files = BackgroundFiles(self._writer, {part.name: part for part in optimizer.local_param_states()})
+        problem = self._start_writer()
+        # Without the values, which for 8-bit moments are copies in fp32.
+        parts = [replace(part, values={}) for part in optimizer.local_param_states()]
+        files = BackgroundFiles(self._writer, {part.name: part for part in parts}, problem)
         engine.save_files(str(self.folder), saving.name, extra, files)
         problem = files.end(optimizer.state_dict)
-        digests = rank_digests(optimizer, engine.layout, lambda part: files.digests.get(part.name, {}))
+        is_replicated = optimizer.partition_count == 1
+        digests = rank_digests(
+            parts, engine.layout, is_replicated, lambda part: files.digests.get(part.name, {})
+        )
         loss = canary_loss(engine, self.vocab_size)
         self._num_saves += 1
         writer = None if problem else self._writer
         place = (self._num_saves, state, saving, run, loss, digests, files.places)
         return BackgroundSave(*place, writer, self._store, started, problem)
+
+    def _start_writer(self) -> str:
+        """Starts the writer process, if there is none. Returns why it cannot be started; "" if it can."""
+        try:
+            if self._writer is None:
+                self._writer = BackgroundWriter(self._ring_bytes(), self.heartbeat)
+        except OSError as error:
+            return f"the checkpoint writer cannot be started ({error})"
+        return ""
 
     def _ring_bytes(self) -> int:
         """The memory for the copy of this rank's state: all of it, or --async-save-memory-gb."""
@@ -267,8 +283,12 @@ class CheckpointManager:
         if save is None:
             self._wait_for_deletion()
             return None
+        written = 0
         while not save.report(wait_s=1.0):
-            self.heartbeat()
+            # A heartbeat only if the writer progresses: the watchdog ends a run whose file system hangs.
+            if save.writer is not None and save.writer.num_written != written:
+                written = save.writer.num_written
+                self.heartbeat()
         dist.barrier()
         self.poll()
         is_known = save.outcome is not None
@@ -277,6 +297,8 @@ class CheckpointManager:
         if not is_known:
             self._outcomes.append(save.outcome)
         self._last_outcome, self._in_flight = save.outcome, None
+        if save.outcome.mismatched:
+            self._delete_old(save.outcome.folder.name, list(save.outcome.mismatched))
         if save.outcome.problem and self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -303,14 +325,14 @@ class CheckpointManager:
             run = {**save.run, "certificate": record}
             of_ranks = [(result.files, result.places) for result in results]
             files = self._publish(save.saving, save.state, run, of_ranks)
-        except (OSError, FolderTakenError) as error:
+        except (OSError, UserError, FolderTakenError) as error:
             return SaveOutcome(folder, save.state.iteration, str(error))
-        if record["unequal_copies"]:  # a resume may need an older checkpoint
-            self._warn_of_mismatch(name, record["unequal_copies"])
-        else:
+        mismatched = tuple(record["unequal_copies"])
+        if not mismatched:  # else `finish_save` finds the checkpoint that must be kept, with all ranks
             self._delete_in_background(None)
         num_bytes = sum(facts["bytes"] for facts in files.values())
-        return SaveOutcome(folder, save.state.iteration, "", num_bytes, time.monotonic() - save.started)
+        seconds = time.monotonic() - save.started
+        return SaveOutcome(folder, save.state.iteration, "", num_bytes, seconds, mismatched)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
@@ -388,9 +410,8 @@ class CheckpointManager:
             self._deletion.start()
 
     def _wait_for_deletion(self) -> None:
-        while self._deletion is not None and self._deletion.is_alive():
-            self.heartbeat()
-            self._deletion.join(1.0)
+        if self._deletion is not None:
+            self._deletion.join()
 
 
 def _delete(folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:
@@ -398,6 +419,16 @@ def _delete(folder: Path, identity: RunIdentity, options: CheckpointConfig, prot
         delete_old_checkpoints(folder, identity, options, protected)
     except OSError as error:
         _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
+
+
+def _within_limit(run: dict[str, Any], index: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of `run.json` with the index, or without it if no reader would accept its size:
+    then all files are read. Raises OSError if the content is too large without it."""
+    for content in ({**run, "index": index}, run):
+        # The checksum is added later.
+        if (size := len(json.dumps(content, indent=2)) + 100) <= MAX_JSON_BYTES:
+            return content
+    raise OSError(f"{RUN_FILE} would have {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
 
 
 def layout_record(config: Config) -> dict[str, Any]:

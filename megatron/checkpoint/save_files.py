@@ -53,13 +53,15 @@ class BackgroundFiles(TorchCheckpointEngine):
     """Hands each file to the writer process. digests: those of tensors that are not in host memory, which are
     computed at once, by parameter and kind. places: as `DirectFiles`."""
 
-    def __init__(self, writer: BackgroundWriter, parts: Mapping[str, LocalParamState]) -> None:
-        """parts: this rank's part of each parameter."""
+    def __init__(
+        self, writer: BackgroundWriter | None, parts: Mapping[str, LocalParamState], problem: str
+    ) -> None:
+        """parts: this rank's part of each parameter. problem: why there is no writer; "" if there is one."""
         self.digests: dict[str, dict[str, int]] = {}
         self.places: dict[str, dict[str, Place]] = {}
         self._writer, self._parts = writer, parts
         self._has_optimizer_state = False
-        self._problem = ""
+        self._problem = problem
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Does nothing: DeepSpeed's class logs."""
@@ -75,7 +77,7 @@ class BackgroundFiles(TorchCheckpointEngine):
     def _write(self, path: Path | None, fragments: Sequence[StoredFragment], state: Any) -> None:
         """After a failure it does nothing: this rank still takes part in the collectives of the save."""
         try:
-            if not self._problem:
+            if not self._problem and self._writer is not None:
                 self._writer.write_file(path, fragments, lambda file: _save(state, file))
         except OSError as error:
             self._problem = str(error)
@@ -88,9 +90,10 @@ class BackgroundFiles(TorchCheckpointEngine):
         """
         if not self._has_optimizer_state:
             state = optimizer_state()
-            self._write(None, self._fragments(state), state)
+            if fragments := self._fragments(state):  # none on a device: the digests are computed already
+                self._write(None, fragments, state)
         try:
-            if not self._problem:
+            if not self._problem and self._writer is not None:
                 self._writer.end_save()
         except OSError as error:
             self._problem = str(error)

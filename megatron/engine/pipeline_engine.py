@@ -144,8 +144,12 @@ class GPTEngine(ScheduleExecutor):
         self, folder: str, name: str, client_state: dict[str, Any], files: CheckpointEngine
     ) -> None:
         """Saves a checkpoint through DeepSpeed into `folder`/`name`. files: writes the files. Collective."""
+        before: CheckpointEngine = self.checkpoint_engine  # type: ignore[has-type]
         self.checkpoint_engine = files
-        self.save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
+        try:
+            self.save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
+        finally:
+            self.checkpoint_engine = before
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Writes the layer files; called by DeepSpeed's `save_checkpoint`.

@@ -150,7 +150,8 @@ def build_trainer(
 ) -> Trainer:
     """Returns the training loop around an engine, with its checkpoints and data.
 
-    fingerprint: see `run_fingerprint`. owner: owner of --save. tasks: --eval-harness-tasks, on rank 0.
+    fingerprint: see `run_fingerprint`. owner: owner of --save. store: of all ranks, for saves in the
+    background. tasks: --eval-harness-tasks, on rank 0.
     """
     watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""

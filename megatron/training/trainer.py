@@ -142,6 +142,8 @@ class Trainer:
         self._announce_saves()
         if self.config.checkpoint.save and (saved != state or (last is not None and last.problem)):
             self.checkpoint(state)
+            with self.watchdog.phase(Phase.SAVE):
+                self.checkpoints.finish_save()  # waits until old checkpoints are deleted
         self._print_exit_reason()
         return state
 

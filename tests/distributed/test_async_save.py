@@ -26,6 +26,7 @@ ROWS = {
     "DP 4, no ZeRO": Row(dp=4),
     "DP 2, ZeRO-1": Row(dp=2, zero=1),
     "DP 2, ZeRO-3, bf16": Row(dp=2, zero=3, precision="bf16"),
+    "DP 2, ZeRO-2": Row(dp=2, zero=2),
     "PP 2 x DP 2, fp16": Row(pp=2, dp=2, zero=1, precision="fp16"),
 }
 

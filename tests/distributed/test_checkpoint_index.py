@@ -10,8 +10,10 @@ import pytest
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import add_checksum
-from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.formats.deepspeed_files import file_index
+from megatron.checkpoint.manager import _within_limit, load_checkpoint
 from megatron.errors import UserError
+from megatron.files import MAX_JSON_BYTES
 from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.layouts import Row, build_engine, config_of
 from tests.support.pool import run_world
@@ -42,7 +44,8 @@ def files_opened(row: Row, folder: Path) -> tuple[set[str], set[str]]:
     with mock.patch.object(deepspeed_files, "read_file", note):
         load_checkpoint(engine, checkpoint, FINGERPRINT)
     own = {part.name for part in engine.optimizer.local_param_states()}
-    index = checkpoint.run["index"]["files"]
+    index = deepspeed_files._read_index(checkpoint.run["index"], folder)
+    assert index is not None
     return opened, {file for file, places in index.items() if own & places.keys()}
 
 
@@ -86,16 +89,48 @@ def rewrite(folder: Path, index: object) -> None:
 def test_a_checkpoint_opens_without_an_index_and_not_with_a_wrong_one(saved: Path) -> None:
     index = json.loads((saved / "run.json").read_text())["index"]
     first, second, *_ = sorted(index["files"])
-    swapped = {**index["files"], first: index["files"][second], second: index["files"][first]}
-    wrong = {"version": 1, "files": {**index["files"], first: {"0.weight": ["x", 0, 1]}}}
+    files = index["files"]
+    malformed = "is not laid out as an index"
     for changed, problem in (
         (None, ""),
         ({"version": 99, "files": "of a later version"}, ""),
-        ({"version": 1, "files": swapped}, "holds other parameters than the index in run.json says"),
-        ({"version": 1, "files": {}}, "is not laid out as an index"),
-        (wrong, "is not laid out as an index"),
+        ({**index, "files": {**files, first: files[second], second: files[first]}}, "holds other parameters"),
+        ({**index, "files": {}}, "the index in run.json lacks"),
+        ({**index, "files": {**files, first: ["0 x"]}}, malformed),
+        ({**index, "files": {**files, first: ["999999 1"]}}, malformed),
+        ({**index, "files": {**files, first: [[]]}}, malformed),
+        ([1], malformed),
     ):
         rewrite(saved, changed)
         (answer,) = run_world(1, load, saved)
         assert problem in answer if problem else answer == ""
     rewrite(saved, index)
+
+
+def test_the_record_of_a_thousand_ranks_is_within_the_limit_of_its_reader() -> None:
+    """96 layers, TP 8, PP 1, DP 128, where each layer's parameters are divided over many files."""
+    names = [
+        f"{layer}.self_attention.query_key_value.{kind}{i}"
+        for layer in range(96)
+        for i in range(6)
+        for kind in "wb"
+    ]
+    places = {
+        f"zero_pp_rank_{data}_mp_rank_{model:02d}_optim_states.pt": {
+            name: (0, 10**6 * number, 10**6)
+            for number, name in enumerate(names[data % 64 * 18 : data % 64 * 18 + 36])
+        }
+        for data in range(128)
+        for model in range(8)
+    }
+    run = {"parameters": dict.fromkeys(names, {"shape": [1, 2]})}
+    content = _within_limit(run, file_index(places, names))
+    assert "index" in content and len(json.dumps(content, indent=2)) < MAX_JSON_BYTES / 4
+    assert _within_limit(
+        run | {"data": "x" * (MAX_JSON_BYTES - 400_000)}, file_index(places, names)
+    ).keys() == {
+        "parameters",
+        "data",
+    }
+    with pytest.raises(OSError, match="run.json would have"):
+        _within_limit({"data": "x" * MAX_JSON_BYTES}, {})

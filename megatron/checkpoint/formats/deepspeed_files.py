@@ -139,7 +139,7 @@ class OptimizerFiles:
             raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
         _, self._first, key = files[0]
         self.stage = int(key == "optimizer_state_dict")
-        self._index = index if index is not None and index.get("version") == INDEX_VERSION else None
+        self._index = _read_index(index, folder) if index is not None else None
         first_holder: dict[tuple[int, str], int] = {}
         for model_rank, path, key in files:
             read = partial(self._read_state, path, key)
@@ -154,11 +154,9 @@ class OptimizerFiles:
         """Returns the place of each parameter in a file, from the index if there is one."""
         if self._index is None:
             return places_in(read(), path)
-        with expect_layout(self.folder / "run.json", "an index of the optimizer's files"):
-            return {
-                check_parameter(name, path): (int(group), int(start), int(length))
-                for name, (group, start, length) in self._index["files"][path.name].items()
-            }
+        if path.name not in self._index:
+            raise UserError(f"checkpoint {self.folder}: the index in run.json lacks {path.name}")
+        return self._index[path.name]
 
     def _read_state(self, path: Path, key: str) -> dict:
         if path not in self._states:
@@ -303,9 +301,40 @@ def places_in(state: dict, path: Path) -> dict[str, Place]:
     return places
 
 
-def file_index(places: Mapping[str, Mapping[str, Place]]) -> dict[str, Any]:
-    """Returns the index for `run.json`. places: those of each file of the optimizer's state, by its name."""
-    return {"version": INDEX_VERSION, "files": {name: places[name] for name in sorted(places)}}
+def file_index(places: Mapping[str, Mapping[str, Place]], parameters: Collection[str]) -> dict[str, Any]:
+    """Returns the index for `run.json`: for each file of the optimizer's state a text per group of
+    parameters, with the number of each parameter, in the order of names, and its number of elements.
+
+    places: those of each file, by its name. parameters: the names of all parameters. The index of 384 ranks
+    has about a megabyte.
+    """
+    numbers = {name: number for number, name in enumerate(sorted(parameters))}
+    files: dict[str, list[str]] = {}
+    for file in sorted(places):
+        groups: dict[int, list[int]] = {}
+        for name, (group, _, length) in places[file].items():
+            groups.setdefault(group, []).extend((numbers[name], length))
+        last = max(groups, default=-1)
+        files[file] = [" ".join(map(str, groups.get(group, []))) for group in range(last + 1)]
+    return {"version": INDEX_VERSION, "names": sorted(parameters), "files": files}
+
+
+def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Place]] | None:
+    """Returns the places of the parameters in each file; None for an index of another version."""
+    with expect_layout(folder / "run.json", "an index of the optimizer's files"):
+        if index["version"] != INDEX_VERSION:
+            return None
+        names = [check_parameter(name, folder / "run.json") for name in index["names"]]
+        found: dict[str, dict[str, Place]] = {}
+        for file, groups in index["files"].items():
+            places = found.setdefault(file, {})
+            for group, text in enumerate(groups):
+                numbers = [int(word) for word in text.split()]
+                start = 0
+                for number, length in zip(numbers[::2], numbers[1::2], strict=True):
+                    places[names[number]] = (group, start, length)
+                    start += length
+        return found
 
 
 def is_tensor(value: Any) -> bool:

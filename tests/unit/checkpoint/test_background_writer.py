@@ -109,5 +109,6 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
     except OSError as error:
         problem = str(error)
     assert problem == "the checkpoint writer has ended with exit code -9"
-    assert writer.written() is not None and writer.written().problem == problem
+    # A writer that dies once all files are on the disk does not spoil the save.
+    assert writer.written() is not None and writer.written().problem == ("" if moment == "after" else problem)
     writer.close()
