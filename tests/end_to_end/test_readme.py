@@ -190,7 +190,10 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
 @pytest.mark.full
 def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     preprocess, *others = commands_in("docs/data.md")
-    assert [first_words(command) for command in others] == ["tools/merge_datasets.py", "tools/verify_dataset.py"]
+    assert [first_words(command) for command in others] == [
+        "tools/merge_datasets.py",
+        "tools/verify_dataset.py",
+    ]
     if not (copy / "my_tokenizer").exists():
         run(command_with("tools/train_tokenizer.py"), copy)
     run(preprocess, copy)
