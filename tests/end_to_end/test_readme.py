@@ -190,23 +190,34 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
 @pytest.mark.full
 def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     preprocess, *others = commands_in("docs/data.md")
-    # test_evaluate.py runs the tool under a launcher, test_eval_harness.py the tasks.
-    others = [command for command in others if " -m " not in command and "--tasks" not in command]
-    words = [first_words(command) for command in others]
-    names = ("merge_datasets", "verify_dataset", "evaluate", "job_report", "evaluate")
-    assert words == [f"tools/{name}.py" for name in names]
+    assert [first_words(command) for command in others] == [
+        "tools/merge_datasets.py",
+        "tools/verify_dataset.py",
+    ]
     if not (copy / "my_tokenizer").exists():
         run(command_with("tools/train_tokenizer.py"), copy)
     run(preprocess, copy)
     for ending in (".bin", ".idx", ".tokenizer.json"):
         shutil.copy(copy / f"my_text_text_document{ending}", copy / f"more_text_text_document{ending}")
-    shutil.copy(copy / "runs" / "quickstart" / "train.log", copy / "another.log")
     printed = [run(command, copy) for command in others]
     assert "intact" in printed[1]
-    assert re.search(r"^runs/quickstart/tokens_text_document .* lm loss: \d\.\d+E", printed[2])
-    assert "another.log" in printed[3] and (copy / "comparison.png").exists()
-    assert "--tensor-model-parallel-size 2" in others[4]
-    assert printed[4].partition("lm loss")[0] == printed[2].partition("lm loss")[0] != ""
+
+
+@pytest.mark.full
+def test_the_commands_of_the_inference_page_run(quickstart: str, copy: Path) -> None:
+    # test_evaluate.py runs the tool under a launcher, test_eval_harness.py the tasks.
+    commands = [
+        command
+        for command in commands_in("docs/inference.md")
+        if " -m " not in command and "--tasks" not in command
+    ]
+    names = ("generate", "evaluate", "evaluate")
+    assert [first_words(command) for command in commands] == [f"tools/{name}.py" for name in names]
+    printed = [run(command, copy) for command in commands]
+    assert "class Queue:" in printed[0]
+    assert re.search(r"^runs/quickstart/tokens_text_document .* lm loss: \d\.\d+E", printed[1])
+    assert "--tensor-model-parallel-size 2" in commands[2]
+    assert printed[2].partition("lm loss")[0] == printed[1].partition("lm loss")[0] != ""
 
 
 # --- the commands of the pages in docs/ ---
@@ -215,6 +226,7 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
 RUN_ELSEWHERE = {
     "cluster.md": "tests/slurm",
     "data.md": "test_the_commands_of_the_data_page_run",
+    "inference.md": "test_the_commands_of_the_inference_page_run",
     "finetuning.md": "tests/end_to_end/test_finetuning.py",
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
@@ -232,8 +244,7 @@ DOCS_FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--global-batch-size", "32"]
 PRINTED = {
     "memory.py loss": "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16",
     "DRY_RUN": "-m torch.distributed.launch",
-    "tools/generate.py": "class Queue:",
-    "tools/evaluate.py": "lm loss PPL: ",
+    "--compare": "another.log",
     "tools/job_report.py": "lm loss",
     "inspect_checkpoint": "tied_modules.embed.word_embeddings.weight",
     "planner_accuracy": "Kendall's tau",
@@ -263,6 +274,8 @@ def test_a_command_of_a_page_runs(
 ) -> None:
     command = commands_in(f"docs/{page}")[number]
     flags = [*DOCS_FLAGS, *(("--vocab-size", "1000") if "--dry-run" in command else data)]
+    if "another.log" in command:
+        shutil.copy(copy / "runs" / "quickstart" / "train.log", copy / "another.log")
     if not (copy / "checkpoints").exists():
         (copy / "checkpoints").symlink_to(copy / "runs" / "quickstart" / "checkpoints")
     printed = run(command, copy, FLAGS=" ".join(flags))
