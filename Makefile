@@ -46,4 +46,4 @@ lint: setup
 	$(VENV)/bin/mypy
 
 site: setup
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
