@@ -41,7 +41,7 @@ class CheckpointConfig(Section):
     async_save: bool = flag(
         False,
         help="save in the background: training waits only until the state is copied to host memory, and a "
-        "process beside each rank writes the files. The last save of a run is not in the background",
+        "process beside each rank writes the files. A run ends when its last save is complete",
         needs={"checkpoint.save_interval": "set the interval, or remove --async-save"},
     )
     async_save_memory_gb: float | None = flag(
