@@ -13,7 +13,6 @@ text).
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import signal
@@ -29,8 +28,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import megatron
 from megatron.checkpoint.files import Files, HashedFile
+from megatron.child_processes import end_with_parent, python_path, signals_blocked
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 
@@ -40,7 +39,6 @@ PIECE_BYTES = 1 << 24
 ALIGNMENT = 64
 # Added to the nice value of the writer process: training has the processor first.
 NICENESS = 19
-_PR_SET_PDEATHSIG = 1
 # Ctrl-C and signals of Slurm reach the process group: the rank decides when its writer ends.
 IGNORED_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
@@ -91,17 +89,14 @@ class BackgroundWriter:
         os.ftruncate(descriptor, self._size)
         self._ring = mmap.mmap(descriptor, self._size)
         ours, theirs = socket.socketpair()
-        folders = [str(Path(megatron.__path__[0]).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Blocked until the writer ignores them: a signal of the process group would end it while it imports.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *map(str, (theirs.fileno(), descriptor, os.getpid()))],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
-            pass_fds=(theirs.fileno(), descriptor),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with signals_blocked(IGNORED_SIGNALS):
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *map(str, (theirs.fileno(), descriptor, os.getpid()))],
+                env={**os.environ, "PYTHONPATH": python_path(os.environ), "OMP_NUM_THREADS": "1"},
+                pass_fds=(theirs.fileno(), descriptor),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
         theirs.close()
         os.close(descriptor)
         self._pipe = Connection(ours.detach())
@@ -298,8 +293,7 @@ def main() -> None:
     """The writer process. Arguments: descriptors of the connection and of the ring, process id of the
     rank."""
     connection, ring, parent = map(int, sys.argv[1:])
-    # The writer ends with its rank.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         return
     for number in IGNORED_SIGNALS:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import megatron
+from megatron.child_processes import python_path, signals_blocked
 from megatron.cluster.diagnosis import Diagnosis, diagnose
 from megatron.cluster.exit_status import ExitStatus, is_lost_connection
 from megatron.cluster.launch import has_torch_launcher, local_world_size_of, node_rank_of, world_size_of
@@ -171,23 +171,16 @@ def _start_detached(folder: Path, env: Mapping[str, str]) -> None:
     sys.stdout.flush()
     # The launcher sends SIGTERM to the rank's process group, and the new process leaves the group a moment
     # after its start. It inherits the mask, so that no signal ends it before `main` ignores them.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
-    try:
+    with signals_blocked(_IGNORED_SIGNALS):
         _popen_diagnosis(folder, env, launcher if waits else 0)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def _popen_diagnosis(folder: Path, env: Mapping[str, str], launcher: int) -> None:
-    package_parent = str(Path(megatron.__path__[0]).parent)
     subprocess.Popen(
         [sys.executable, "-m", "megatron.cluster.node_diagnosis", str(folder)]
         + ["--processes", str(_num_processes(env)), "--launcher", str(launcher)]
         + ["--errors-of-all-elsewhere"] * (not _prints_errors_of_all(env)),
-        env={
-            **env,
-            "PYTHONPATH": os.pathsep.join([package_parent, env.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        },
+        env={**env, "PYTHONPATH": python_path(env)},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,11 +10,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
-import megatron
+from megatron.child_processes import end_with_parent, python_path
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.exit_status import USER_ERROR_EXIT_CODE, is_own_error, sentence_of
 from megatron.cluster.launch import temporary_environment
@@ -28,9 +26,7 @@ _GRACE_S = 30.0
 _REASON_S = 5.0
 # After rank 0 has lost the connection to a rank, the exit of that rank is noticed within this time.
 _LOST_RANK_S = 2 * _REASON_S
-_PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-_LIBC = ctypes.CDLL(None)
 
 
 @contextmanager
@@ -51,10 +47,7 @@ def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]
     # The environment without the variables that a launcher or srun has set for this process alone.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    folders = [str(Path(megatron.__path__[0]).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables["PYTHONPATH"] = os.pathsep.join(
-        folders
-    )  # `-m megatron....` in a checkout that is not installed
+    variables["PYTHONPATH"] = python_path(os.environ)
     with ExitStack() as stack:
         stack.enter_context(temporary_environment({**variables, "RANK": "0", "LOCAL_RANK": "0"}))
         others = [
@@ -112,5 +105,4 @@ def _end_with_parent() -> None:
     """Makes this child process end with its parent: the parent ends it after Ctrl-C, and on Linux the kernel
     ends it if the parent was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()

@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import megatron
+from megatron.child_processes import PACKAGE_PARENT
 from megatron.cluster.launch import node_name
 from megatron.errors import UserError
 from megatron.files import expect_layout, open_own, read_json, write_json
@@ -31,7 +31,6 @@ from megatron.planner.sweep.axes import Row, checked_row
 from megatron.planner.sweep.file_checks import check_record, check_result
 
 FORMAT = 1
-ROOT = Path(megatron.__path__[0]).parent
 _MAX_WAIT_FOR_LOCK_S = 60.0
 
 
@@ -202,7 +201,9 @@ def now_text() -> str:
 
 def _commit() -> str:
     def git(*words: str) -> str:
-        run = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
+        run = subprocess.run(
+            ["git", "-C", str(PACKAGE_PARENT), *words], capture_output=True, text=True, timeout=60
+        )
         return run.stdout.strip()
 
     try:

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from megatron.child_processes import PACKAGE_PARENT
 from megatron.cluster.launch import TORCH_VARIABLES
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.files import open_own
 from megatron.planner.sweep.axes import Row, checked_row, num_processes, run_words
-from megatron.planner.sweep.folder import ROOT, Record, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
 
@@ -66,7 +67,13 @@ def run_command(base: list[str], row: Row, steps: int) -> list[str]:
     words = run_words(base, checked_row(row.settings, base).words, steps)
     processes = num_processes(words)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return [sys.executable, "-u", *(launcher if processes > 1 else []), str(ROOT / "pretrain_gpt.py"), *words]
+    return [
+        sys.executable,
+        "-u",
+        *(launcher if processes > 1 else []),
+        str(PACKAGE_PARENT / "pretrain_gpt.py"),
+        *words,
+    ]
 
 
 def run_environment(env: dict[str, str]) -> dict[str, str]:

@@ -1,0 +1,41 @@
+"""Processes that this program starts beside itself: what they import, which signals reach them, their end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import megatron
+
+PACKAGE_PARENT = Path(megatron.__path__[0]).parent
+"""The folder that contains this package: the checkout, or the site-packages of an installation."""
+_PR_SET_PDEATHSIG = 1
+# Loaded before a fork: in a forked child only few functions are safe.
+_LIBC = ctypes.CDLL(None)
+
+
+def python_path(env: Mapping[str, str]) -> str:
+    """Returns the PYTHONPATH of a child that imports this package, which need not be installed."""
+    return os.pathsep.join([str(PACKAGE_PARENT), *filter(None, [env.get("PYTHONPATH")])])
+
+
+@contextmanager
+def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Blocks signals in the block. A child inherits the mask, so that a signal of the process group does not
+    end it before it ignores the signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent() -> None:
+    """Lets the kernel end this process when its parent has ended, on Linux."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
