@@ -23,10 +23,10 @@ class SaveOutcome:
     folder: Path
     iteration: int
     problem: str = ""
-    """Why there is no checkpoint; "" if it is complete."""
+    """Why the checkpoint was not saved; "" if it is complete."""
     num_bytes: int = 0
     seconds: float = 0.0
-    """From the begin of the save to the checkpoint's final name."""
+    """Time from the begin of the save until the checkpoint has its final name."""
     mismatched: tuple[str, ...] = ()
     """Replicas that differ on several ranks."""
 
@@ -46,7 +46,7 @@ class BackgroundSave:
     """A save in flight on one rank."""
 
     number: int
-    """Of the save, equal on all ranks: reports of different saves never mix."""
+    """The number of the save, equal on all ranks: reports of different saves never mix."""
     state: TrainingState
     saving: Path
     """The folder, under its temporary name."""
@@ -54,7 +54,7 @@ class BackgroundSave:
     """The content of `run.json` without the files and the digests."""
     canary_loss: float
     digests: RankDigests
-    """This rank's, without the digests that the writer computes."""
+    """The digests of this rank, without the digests that the writer computes."""
     places: dict[str, dict[str, Place]]
     """Where this rank's files of the optimizer's state hold a parameter."""
     writer: BackgroundWriter | None
@@ -67,8 +67,8 @@ class BackgroundSave:
     _is_reported: bool = field(default=False, init=False)
 
     def report(self, wait_s: float = 0.0) -> bool:
-        """Tells rank 0 once that this rank's files are on the disk, or that they never will be. Returns
-        whether it has been told. wait_s: how long to wait for the writer."""
+        """Reports to rank 0, once, that this rank's files are on the disk, or why they are not. Returns
+        whether the report is made. wait_s: how long to wait for the writer, in seconds."""
         if not self._is_reported:
             written = Written() if self.writer is None else self.writer.written(wait_s)
             if written is None:

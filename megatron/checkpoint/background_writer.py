@@ -56,7 +56,7 @@ class StoredFragment:
     """Consecutive fp32 elements of a parameter or moment, in memory that torch.save will write."""
 
     name: str
-    kind: str
+    state_name: str
     """'fp32', or the optimizer's name of a moment."""
     spec: ParameterSpec
     tp_group: TPGroup
@@ -72,7 +72,7 @@ class Written:
 
     files: Files = field(default_factory=dict)
     digests: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Parts of the digests of this rank's elements, by parameter and kind."""
+    """Parts of the digests of this rank's elements, by parameter and state."""
     problem: str = ""
     """Why the files are not complete; "" if they are."""
 
@@ -121,7 +121,7 @@ class BackgroundWriter:
         path: None if only digests are computed. fragments: the tensors whose digests are computed. Raises
         OSError if the writer has failed.
         """
-        table = [(f.name, f.kind, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
+        table = [(f.name, f.state_name, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
         self._send("open", None if path is None else str(path), table)
         try:
             save(_RingFile(self, fragments))
@@ -275,10 +275,10 @@ class _WriterProcess:
 
         from megatron.checkpoint.digests import add_part, fragment_digests
 
-        name, kind, spec, tp_rank, tp_size = self._table[number]
+        name, state_name, spec, tp_rank, tp_size = self._table[number]
         values = torch.frombuffer(content, dtype=torch.float32)
-        (part,) = fragment_digests(spec, TPGroup(tp_rank, tp_size), first, {kind: values}).values()
-        add_part(self._result.digests.setdefault(name, {}), kind, part)
+        (part,) = fragment_digests(spec, TPGroup(tp_rank, tp_size), first, {state_name: values}).values()
+        add_part(self._result.digests.setdefault(name, {}), state_name, part)
 
     def _close(self) -> None:
         if self._file is not None and self._path is not None:
@@ -290,7 +290,7 @@ class _WriterProcess:
 
 
 def main() -> None:
-    """The writer process. Arguments: descriptors of the connection and of the ring, process id of the
+    """Runs the writer process. Arguments: descriptors of the connection and the ring, process id of the
     rank."""
     connection, ring, parent = map(int, sys.argv[1:])
     end_with_parent()

@@ -150,7 +150,7 @@ class CheckpointManager:
         checkpoint, and a failure is an outcome. The save after a failed one is not in the background. A save
         first waits for the save in flight.
         """
-        self.finish_save()
+        self.finish_save()  # also waits until old checkpoints are deleted
         if in_background and self._last_outcome is not None and self._last_outcome.problem:
             in_background, self._last_outcome = False, None
         engine, folder, name = self.engine, self.folder, f"global_step{state.iteration}"
@@ -258,7 +258,7 @@ class CheckpointManager:
         return ""
 
     def _ring_bytes(self) -> int:
-        """The memory for the copy of this rank's state: all of it, or --async-save-memory-gb."""
+        """Returns the bytes of the ring: enough for this rank's state, at most --async-save-memory-gb."""
         options = self.engine.run_config.checkpoint
         weights = sum(p.numel() * p.element_size() for p in self.engine.module.parameters())
         masters = sum(flat.master.numel() for flat in self.engine.optimizer.flat)
@@ -267,8 +267,9 @@ class CheckpointManager:
         return needed + _OVERHEAD_BYTES if limit is None else min(needed + _OVERHEAD_BYTES, int(limit * 1e9))
 
     def poll(self) -> None:
-        """Goes on with the save in flight, if there is one: reports to rank 0 that this rank's files are on
-        the disk; rank 0 completes the checkpoint once all have reported. Does not wait. Not collective."""
+        """Continues the save in flight, if any: reports to rank 0 that this rank's files are on the disk;
+        rank 0 completes the checkpoint once all ranks have reported. Does not wait for ranks. Not
+        collective."""
         save = self._in_flight
         if save is None or save.outcome is not None or not save.report() or dist.get_rank() != 0:
             return
@@ -363,7 +364,6 @@ class CheckpointManager:
         with errors_of_rank_0():
             if self.identity is not None:
                 self._check_owner()
-                self._wait_for_deletion()
                 options = self.engine.run_config.checkpoint
                 if not (options.overwrite_checkpoints or may_replace(self.folder, name, self.identity)):
                     raise FolderTakenError(

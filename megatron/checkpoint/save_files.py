@@ -6,6 +6,7 @@ Both compute the SHA-256 of a file while they write it. The archives have no CRC
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,53 +27,63 @@ from megatron.optimizer.zero import LocalParamState
 _OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
 
 
-class DirectFiles(TorchCheckpointEngine):
-    """Writes each file at once and syncs it to the disk. files: what was written so far, by name. places:
-    where each file of the optimizer's state holds a parameter."""
+class SavedFiles(TorchCheckpointEngine, ABC):
+    """Writes what DeepSpeed saves. places: where each file of the optimizer's state holds a parameter."""
 
-    def __init__(self, heartbeat: Callable[[], None]) -> None:
-        """heartbeat: called after each file."""
-        self.files: Files = {}
+    def __init__(self) -> None:
         self.places: dict[str, dict[str, Place]] = {}
-        self._heartbeat = heartbeat
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Does nothing: DeepSpeed's class logs."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file; called by DeepSpeed."""
-        for state in _optimizer_states(state_dict):
-            self.places[Path(path).name] = places_in(state, Path(path))
-        file = HashedFile(Path(path))
-        _save(state_dict, file)
-        self.files[Path(path).name] = file.close()
+        file = Path(path)
+        states = [state_dict[key] for key in _OPTIMIZER_KEYS if state_dict.get(key) is not None]
+        for state in states:
+            self.places[file.name] = places_in(state, file)
+        self.write(file, state_dict, states)
+
+    @abstractmethod
+    def write(self, file: Path, content: Any, optimizer_states: Sequence[dict[str, Any]]) -> None:
+        """Writes the content of a file. optimizer_states: the states of the optimizer in it, at most one."""
+
+
+class DirectFiles(SavedFiles):
+    """Writes each file at once and syncs it to the disk. files: the files written so far, by name."""
+
+    def __init__(self, heartbeat: Callable[[], None]) -> None:
+        """heartbeat: called after each file."""
+        super().__init__()
+        self.files: Files = {}
+        self._heartbeat = heartbeat
+
+    def write(self, file: Path, content: Any, optimizer_states: Sequence[dict[str, Any]]) -> None:
+        """See `SavedFiles`."""
+        hashed = HashedFile(file)
+        _save(content, hashed)
+        self.files[file.name] = hashed.close()
         self._heartbeat()
 
 
-class BackgroundFiles(TorchCheckpointEngine):
-    """Hands each file to the writer process. digests: those of tensors that are not in host memory, which are
-    computed at once, by parameter and kind. places: as `DirectFiles`."""
+class BackgroundFiles(SavedFiles):
+    """Hands each file to the writer process. digests: digests of the tensors that are not in host memory,
+    which are computed at once, by parameter and state."""
 
     def __init__(
         self, writer: BackgroundWriter | None, parts: Mapping[str, LocalParamState], problem: str
     ) -> None:
         """parts: this rank's part of each parameter. problem: why there is no writer; "" if there is one."""
+        super().__init__()
         self.digests: dict[str, dict[str, int]] = {}
-        self.places: dict[str, dict[str, Place]] = {}
         self._writer, self._parts = writer, parts
         self._has_optimizer_state = False
         self._problem = problem
 
-    def create(self, info: CheckpointCommitInfo) -> None:
-        """Does nothing: DeepSpeed's class logs."""
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Copies the content of a file for the writer; called by DeepSpeed."""
-        fragments = []
-        for state in _optimizer_states(state_dict):
-            self.places[Path(path).name] = places_in(state, Path(path))
-            fragments += self._fragments(state)
-        self._write(Path(path), fragments, state_dict)
+    def write(self, file: Path, content: Any, optimizer_states: Sequence[dict[str, Any]]) -> None:
+        """See `SavedFiles`. Returns once the content is copied."""
+        fragments = [fragment for state in optimizer_states for fragment in self._fragments(state)]
+        self._write(file, fragments, content)
 
     def _write(self, path: Path | None, fragments: Sequence[StoredFragment], state: Any) -> None:
         """After a failure it does nothing: this rank still takes part in the collectives of the save."""
@@ -100,34 +111,31 @@ class BackgroundFiles(TorchCheckpointEngine):
         return self._problem
 
     def _fragments(self, state: dict[str, Any]) -> list[StoredFragment]:
-        """The fragments in the optimizer's state. Computes the digests of those on a device."""
+        """Returns the fragments in host memory. Computes the digests of fragments on a device."""
         self._has_optimizer_state = True
         fragments = []
-        masters, kept = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
+        masters, states = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
-            tensors = {VALUES: masters[group], **_moments(kept.get(group, {}), masters[group])}
+            tensors = {VALUES: masters[group], **_moments(states.get(group, {}), masters[group])}
             for name, address in addresses.items():
                 part = self._parts[name]
-                for kind, tensor in tensors.items():
+                for state_name, tensor in tensors.items():
                     values = tensor.view(-1)[address.start : address.start + address.numel]
                     if tensor.device.type == "cpu":
                         place = (part.spec, part.tp_group, part.start, values.data_ptr(), values.numel())
-                        fragments.append(StoredFragment(name, kind, *place))
+                        fragments.append(StoredFragment(name, state_name, *place))
                     else:
-                        found = fragment_digests(part.spec, part.tp_group, part.start, {kind: values})
+                        found = fragment_digests(part.spec, part.tp_group, part.start, {state_name: values})
                         self.digests.setdefault(name, {}).update(found)
         return fragments
 
 
-def _optimizer_states(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the optimizer's state in the content of a file, if there is one."""
-    return [content[key] for key in _OPTIMIZER_KEYS if content.get(key) is not None]
-
-
-def _moments(kept: Mapping[str, Any], master: Tensor) -> dict[str, Tensor]:
-    """The moments in the optimizer's state of a group: flat tensors as long as its fp32 values."""
+def _moments(group_state: Mapping[str, Any], master: Tensor) -> dict[str, Tensor]:
+    """Returns the moments in the optimizer's state of a group: flat tensors as long as its fp32 values."""
     return {
-        key: value for key, value in kept.items() if isinstance(value, Tensor) and value.shape == master.shape
+        key: value
+        for key, value in group_state.items()
+        if isinstance(value, Tensor) and value.shape == master.shape
     }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config import DataConfig, LoggingConfig
-from megatron.config.tool_parser import ToolParser, exit_on_interrupt
+from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
@@ -84,11 +84,7 @@ def build_parser() -> ToolParser:
         "fp32 weights",
     )
     group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
-    group.add_argument(
-        "--no-verify-digests",
-        action="store_true",
-        help="do not compare the weights with the checkpoint's digests",
-    )
+    add_verify_digests_flag(group)
     group = parser.add_argument_group(f"for {MODEL}")
     group.add_argument(
         "--vocab-size",

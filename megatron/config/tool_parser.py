@@ -44,7 +44,7 @@ def typed_name(script: str) -> str:
 
 def _typed(command: re.Match[str]) -> str:
     name = typed_name(command[1])
-    return name if name.startswith(_COMMAND) else command[0]
+    return command[0] if name == command[1] else name
 
 
 def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
@@ -68,7 +68,7 @@ def check_output_prefix(prefix: str) -> None:
         raise ConfigError(f"--output-prefix {prefix}: the folder {folder} does not exist")
 
 
-def add_verify_digests_flag(parser: argparse.ArgumentParser) -> None:
+def add_verify_digests_flag(parser: argparse._ActionsContainer) -> None:
     """Adds --no-verify-digests, for tools that load the weights of a checkpoint."""
     parser.add_argument(
         "--no-verify-digests",
