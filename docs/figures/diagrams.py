@@ -143,8 +143,8 @@ def micro_batches_of(dp_rank: int) -> list[str]:
     return [f"{samples[0]}-{samples[-1]}" for samples in batches]
 
 
-def batch() -> str:
-    """The life of a global batch, from the token file to the update, with the shapes on the way."""
+def _steps_of_a_batch() -> list[tuple[str, list[list[str]], str]]:
+    """Returns the steps of `batch`: color, the lines of one column or of one per replica, and the module."""
     plan = stages_of(EIGHT_RANKS)
     stages = [", ".join(layers_of_stage(plan, stage)[:2]) for stage in range(2)]
     replicas = [
@@ -155,7 +155,7 @@ def batch() -> str:
         ]
         for rank in range(2)
     ]
-    steps: list[tuple[str, list[list[str]], str]] = [
+    return [
         (
             BLUE,
             [["token file data.bin, index data.idx", "ids of all documents, uint16 or int32"]],
@@ -200,6 +200,11 @@ def batch() -> str:
             "optimizer/mixed_precision.py",
         ),
     ]
+
+
+def batch() -> str:
+    """The life of a global batch, from the token file to the update, with the shapes on the way."""
+    steps = _steps_of_a_batch()
     figure = Svg(800, 800, "The life of a global batch, from the token file to the update of the weights")
     figure.text(20, 28, "One step with a global batch of 16 samples: TP 2 x PP 2 x DP 2, --bf16", bold=True)
     lefts, width, y = (20, 286), 256, 44.0
@@ -245,6 +250,24 @@ def _files_of_checkpoint() -> dict[str, list[str]]:
     return {kind: list(group) for kind, group in groupby(sorted(names), key=lambda name: name.split("_")[0])}
 
 
+def _draw_order_of_a_save(figure: Svg, y: float) -> None:
+    figure.text(20, y + 22, "The order of a save", bold=True)
+    steps = [
+        (["all ranks write", "into saving-", "global_step300.<job>"], 172, BLUE),
+        (["rank 0 writes", "run.json", "with all digests"], 142, PURPLE),
+        (["files and folder", "are synced", "to disk"], 140, GREY),
+        (["folder renamed", "to global_step300:", "complete"], 154, GREEN),
+        (["latest", "names it"], 80, GREY),
+    ]
+    x = 20.0
+    for i, (lines, width, fill) in enumerate(steps):
+        if i:
+            figure.arrow((x, y + 64), (x + 18, y + 64))
+            x += 18
+        figure.box(x, y + 34, width, 60, lines, fill)
+        x += width
+
+
 def checkpoint_files() -> str:
     """The files of a checkpoint, who writes them and what they hold, and the order of a save."""
     files = _files_of_checkpoint()
@@ -288,7 +311,7 @@ def checkpoint_files() -> str:
         [
             "weights in the precision of the run",
             f"{len(files['layer'])} files: one per layer and TP rank",
-            "writer: DP rank 0 of the layer's stage",
+            "writer: one DP rank of the layer's stage",
         ],
         BLUE,
     )
@@ -319,21 +342,7 @@ def checkpoint_files() -> str:
         ],
         PURPLE,
     )
-    figure.text(20, y + 22, "The order of a save", bold=True)
-    steps = [
-        (["all ranks write", "into saving-", "global_step300.<job>"], 172, BLUE),
-        (["rank 0 writes", "run.json", "with all digests"], 142, PURPLE),
-        (["files and folder", "are synced", "to disk"], 140, GREY),
-        (["folder renamed", "to global_step300:", "complete"], 154, GREEN),
-        (["latest", "names it"], 80, GREY),
-    ]
-    x = 20.0
-    for i, (lines, width, fill) in enumerate(steps):
-        if i:
-            figure.arrow((x, y + 64), (x + 18, y + 64))
-            x += 18
-        figure.box(x, y + 34, width, 60, lines, fill)
-        x += width
+    _draw_order_of_a_save(figure, y)
     return str(figure)
 
 
