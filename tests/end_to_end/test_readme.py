@@ -254,7 +254,7 @@ PRINTED = {
     "step_cost": "host synchronizations per micro-batch",
     "tools/plan.py": "tokens/s",
     "--help": "--tensor-model-parallel-size",
-    "--load checkpoints-of-another-layout": "at least 9,765,625 consumed samples; batches of 512 remain after that",
+    "--load checkpoints-of-another-layout": "at least 9,765,625 consumed samples; batches of 512 remain",
     "--dry-run": "heaviest ",
     "": "iteration        5/       5",
 }
