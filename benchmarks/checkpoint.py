@@ -287,9 +287,8 @@ class Saver:
         elif work == "step":
             batches = micro_batches(self.tokens, self.engine.layout, 1)
             self.engine.train_step(batches, 2, 0.0)
-            self.manager.poll()
         elif work == "bytes":  # of the rank and its writer so far, read and written
-            writer = self.manager._writer
+            writer = self.manager.background.writer
             pids = [os.getpid(), *([writer.pid] if writer is not None else [])]
             return float(sum(io_bytes_of(pid) for pid in pids))
         return None

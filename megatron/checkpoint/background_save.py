@@ -1,19 +1,39 @@
-"""A save in the background: its files are written while training continues; rank 0 completes it."""
+"""Saves in the background: their files are written while training continues, and rank 0 completes them.
+
+The state is copied while training waits. Then a thread of each rank waits for the rank's writer process and
+reports to rank 0 through the store; a thread of rank 0 collects the reports and completes the checkpoint.
+Training waits for neither.
+"""
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.checkpoint.background_writer import BackgroundWriter, Written
-from megatron.checkpoint.digests import RankDigests
+from megatron.checkpoint.digests import RankDigests, rank_digests
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.formats.deepspeed_files import Place
+from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.save_files import BackgroundFiles
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.mpu.world import broadcast_from_rank_0
+
+# Moments per element, by the kind of optimizer.
+_NUM_MOMENTS = {"adam": 2, "sgd": 1}
+# What the archives of all files of a rank add to the bytes of its tensors.
+_OVERHEAD_BYTES = 1 << 24
+# How often rank 0 asks the store for the report of a rank.
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -45,53 +65,162 @@ class RankResult:
 class BackgroundSave:
     """A save in flight on one rank."""
 
-    number: int
-    """The number of the save, equal on all ranks: reports of different saves never mix."""
-    state: TrainingState
     saving: Path
     """The folder, under its temporary name."""
+    state: TrainingState
     run: dict[str, Any]
     """The content of `run.json` without the files and the digests."""
-    canary_loss: float
-    digests: RankDigests
-    """The digests of this rank, without the digests that the writer computes."""
-    places: dict[str, dict[str, Place]]
-    """Where this rank's files of the optimizer's state hold a parameter."""
-    writer: BackgroundWriter | None
-    """None if the writer has failed while the state was copied: `problem` says how."""
-    store: dist.Store
     started: float
-    problem: str = ""
+    """The clock (`time.monotonic`) at the begin of the save."""
+    canary_loss: float = 0.0
     outcome: SaveOutcome | None = None
-    """On rank 0, once the save has ended; on the others after `CheckpointManager.finish_save`."""
-    _is_reported: bool = field(default=False, init=False)
+    """On rank 0, once the save has ended; on the others after `BackgroundSaves.finish`."""
+    is_reported: threading.Event = field(default_factory=threading.Event)
+    """Set once rank 0 has what this rank has contributed."""
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    """Set on rank 0 once it has the outcome."""
 
-    def report(self, wait_s: float = 0.0) -> bool:
-        """Reports to rank 0, once, that this rank's files are on the disk, or why they are not. Returns
-        whether the report is made. wait_s: how long to wait for the writer, in seconds."""
-        if not self._is_reported:
-            written = Written() if self.writer is None else self.writer.written(wait_s)
-            if written is None:
-                return False
-            for name, digests in written.digests.items():
-                self.digests.digests.setdefault(name, {}).update(digests)
-            result = RankResult(written.files, self.places, self.digests, self.problem or written.problem)
-            content = pickle.dumps(result)
-            self.store.set(self._key(dist.get_rank()), content)  # type: ignore[arg-type]  # bytes are accepted
-            self.store.add(self._key("reports"), 1)
-            self._is_reported = True
-        return True
 
-    def results(self) -> list[RankResult] | None:
-        """Returns the results of all ranks, by rank; None while one is missing. Deletes them from the
-        store."""
-        keys = [self._key(rank) for rank in range(dist.get_world_size())]
-        if self.store.add(self._key("reports"), 0) < len(keys):
+class BackgroundSaves:
+    """A rank's saves in the background. At most one is in flight."""
+
+    def __init__(
+        self,
+        engine: GPTEngine,
+        vocab_size: int,
+        store: dist.Store,
+        heartbeat: Callable[[], None],
+    ) -> None:
+        """vocab_size: without padding. store: the store of the ranks. heartbeat: called while the state is
+        copied, and while `finish` waits if the writer makes progress."""
+        self.in_flight: BackgroundSave | None = None
+        self.writer: BackgroundWriter | None = None
+        self.last_has_failed = False
+        """Whether the last save that has ended has failed, on every rank."""
+        self._engine, self._vocab_size = engine, vocab_size
+        self._store, self._heartbeat = store, heartbeat
+        self._num_saves = 0
+        self._outcomes: SimpleQueue[SaveOutcome] = SimpleQueue()
+
+    def start_writer(self) -> str:
+        """Starts the writer process, if there is none. Returns why it cannot be started; "" if it can."""
+        try:
+            if self.writer is None:
+                self.writer = BackgroundWriter(self._ring_bytes(), self._heartbeat)
+        except OSError as error:
+            return f"the checkpoint writer cannot be started ({error})"
+        return ""
+
+    def start(
+        self,
+        save: BackgroundSave,
+        client_state: dict[str, Any],
+        complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome],
+    ) -> None:
+        """Copies the state and returns. Collective.
+
+        client_state: for DeepSpeed's files. complete: called in a thread of rank 0 with the results of all
+        ranks, by rank; it makes the checkpoint visible and returns the outcome.
+        """
+        engine, optimizer = self._engine, self._engine.optimizer
+        problem = self.start_writer()
+        # Without the values, which for 8-bit moments are copies in fp32.
+        parts = [replace(part, values={}) for part in optimizer.local_param_states()]
+        files = BackgroundFiles(self.writer, {part.name: part for part in parts}, problem)
+        engine.save_files(str(save.saving.parent), save.saving.name, client_state, files)
+        problem = files.end(optimizer.state_dict)
+        is_replicated = optimizer.partition_count == 1
+        digests = rank_digests(
+            parts, engine.layout, is_replicated, lambda part: files.digests.get(part.name, {})
+        )
+        save.canary_loss = canary_loss(engine, self._vocab_size)
+        self._num_saves += 1
+        self.in_flight = save
+        result = RankResult({}, files.places, digests, problem)
+        work = (save, self._num_saves, None if problem else self.writer, result, complete)
+        threading.Thread(target=self._finish_files, args=work, name="save", daemon=True).start()
+
+    def finish(self) -> SaveOutcome | None:
+        """Waits for the save in flight. Returns how it ended, on all ranks; None if there is none.
+        Collective."""
+        save = self.in_flight
+        if save is None:
             return None
-        results = [pickle.loads(self.store.get(key)) for key in keys]
-        for key in keys:
-            self.store.delete_key(key)
+        written = 0
+        while not save.is_reported.wait(1.0):
+            # A heartbeat only if the writer progresses: the watchdog ends a run whose file system hangs.
+            if self.writer is not None and self.writer.num_written != written:
+                written = self.writer.num_written
+                self._heartbeat()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            save.has_ended.wait()
+        outcome = broadcast_from_rank_0(save.outcome)
+        assert outcome is not None
+        if dist.get_rank() != 0:
+            save.outcome = outcome
+            self._outcomes.put(outcome)
+        self.in_flight, self.last_has_failed = None, outcome.problem != ""
+        if outcome.problem and self.writer is not None:
+            self.writer.close()
+            self.writer = None
+        return outcome
+
+    def take_outcomes(self) -> Iterator[SaveOutcome]:
+        """Yields the saves that have ended since the last call: on rank 0 once they are complete, on other
+        ranks after `finish`."""
+        try:
+            while True:
+                yield self._outcomes.get_nowait()
+        except Empty:
+            return
+
+    def _finish_files(
+        self,
+        save: BackgroundSave,
+        number: int,
+        writer: BackgroundWriter | None,
+        result: RankResult,
+        complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome],
+    ) -> None:
+        """Runs in a thread. Reports to rank 0 that this rank's files are on the disk, or why they are not;
+        rank 0 then completes the checkpoint. number: the number of the save, equal on all ranks, so that
+        reports of different saves never mix."""
+        written = Written() if writer is None else writer.written()
+        for name, digests in written.digests.items():
+            result.digests.digests.setdefault(name, {}).update(digests)
+        result = replace(result, files=written.files, problem=result.problem or written.problem)
+        content: Any = pickle.dumps(result)  # the store accepts bytes, which its annotations do not say
+        self._store.set(f"save {number} {dist.get_rank()}", content)
+        save.is_reported.set()
+        if dist.get_rank() != 0:
+            return
+        try:
+            results = self._results(number)
+            save.outcome = complete(save, results)
+        except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
+            problem = f"{type(error).__name__}: {error}"
+            save.outcome = SaveOutcome(save.saving, save.state.iteration, problem)
+        self._outcomes.put(save.outcome)
+        save.has_ended.set()
+
+    def _results(self, number: int) -> list[RankResult]:
+        """Waits for the results of all ranks, and deletes them from the store."""
+        results = []
+        for rank in range(dist.get_world_size()):
+            key = f"save {number} {rank}"
+            # A long wait in the store would keep the other threads of this rank from using it.
+            while not self._store.check([key]):
+                time.sleep(_POLL_S)
+            results.append(pickle.loads(self._store.get(key)))
+            self._store.delete_key(key)
         return results
 
-    def _key(self, name: str | int) -> str:
-        return f"save {self.number} {name}"
+    def _ring_bytes(self) -> int:
+        """Returns the bytes of the ring: enough for this rank's state, at most --async-save-memory-gb."""
+        config = self._engine.run_config
+        weights = sum(p.numel() * p.element_size() for p in self._engine.module.parameters())
+        masters = sum(flat.master.numel() for flat in self._engine.optimizer.flat)
+        needed = weights + 4 * masters * (1 + _NUM_MOMENTS[config.optimizer.moments_kind]) + _OVERHEAD_BYTES
+        limit = config.checkpoint.async_save_memory_gb
+        return needed if limit is None else min(needed, int(limit * 1e9))

@@ -137,13 +137,11 @@ class BackgroundWriter:
             self._written = None
         self._send("end")
 
-    def written(self, wait_s: float = 0.0) -> Written | None:
-        """Returns what the writer has done before `end_save`; None if it is not finished after `wait_s`."""
+    def written(self) -> Written:
+        """Waits until the writer has done what came before `end_save`, and returns it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._written is not None or self._problem != "", wait_s)
-            if self._written is None and self._problem:
-                return Written(problem=self._problem)
-            return self._written
+            self._changed.wait_for(lambda: self._written is not None or self._problem != "")
+            return self._written or Written(problem=self._problem)
 
     @property
     def num_written(self) -> int:

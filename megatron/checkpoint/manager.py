@@ -12,24 +12,27 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.background_save import BackgroundSave, RankResult, SaveOutcome
-from megatron.checkpoint.background_writer import BackgroundWriter
+from megatron.checkpoint.background_save import (
+    BackgroundSave,
+    BackgroundSaves,
+    RankResult,
+    SaveOutcome,
+)
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
-from megatron.checkpoint.digests import UnquantizedDigests, combined, rank_digests
+from megatron.checkpoint.digests import UnquantizedDigests, combined
 from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import Place, file_index, missing_files
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.integrity import (
     Check,
-    canary_loss,
     integrity_record,
     make_integrity_record,
     verification_table,
@@ -47,7 +50,7 @@ from megatron.checkpoint.publishing import (
 )
 from megatron.checkpoint.ranks import FolderTakenError, errors_of_rank_0, no_heartbeat
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.save_files import BackgroundFiles, DirectFiles
+from megatron.checkpoint.save_files import DirectFiles
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
@@ -56,11 +59,6 @@ from megatron.files import MAX_JSON_BYTES, write_json
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.optimizer.eight_bit import rule_record
-
-# Moments per element, by the kind of optimizer.
-_NUM_MOMENTS = {"adam": 2, "sgd": 1}
-# What the archives of all files of a rank add to the bytes of its tensors.
-_OVERHEAD_BYTES = 1 << 24
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,12 +96,8 @@ class CheckpointManager:
         self.heartbeat = heartbeat
         # The run that the next checkpoint belongs to; on rank 0 only, once the run has started or saved.
         self.identity: RunIdentity | None = None
-        self._store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
-        self._writer: BackgroundWriter | None = None
-        self._in_flight: BackgroundSave | None = None
-        self._num_saves = 0
-        self._outcomes: list[SaveOutcome] = []
-        self._last_outcome: SaveOutcome | None = None
+        store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
+        self.background = BackgroundSaves(engine, vocab_size, store, heartbeat)
         self._deletion: threading.Thread | None = None
 
     def ownership_lost_reason(self) -> str | None:
@@ -122,7 +116,8 @@ class CheckpointManager:
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
         if options.async_save and not self.engine.run_config.training.no_train:
-            self._start_writer()  # its memory is taken now, not in the first save; a failure is told then
+            # Its memory is taken now, not in the first save, which reports a failure.
+            self.background.start_writer()
         if checkpoint is None:
             return TrainingState()
         print_fn(verification_table(load_checkpoint(self.engine, checkpoint, self.fingerprint)))
@@ -146,13 +141,13 @@ class CheckpointManager:
         all ranks if rank 0 cannot read the folder before the save. Raises FolderTakenError on all ranks if
         the folder, or the checkpoint of this name in it, belongs to another run.
 
-        in_background: returns None once the state is copied; `poll` and `finish_save` complete the
-        checkpoint, and a failure is an outcome. The save after a failed one is not in the background. A save
+        in_background: returns None once the state is copied. The outcome, which may be a failure, is one of
+        `background.take_outcomes`. The save after a failed one is not in the background. A save
         first waits for the save in flight.
         """
         self.finish_save()  # also waits until old checkpoints are deleted
-        if in_background and self._last_outcome is not None and self._last_outcome.problem:
-            in_background, self._last_outcome = False, None
+        in_background = in_background and not self.background.last_has_failed
+        self.background.last_has_failed = False
         engine, folder, name = self.engine, self.folder, f"global_step{state.iteration}"
         started = time.monotonic()
         if engine.global_rank == 0 and self.identity is None:
@@ -162,7 +157,7 @@ class CheckpointManager:
         try:
             saving = folder / self._begin_save(name)
             if in_background:
-                self._in_flight = self._start_save(state, saving, run, extra, started)
+                self.background.start(BackgroundSave(saving, state, run, started), extra, self._complete)
                 return None
             files = DirectFiles(self.heartbeat)
             engine.save_files(str(folder), saving.name, extra, files)
@@ -227,90 +222,14 @@ class CheckpointManager:
 
     # --- saves in the background ---
 
-    def _start_save(
-        self, state: TrainingState, saving: Path, run: dict[str, Any], extra: dict[str, Any], started: float
-    ) -> BackgroundSave:
-        """Copies the state for the writer process. Collective."""
-        engine, optimizer = self.engine, self.engine.optimizer
-        problem = self._start_writer()
-        # Without the values, which for 8-bit moments are copies in fp32.
-        parts = [replace(part, values={}) for part in optimizer.local_param_states()]
-        files = BackgroundFiles(self._writer, {part.name: part for part in parts}, problem)
-        engine.save_files(str(self.folder), saving.name, extra, files)
-        problem = files.end(optimizer.state_dict)
-        is_replicated = optimizer.partition_count == 1
-        digests = rank_digests(
-            parts, engine.layout, is_replicated, lambda part: files.digests.get(part.name, {})
-        )
-        loss = canary_loss(engine, self.vocab_size)
-        self._num_saves += 1
-        writer = None if problem else self._writer
-        place = (self._num_saves, state, saving, run, loss, digests, files.places)
-        return BackgroundSave(*place, writer, self._store, started, problem)
-
-    def _start_writer(self) -> str:
-        """Starts the writer process, if there is none. Returns why it cannot be started; "" if it can."""
-        try:
-            if self._writer is None:
-                self._writer = BackgroundWriter(self._ring_bytes(), self.heartbeat)
-        except OSError as error:
-            return f"the checkpoint writer cannot be started ({error})"
-        return ""
-
-    def _ring_bytes(self) -> int:
-        """Returns the bytes of the ring: enough for this rank's state, at most --async-save-memory-gb."""
-        options = self.engine.run_config.checkpoint
-        weights = sum(p.numel() * p.element_size() for p in self.engine.module.parameters())
-        masters = sum(flat.master.numel() for flat in self.engine.optimizer.flat)
-        needed = weights + 4 * masters * (1 + _NUM_MOMENTS[self.engine.run_config.optimizer.moments_kind])
-        limit = options.async_save_memory_gb
-        return needed + _OVERHEAD_BYTES if limit is None else min(needed + _OVERHEAD_BYTES, int(limit * 1e9))
-
-    def poll(self) -> None:
-        """Continues the save in flight, if any: reports to rank 0 that this rank's files are on the disk;
-        rank 0 completes the checkpoint once all ranks have reported. Does not wait for ranks. Not
-        collective."""
-        save = self._in_flight
-        if save is None or save.outcome is not None or not save.report() or dist.get_rank() != 0:
-            return
-        if (results := save.results()) is not None:
-            save.outcome = self._complete(save, results)
-            self._outcomes.append(save.outcome)
-
     def finish_save(self) -> SaveOutcome | None:
-        """Waits for the save in flight and completes it. Returns how it ended, on all ranks; None if there is
-        none. Collective."""
-        save = self._in_flight
-        if save is None:
-            self._wait_for_deletion()
-            return None
-        written = 0
-        while not save.report(wait_s=1.0):
-            # A heartbeat only if the writer progresses: the watchdog ends a run whose file system hangs.
-            if save.writer is not None and save.writer.num_written != written:
-                written = save.writer.num_written
-                self.heartbeat()
-        dist.barrier()
-        self.poll()
-        is_known = save.outcome is not None
-        save.outcome = broadcast_from_rank_0(save.outcome)
-        assert save.outcome is not None
-        if not is_known:
-            self._outcomes.append(save.outcome)
-        self._last_outcome, self._in_flight = save.outcome, None
-        if save.outcome.mismatched:
-            self._delete_old(save.outcome.folder.name, list(save.outcome.mismatched))
-        if save.outcome.problem and self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Waits for the save in flight, and until old checkpoints are deleted. Returns how the save ended, on
+        all ranks; None if there is none. Collective."""
+        outcome = self.background.finish()
+        if outcome is not None and outcome.mismatched:
+            self._delete_old(outcome.folder.name, list(outcome.mismatched))
         self._wait_for_deletion()
-        return save.outcome
-
-    def take_outcomes(self) -> list[SaveOutcome]:
-        """Returns the saves in the background that have ended since the last call: on rank 0 once they are
-        complete, on other ranks after `finish_save`."""
-        taken, self._outcomes = self._outcomes, []
-        return taken
+        return outcome
 
     def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
         """Completes the checkpoint on rank 0. A failure is an outcome, since the other ranks train."""

@@ -14,6 +14,7 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import RETRY_DELAYS_S
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
+    LATEST_FILE,
     LineageEntry,
     RunIdentity,
     record_upcoming,
@@ -77,9 +78,12 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
         _remove(replaced)
         os.rename(final, replaced)
     os.rename(saving, final)
-    sync_file(folder)
     identity = identity.with_checkpoint(entry)
-    set_latest(folder, entry, identity)
+    try:
+        sync_file(folder)
+        set_latest(folder, entry, identity)
+    except OSError as error:  # the checkpoint has its name: a resume finds it through `latest.json`
+        _LOG.warning("%s is saved, but %s cannot be updated: %s", final, folder / LATEST_FILE, error)
     try:
         _remove(replaced)
     except OSError as error:

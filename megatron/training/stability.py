@@ -25,6 +25,7 @@ from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import BatchSchedule, Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.layout import ParallelLayout, TPGroup
@@ -51,6 +52,7 @@ class StabilityMonitor:
     batches: BatchSchedule
     metrics: MetricsLogger
     checkpoints: CheckpointManager
+    watchdog: Watchdog
     spikes: SpikeDetector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +108,8 @@ class StabilityMonitor:
         limit = self.config.stability.max_rollbacks
         if state.rollbacks >= limit:
             raise RunStopped(f"{cause}: reached --max-rollbacks {limit}")
-        checkpoint = self.checkpoints.rollback()
+        with self.watchdog.phase(Phase.LOAD):  # it also waits for a save in flight
+            checkpoint = self.checkpoints.rollback()
         if checkpoint is None:
             self.metrics.print(f"{cause}: update skipped; there is no checkpoint to roll back to")
             return state

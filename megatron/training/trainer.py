@@ -107,7 +107,7 @@ class Trainer:
         )
         self.startup_report = StartupReport(self.config, self.engine.layout)
         self.stability = StabilityMonitor(
-            self.config, self.engine, self.batches, self.metrics, self.checkpoints
+            self.config, self.engine, self.batches, self.metrics, self.checkpoints, self.watchdog
         )
 
     def train(self, state: TrainingState) -> TrainingState:
@@ -132,7 +132,6 @@ class Trainer:
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state, in_background=self.config.checkpoint.async_save)
                 saved = state
-            self.checkpoints.poll()
             self._announce_saves()
             self._evaluate_tasks(state)
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
@@ -257,7 +256,7 @@ class Trainer:
 
     def _announce_saves(self) -> None:
         """Prints the saves in the background that have ended."""
-        for outcome in self.checkpoints.take_outcomes():
+        for outcome in self.checkpoints.background.take_outcomes():
             if outcome.problem:
                 self.metrics.print(
                     f"warning: checkpoint {outcome.folder} was not saved ({outcome.problem}): the next save "

@@ -41,7 +41,7 @@ def save_twice(row: Row, folder: Path, memory_gb: float | None) -> None:
     train(engine, [STEPS])
     outcome = manager.finish_save()
     assert outcome is not None and outcome.problem == "" and outcome.num_bytes > 0
-    assert manager.take_outcomes() == [outcome] and manager.finish_save() is None
+    assert list(manager.background.take_outcomes()) == [outcome] and manager.finish_save() is None
     found = open_checkpoint(folder / "background" / f"global_step{STEPS}")
     checks = load_checkpoint(engine, found, FINGERPRINT)
     assert any("equal to the last bit" in check.result for check in checks)
@@ -80,15 +80,14 @@ def lose_the_writer(folder: Path, victim: int, moment: str) -> list[Any]:
         if step == 1:
             manager.finish_save()
             if engine.global_rank == victim:
-                kill = partial(os.kill, manager._writer.pid)
+                kill = partial(os.kill, manager.background.writer.pid)
         kill(signal.SIGKILL if moment == "before the copy" else signal.SIGSTOP)
         saved = manager.save(state_after(step + 1), in_background=True)
         if moment == "after the copy":
             kill(signal.SIGKILL)
-        manager.poll()
         ends.append(None if saved is None else saved.name)
     manager.finish_save()
-    problems = [(outcome.iteration, outcome.problem) for outcome in manager.take_outcomes()]
+    problems = [(outcome.iteration, outcome.problem) for outcome in manager.background.take_outcomes()]
     return [ends, problems]
 
 

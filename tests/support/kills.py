@@ -120,7 +120,7 @@ def start_and_be_killed(checkpoints: Path, journal: Path, plan: Plan) -> None:
             file.flush()
 
         def note_saved() -> None:
-            for end in manager.take_outcomes():
+            for end in manager.background.take_outcomes():
                 if not end.problem:
                     note("saved", end.iteration, end.seconds)
 
@@ -129,7 +129,6 @@ def start_and_be_killed(checkpoints: Path, journal: Path, plan: Plan) -> None:
             ((loss, norm),) = train(engine, [state.iteration])
             step = state.iteration + 1
             note("step", step, loss, norm)
-            manager.poll()
             note_saved()
             state = state_after(step)
             is_time = engine.global_rank == plan.victim and attempt == plan.attempt
@@ -151,7 +150,7 @@ def start_and_be_killed(checkpoints: Path, journal: Path, plan: Plan) -> None:
 
 def kill_writer(manager: CheckpointManager) -> None:
     """Kills the writer process of a rank, if it has been started."""
-    if (writer := manager._writer) is not None:
+    if (writer := manager.background.writer) is not None:
         os.kill(writer.pid, signal.SIGKILL)
 
 
