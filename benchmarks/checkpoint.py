@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
 SIZES = (3, 6, 12)
+TABLES = ("saves", "conversion", "load")
 # Size of BLOOM's checkpoint with optimizer state, and number of nodes for the estimate.
 BLOOM_BYTES, BLOOM_NODES = 2.3e12, 24
 FOLDER = "BENCHMARK_FOLDER"
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each converter per size (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
     parser.add_argument("--workers", type=int, default=2, help="workers of each converter (default: 2)")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="default: all")
     parser.add_argument("--worker", metavar="LAYERS,LAYOUT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -72,9 +74,12 @@ def main() -> None:
     from benchmarks.machine import describe_machine
 
     print(describe_machine(), flush=True)
-    saves(arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
-    conversion(arguments.sizes, arguments.rounds, arguments.workers)
-    direct_load(arguments.sizes, arguments.rounds)
+    if "saves" in arguments.tables:
+        saves(arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
+    if "conversion" in arguments.tables:
+        conversion(arguments.sizes, arguments.rounds, arguments.workers)
+    if "load" in arguments.tables:
+        direct_load(arguments.sizes, arguments.rounds)
 
 
 def direct_load(sizes: list[int], rounds: int) -> None:

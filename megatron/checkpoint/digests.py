@@ -9,7 +9,7 @@ Several changes cancel with a probability of about 2^-60. The digest detects err
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,17 @@ from torch import Tensor
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mix64 import mix64
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+from megatron.mpu.parameters import ParameterSpec, local_slices
 from megatron.mpu.world import broadcast_from_rank_0
 
 if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process that writes files
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
     from megatron.optimizer.zero import LocalParamState
 
-# Elements per chunk: their positions and keys fit in a core's cache.
+# Elements per block: their positions and keys fit in a core's cache.
 CHUNK = 1 << 16
+# On a device large blocks need few launches.
+DEVICE_CHUNK = 1 << 24
 _WORD = 1 << 64
 
 
@@ -136,33 +138,55 @@ def fragment_digests(
     length, device = next((value.numel(), value.device) for value in values.values())
     sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
     num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
-    for first in range(0, length, CHUNK):
-        last = min(first + CHUNK, length)
-        local = torch.arange(start + first, start + last, device=device)
-        positions = _global_positions(spec, tp_group, local)
+    for first, positions in _position_blocks(spec, tp_group, start, length, device):
         keys = mix64(positions) | 1
         if num_valid_elements is not None:
             keys *= positions < num_valid_elements
         for state, value in values.items():
-            sums[state] += (keys * value[first:last].contiguous().view(torch.int32)).sum()
+            bits = value[first : first + len(keys)].contiguous().view(torch.int32)
+            sums[state] += (keys * bits).sum()
     return {state: int(total) % _WORD for state, total in sums.items()}
 
 
-def _global_positions(spec: ParameterSpec, tp_group: TPGroup, local: Tensor) -> Tensor:
-    """Converts positions in this rank's flat shard to positions in the flat global tensor."""
-    dim = spec.shard_dim
-    if dim is None or tp_group.size == 1:
-        return local
+def _position_blocks(
+    spec: ParameterSpec, tp_group: TPGroup, start: int, length: int, device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the positions of a fragment's elements in the flat global tensor, block by block: (index in the
+    fragment of the block's first element, positions).
+
+    The shard consists of rows, one for each index of the dimensions before shard_dim. A row consists of runs,
+    one per fused part, whose elements are consecutive in the global tensor too.
+    """
+    limit = CHUNK if device.type == "cpu" else DEVICE_CHUNK
+    dim = spec.shard_dim or 0
     inner = math.prod(spec.global_shape[dim + 1 :])
-    units, width = (
-        local_shape(spec, tp_group)[dim],
-        spec.global_shape[dim] // (spec.num_fused_parts * tp_group.size),
-    )
-    firsts = torch.tensor([part.start for part in local_slices(spec, tp_group)], device=local.device)
-    outer, rest = local // (units * inner), local % (units * inner)
-    unit, within = rest // inner, rest % inner
-    global_unit = firsts[unit // width] + unit % width
-    return (outer * spec.global_shape[dim] + global_unit) * inner + within
+    global_row = spec.global_shape[dim] * inner
+    runs = [(part.start * inner, (part.stop - part.start) * inner) for part in local_slices(spec, tp_group)]
+    row = sum(count for _, count in runs)
+    row_positions: Tensor | None = None
+    done = 0
+    while done < length:
+        row_number, within = divmod(start + done, row)
+        first_of_row = row_number * global_row
+        if within == 0 and row <= min(limit, length - done):  # whole rows
+            if row_positions is None:
+                row_positions = torch.cat(
+                    [torch.arange(first, first + count, device=device) for first, count in runs]
+                )
+            num_rows = min(limit, length - done) // row
+            firsts = first_of_row + global_row * torch.arange(num_rows, device=device)
+            positions = (firsts[:, None] + row_positions).view(-1)
+        else:  # the rest of a run
+            number = 0
+            while within >= runs[number][1]:
+                within -= runs[number][1]
+                number += 1
+            first, count = runs[number]
+            first += first_of_row + within
+            count = min(count - within, limit, length - done)
+            positions = torch.arange(first, first + count, device=device)
+        yield done, positions
+        done += len(positions)
 
 
 def combined(records: Sequence[RankDigests]) -> StateDigests:

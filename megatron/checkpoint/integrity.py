@@ -29,6 +29,8 @@ from megatron.text_table import first_few, format_table
 # the computation: layouts differ in the order of sums (fp32) and in rounding (fp16, bf16).
 CANARY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 
+CANARY_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class Check:
@@ -50,7 +52,7 @@ def integrity_record(state: StateDigests, loss: float, config: Config) -> dict[s
         "digests": state.tensors,
         "updates": state.step,
         "unequal_copies": list(state.mismatched),
-        "probe": {"seq_length": config.model.seq_length, "loss": loss} if math.isfinite(loss) else None,
+        "probe": {"seq_length": _canary_length(config), "loss": loss} if math.isfinite(loss) else None,
     }
 
 
@@ -110,13 +112,14 @@ def _why_new_moments(checkpoint: Checkpoint) -> str:
 def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
     if saved is None:
         return Check("canary loss", "not compared: the checkpoint has none")
-    model, precision = engine.run_config.model, engine.run_config.precision.name
-    if saved["seq_length"] != model.seq_length:
-        return Check("canary loss", f"not compared: --seq-length was {saved['seq_length']}")
+    precision = engine.run_config.precision.name
+    length = saved["seq_length"]  # older versions saved the loss of a sequence of --seq-length tokens
+    if not _is_possible_length(engine.run_config, length):
+        return Check("canary loss", f"not compared: this run cannot compute the loss of {length} tokens")
     before, now = checkpoint.config.model_settings(), engine.run_config.model_settings()
     if changed := [option_name(name) for name in before if before[name] != now.get(name)]:
         return Check("canary loss", f"not compared: {', '.join(changed)} differ from the checkpoint's")
-    loss = canary_loss(engine, checkpoint.vocab_size)
+    loss = canary_loss(engine, checkpoint.vocab_size, length)
     bound = max(CANARY_TOLERANCE[precision], CANARY_TOLERANCE[checkpoint.config.precision.name])
     if not math.isclose(loss, saved["loss"], rel_tol=bound):
         raise UserError(
@@ -128,21 +131,33 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
     return Check("canary loss", f"{saved['loss']:.6f} saved, {loss:.6f} now")
 
 
-def canary_loss(engine: GPTEngine, vocab_size: int) -> float:
+def canary_loss(engine: GPTEngine, vocab_size: int, length: int | None = None) -> float:
     """Returns the loss of a fixed random sequence, equal on every layout up to rounding. Collective.
 
     The sequence fills every row of every micro-batch on every data-parallel rank, so the loss depends neither
-    on the micro-batch size nor on DP.
+    on the micro-batch size nor on DP. length: its number of tokens; if None, as many as a new record has.
     """
-    count = engine.run_config.parallel.min_micro_batches
-    return float(engine.evaluate(repeat(_canary(engine.run_config, vocab_size), count), count))
+    config = engine.run_config
+    length = length or _canary_length(config)
+    count = config.parallel.min_micro_batches
+    batches = repeat(_canary(config.batch.micro_batch_size, vocab_size, length), count)
+    return float(engine.evaluate(batches, count, seq_length=length))
 
 
-def _canary(config: Config, vocab_size: int) -> MicroBatch:
-    length = config.model.seq_length
+def _canary_length(config: Config) -> int:
+    """Returns the tokens of the canary: few, because training waits for its loss at every save."""
+    return CANARY_TOKENS if _is_possible_length(config, CANARY_TOKENS) else config.model.seq_length
+
+
+def _is_possible_length(config: Config, length: int) -> bool:
+    parallel = config.parallel
+    divisor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return length <= config.model.seq_length and length % divisor == 0
+
+
+def _canary(num_rows: int, vocab_size: int, length: int) -> MicroBatch:
     text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
-    rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
-    return MicroBatch.from_rows(rows, 0)
+    return MicroBatch.from_rows(torch.from_numpy(text).repeat(num_rows, 1), 0)
 
 
 def verification_table(checks: list[Check]) -> str:

@@ -117,16 +117,18 @@ class BackgroundFiles(SavedFiles):
         masters, states = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
         for group, addresses in enumerate(state["param_slice_mappings"]):
             tensors = {VALUES: masters[group], **_moments(states.get(group, {}), masters[group])}
+            on_host = masters[group].device.type == "cpu"
             for name, address in addresses.items():
                 part = self._parts[name]
-                for state_name, tensor in tensors.items():
-                    values = tensor.view(-1)[address.start : address.start + address.numel]
-                    if tensor.device.type == "cpu":
-                        place = (part.spec, part.tp_group, part.start, values.data_ptr(), values.numel())
-                        fragments.append(StoredFragment(name, state_name, *place))
-                    else:
-                        found = fragment_digests(part.spec, part.tp_group, part.start, {state_name: values})
-                        self.digests.setdefault(name, {}).update(found)
+                span = slice(address.start, address.start + address.numel)
+                values = {state_name: tensor.view(-1)[span] for state_name, tensor in tensors.items()}
+                if not on_host:
+                    found = fragment_digests(part.spec, part.tp_group, part.start, values)
+                    self.digests.setdefault(name, {}).update(found)
+                    continue
+                for state_name, tensor in values.items():
+                    place = (part.spec, part.tp_group, part.start, tensor.data_ptr(), tensor.numel())
+                    fragments.append(StoredFragment(name, state_name, *place))
         return fragments
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import spec_of
+from megatron.mpu.parameters import own_storage, spec_of
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
@@ -111,11 +110,12 @@ class GPTEngine(ScheduleExecutor):
         micro_batches: Iterator[MicroBatch],
         num_micro_batches: int,
         heartbeat: Callable[[], None] | None = None,
+        seq_length: int | None = None,
     ) -> Tensor:
         """Returns the mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat:
-        called for every micro-batch."""
+        called for every micro-batch. seq_length: length of these samples; --seq-length if None."""
         self._heartbeat = heartbeat or _no_heartbeat
-        self._expect_length(self.run_config.model.seq_length)
+        self._expect_length(seq_length or self.run_config.model.seq_length)
         self.device_progress.begin_step()
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._free_pipe_buffers()
@@ -164,7 +164,7 @@ class GPTEngine(ScheduleExecutor):
         for position, layer in layers.items():
             with self.optimizer.gathered_params(layer):
                 if self.layout.dp_rank == writers[position]:
-                    state = clone_tensors_for_torch_save(layer.state_dict())
+                    state = {name: own_storage(value) for name, value in layer.state_dict().items()}
                     path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
                     self.checkpoint_engine.save(state_dict=state, path=path)
 

@@ -6,6 +6,7 @@ from the same weights, and each rank generates only its own shard.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -219,3 +220,13 @@ def _zero_padding(shard: np.ndarray, spec: ParameterSpec, tp_group: TPGroup) -> 
 
 def _slice_along_dim(dim: int, part: slice) -> tuple[slice, ...]:
     return (slice(None),) * dim + (part,)
+
+
+def own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor in a storage without other values: torch.save writes whole storages, and
+    weights are parts of a flat buffer. Copies a tensor on a device, but not one in host memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.detach().clone()
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # keeps the memory
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

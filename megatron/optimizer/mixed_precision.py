@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, is_norm_owner, main_grad_of, spec_of
+from megatron.mpu.parameters import ParameterSpec, is_norm_owner, main_grad_of, own_storage, spec_of
 from megatron.mpu.world import max_over_ranks
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import (
@@ -401,9 +401,9 @@ class MixedPrecisionOptimizer:
                 base["state"][index] = {**base["state"][index], **packed_moments}
             mappings.append(addresses)
             master = flat.without_padding(flat.master.detach())
-            # torch.save writes the whole storage of a view, in fp32 the weights of all partitions.
+            # In fp32 they are a part of the weights of all partitions.
             is_view_of_weights = flat.weights_are_master and self.partition_count > 1
-            masters.append(master.clone() if is_view_of_weights else master)
+            masters.append(own_storage(master) if is_view_of_weights else master)
         return {
             "clip_grad": self.clip_grad,
             "base_optimizer_state": base,
