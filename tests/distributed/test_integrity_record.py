@@ -13,7 +13,7 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
+from tests.support.layouts import VOCAB, Row, build_engine, config_of, train, train_layout
 from tests.support.pool import run_world
 from tests.unit.checkpoint.saved_runs import make_unreadable
 
@@ -22,11 +22,11 @@ def save_two_steps(row, folder):
     save_midway(row, folder, 2)
 
 
-def start(row, folder):
+def start(row, folder, options=None):
     """Returns what a resume prints, or why it stops, and the integrity record of the loaded state."""
     from megatron.checkpoint.integrity import make_integrity_record
 
-    config = config_of(row, checkpoint={"load": str(folder)})
+    config = config_of(row, checkpoint={"load": str(folder)}, parallel=options or {})
     engine = build_engine(config)
     train(engine, [9])
     printed: list[str] = []
@@ -186,3 +186,34 @@ def test_another_schedule_is_refused_with_both_values_and_a_flag_selects_one(fla
     (lines,) = run_world(1, load_lines, tmp_path, FINGERPRINT, changes)
     assert lines["learning rate"].startswith(f"the {winner} schedule (--")
     assert f"max_lr was {old}, is 0.5" in lines["learning rate"]
+
+
+def save_with_short_canary(row, folder, options):
+    """Returns the losses of a run that saves after two steps, with a canary shorter than its sequences."""
+    from megatron.checkpoint import integrity
+
+    integrity.CANARY_TOKENS = 6
+    engine = build_engine(config_of(row, parallel=options))
+    train(engine, range(2))
+    make_manager(engine, folder).save(state_after(2))
+    return train(engine, [2])
+
+
+@pytest.mark.parametrize(
+    "row, options, compared",
+    [
+        (Row(pp=2), {"virtual_pipeline_stages": 2}, True),
+        (Row(tp=2), {}, True),
+        (Row(tp=4), {"sequence_parallel": True}, False),
+    ],
+    ids=str,
+)
+def test_a_canary_is_compared_at_its_own_length_and_training_goes_on_at_the_length_of_the_run(
+    row, options, compared, tmp_path
+):
+    (after_save,) = run_world(4, save_with_short_canary, Row(pp=2, dp=2), tmp_path, {})[0]
+    assert after_save == pytest.approx(run_world(4, train_layout, Row(pp=2, dp=2), 3)[0][-1], rel=1e-6)
+    assert integrity_record_in(tmp_path)["probe"]["seq_length"] == 6
+    for printed, _ in run_world(row.world_size, start, row, tmp_path, options):
+        line = next(line for line in printed.splitlines() if line.strip().startswith("canary loss"))
+        assert ("saved," if compared else "cannot compute the loss of 6 tokens") in line

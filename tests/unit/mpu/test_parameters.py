@@ -11,6 +11,7 @@ from megatron.mpu.parameters import (
     local_slices,
     merge_shards,
     new_parameter,
+    own_storage,
     spec_of,
 )
 from tests.reference.shards import shard_of
@@ -113,3 +114,13 @@ def test_a_dimension_that_cannot_be_sharded_evenly_is_refused():
         new_parameter(ParameterSpec((12, 4), shard_dim=0, num_fused_parts=2), TPGroup(rank=0, size=4))
     with pytest.raises(ValueError, match="num_valid_rows"):
         initial_values(ParameterSpec((12, 4), shard_dim=1, num_valid_rows=3), 1, "a", ONE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_a_buffer_has_a_storage_of_its_own_without_a_copy(dtype):
+    flat = torch.arange(1000.0).to(dtype)
+    part = own_storage(nn.Parameter(flat[10:30].view(4, 5)))
+    assert part.untyped_storage().nbytes() == part.nbytes and part.data_ptr() == flat[10:].data_ptr()
+    assert torch.equal(part, flat[10:30].view(4, 5)) and not part.requires_grad
+    flat.untyped_storage().resize_(flat.nbytes)  # ZeRO-3 frees gathered weights by resizing
+    assert own_storage(torch.full((100_000,), 7.0)).sum() == 700_000  # it keeps the memory
