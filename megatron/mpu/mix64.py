@@ -10,13 +10,14 @@ def mix64(x: torch.Tensor) -> torch.Tensor:
     output is the finalizer of seed + n * 0x9E3779B97F4A7C15. The constants are variant 13 of David Stafford's
     search (https://zimbry.blogspot.com/2011/09/better-bit-mixing-improving-on.html).
     """
-    x = (x ^ _logical_shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _logical_shift(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ _logical_shift(x, 31)
+    # In place: fewer buffers, which fit in a core's cache.
+    x = _logical_shift(x, 30).bitwise_xor_(x).mul_(signed(0xBF58476D1CE4E5B9))
+    x = _logical_shift(x, 27).bitwise_xor_(x).mul_(signed(0x94D049BB133111EB))
+    return _logical_shift(x, 31).bitwise_xor_(x)
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def signed(x: int) -> int:
