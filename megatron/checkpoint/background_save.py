@@ -17,8 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from megatron.checkpoint.background_writer import BackgroundWriter, Written
+from megatron.checkpoint.background_writer import BackgroundWriter, Written, ring_bytes
 from megatron.checkpoint.digests import RankDigests, rank_digests
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.formats.deepspeed_files import Place
@@ -28,10 +29,6 @@ from megatron.checkpoint.save_files import BackgroundFiles
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.world import broadcast_from_rank_0
 
-# Moments per element, by the kind of optimizer.
-_NUM_MOMENTS = {"adam": 2, "sgd": 1}
-# What the archives of all files of a rank add to the bytes of its tensors.
-_OVERHEAD_BYTES = 1 << 24
 # How often rank 0 asks the store for the report of a rank.
 _POLL_S = 0.2
 
@@ -106,7 +103,9 @@ class BackgroundSaves:
         """Starts the writer process, if there is none. Returns why it cannot be started; "" if it can."""
         try:
             if self.writer is None:
-                self.writer = BackgroundWriter(self._ring_bytes(), self._heartbeat)
+                layers = (f for f in self._engine.module.forward_funcs if isinstance(f, nn.Module))
+                sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+                self.writer = BackgroundWriter(ring_bytes(sizes, self._engine.run_config), self._heartbeat)
         except OSError as error:
             return f"the checkpoint writer cannot be started ({error})"
         return ""
@@ -215,12 +214,3 @@ class BackgroundSaves:
             results.append(pickle.loads(self._store.get(key)))
             self._store.delete_key(key)
         return results
-
-    def _ring_bytes(self) -> int:
-        """Returns the bytes of the ring: enough for this rank's state, at most --async-save-memory-gb."""
-        config = self._engine.run_config
-        weights = sum(p.numel() * p.element_size() for p in self._engine.module.parameters())
-        masters = sum(flat.master.numel() for flat in self._engine.optimizer.flat)
-        needed = weights + 4 * masters * (1 + _NUM_MOMENTS[config.optimizer.moments_kind]) + _OVERHEAD_BYTES
-        limit = config.checkpoint.async_save_memory_gb
-        return needed if limit is None else min(needed, int(limit * 1e9))

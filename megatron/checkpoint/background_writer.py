@@ -26,12 +26,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.files import Files, HashedFile
 from megatron.child_processes import end_with_parent, python_path, signals_blocked
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
+
+if TYPE_CHECKING:  # the process that writes files needs no configuration
+    from megatron.config import Config
 
 # The writer frees the ring in pieces of at most this size.
 PIECE_BYTES = 1 << 24
@@ -46,9 +49,32 @@ IGNORED_SIGNALS = (
 )
 # With `python -m` the classes of messages would belong to another module, __main__.
 _PROGRAM = f"from {__name__} import main; main()"
+# Moments per element, by the kind of optimizer.
+_NUM_MOMENTS = {"adam": 2, "sgd": 1}
+# What the archives of all files of a rank, and the padding of its part of the state, add to the tensors.
+_OVERHEAD_BYTES = 1 << 24
 # Number in the table of fragments, offset in the piece in bytes, first element of the shard, number of
 # elements.
 _Part = tuple[int, int, int, int]
+
+
+def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
+    """Returns the bytes of the ring of one rank: enough for its state, at most --async-save-memory-gb.
+
+    layer_parameters: number of parameters of each layer of the rank, on one tensor-parallel rank.
+    """
+    parallel, total = config.parallel, sum(layer_parameters)
+    # The replicas share the layer files, a file at a time.
+    replicas = parallel.data_parallel_size
+    weights = min(total, -(-total // replicas) + max(layer_parameters, default=0))
+    elements = -(-total // parallel.optimizer_partitions)
+    needed = (
+        weights * (4 if config.precision.name == "fp32" else 2)
+        + 4 * elements * (1 + _NUM_MOMENTS[config.optimizer.moments_kind])
+        + _OVERHEAD_BYTES
+    )
+    limit = config.checkpoint.async_save_memory_gb
+    return needed if limit is None else min(needed, int(limit * 1e9))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+from megatron.checkpoint.background_writer import ring_bytes
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.engine.instructions import pipeline_schedule
@@ -55,7 +56,7 @@ class StageMemory:
     """Attention bias, rotary angles."""
     host: float
     """Bytes in host memory: with --cpu-offload master weights, moments and gradients; with
-    --checkpoint-in-cpu the inputs of layers."""
+    --checkpoint-in-cpu the inputs of layers; with --async-save a copy of what the rank saves."""
 
     @property
     def total(self) -> float:
@@ -88,6 +89,9 @@ def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> S
     state = update.parameters + update.gradients + update.optimizer
     tables = max(cost.tables for cost in costs)
     host = update.host + replay.most_in_flight * max(cost.host for cost in costs)
+    if config.checkpoint.async_save:
+        layers = [range(plan.bounds[stage], plan.bounds[stage + 1]) for stage in held]
+        host += ring_bytes([plan.parameters[layer] for layer in chain.from_iterable(layers)], config)
     if update.peak > replay.kept + replay.extra:
         return StageMemory(state, 0.0, 0.0, update.peak, tables, host)
     in_loss = replay.extra if replay.is_loss else 0

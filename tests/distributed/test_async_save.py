@@ -41,6 +41,9 @@ def save_twice(row: Row, folder: Path, memory_gb: float | None) -> None:
     train(engine, [STEPS])
     outcome = manager.finish_save()
     assert outcome is not None and outcome.problem == "" and outcome.num_bytes > 0
+    writer = manager.background.writer
+    assert writer is not None and (memory_gb or 0.5 * writer._size < writer.num_written + (1 << 24))
+    assert memory_gb or writer.num_written <= writer._size
     assert list(manager.background.take_outcomes()) == [outcome] and manager.finish_save() is None
     found = open_checkpoint(folder / "background" / f"global_step{STEPS}")
     checks = load_checkpoint(engine, found, FINGERPRINT)

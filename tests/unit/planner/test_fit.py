@@ -151,3 +151,17 @@ def test_what_a_layer_has_kept_are_activations_and_what_it_needs_besides_are_tem
     # Each of the 8 layers keeps 34 bytes per element, less without attention scores (arXiv 2205.05198).
     assert 8 * 14 < part.activations / (1024 * 1024) < 8 * 38
     assert part.head + part.temporaries < part.activations
+
+
+def test_the_copy_of_a_background_save_is_planned_in_host_memory() -> None:
+    """Each of 2 replicas saves half of a stage's fp32 values and moments, and half of its bf16 weights to
+    within a layer."""
+    _, plan, before = planned("--zero-stage 1")
+    _, _, memory = planned("--zero-stage 1 --async-save --save-interval 9 --save checkpoints")
+    for stage, (with_copy, without) in enumerate(zip(memory, before, strict=True)):
+        layers = plan.parameters[plan.bounds[stage] : plan.bounds[stage + 1]]
+        copy = with_copy.host - without.host - (1 << 24)
+        assert 0 <= copy - (12 + 2) * sum(layers) / 2 <= 2 * max(layers)
+        assert (with_copy.total, without.host) == (without.total, 0)
+    limited = planned("--async-save --save-interval 9 --save checkpoints --async-save-memory-gb 0.1")[2]
+    assert [part.host for part in limited] == [1e8, 1e8]
