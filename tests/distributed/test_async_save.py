@@ -14,6 +14,7 @@ import pytest
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import load_checkpoint
+from tests.distributed.parity import EIGHT_BIT, Changes
 from tests.distributed.test_universal import is_equal, torch_files_in
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import Row, build_engine, config_of, train
@@ -27,13 +28,19 @@ ROWS = {
     "DP 2, ZeRO-1": Row(dp=2, zero=1),
     "DP 2, ZeRO-3, bf16": Row(dp=2, zero=3, precision="bf16"),
     "DP 2, ZeRO-2": Row(dp=2, zero=2),
+    "8-bit moments": Row(dp=2, zero=1, precision="bf16"),
+    "CPU offload": Row(dp=2, zero=1, precision="bf16"),
     "PP 2 x DP 2, fp16": Row(pp=2, dp=2, zero=1, precision="fp16"),
+}
+CHANGES: dict[str, Changes] = {
+    "8-bit moments": EIGHT_BIT,
+    "CPU offload": {"parallel": {"cpu_offload": True}},
 }
 
 
-def save_twice(row: Row, folder: Path, memory_gb: float | None) -> None:
+def save_twice(row: Row, folder: Path, memory_gb: float | None, changes: Changes) -> None:
     """Saves at once in 'direct', and in the background in 'background', with a step before it is complete."""
-    engine = build_engine(config_of(row, checkpoint={"async_save_memory_gb": memory_gb}))
+    engine = build_engine(config_of(row, checkpoint={"async_save_memory_gb": memory_gb}, **changes))
     train(engine, range(STEPS))
     make_manager(engine, folder / "direct").save(state_after(STEPS))
     manager = make_manager(engine, folder / "background")
@@ -61,7 +68,7 @@ def test_a_save_in_the_background_writes_what_a_save_at_once_writes(name: str, t
     for memory_gb in (None, 2e-5):
         folder = tmp_path / str(memory_gb)
         folder.mkdir()
-        run_world(row.world_size, save_twice, row, folder, memory_gb)
+        run_world(row.world_size, save_twice, row, folder, memory_gb, CHANGES.get(name, {}))
         direct, background = (folder / kind / f"global_step{STEPS}" for kind in ("direct", "background"))
         assert is_equal(torch_files_in(direct), torch_files_in(background))
         runs = [open_checkpoint(path).run for path in (direct, background)]
