@@ -34,18 +34,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.saves import BLOOM_BYTES, FOLDER, SEQ, TENSOR, VOCAB, Saver, print_saves
+
 ROOT = Path(__file__).resolve().parent.parent
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
 
-HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
+HIDDEN, HEADS = 1024, 16
+# For an estimate of a conversion.
+BLOOM_NODES = 24
 SIZES = (3, 6, 12)
 TABLES = ("saves", "conversion", "load")
-# Size of BLOOM's checkpoint with optimizer state, and number of nodes for the estimate.
-BLOOM_BYTES, BLOOM_NODES = 2.3e12, 24
-FOLDER = "BENCHMARK_FOLDER"
 MEMORY_FILE = "memory"
-STEPS_DURING_SAVE = 3
 
 
 @dataclass
@@ -75,7 +75,7 @@ def main() -> None:
 
     print(describe_machine(), flush=True)
     if "saves" in arguments.tables:
-        saves(arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
+        print_saves(__file__, arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
     if "conversion" in arguments.tables:
         conversion(arguments.sizes, arguments.rounds, arguments.workers)
     if "load" in arguments.tables:
@@ -113,71 +113,6 @@ def direct_load(sizes: list[int], rounds: int) -> None:
             f"{verify:6.2f} {check:6.2f}  {memory}",
             flush=True,
         )
-
-
-def saves(layers: int, rounds: int) -> None:
-    """Prints how long a save of two ranks stops training, and what it reads and writes."""
-    from tests.support.measured_worlds import World
-
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
-        world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: folder})
-        checkpoint_bytes = 0
-        times: dict[str, list[float]] = {}
-
-        def do(work: str, kind: str = "") -> None:
-            times.setdefault(kind or work, []).append(world.run(work))
-
-        for work in ("save", "start", "finish", "copy", "dcp", "step"):  # once to warm up
-            world.run(work)
-        for _ in range(rounds):
-            do("copy")
-            do("step")
-            before = world.run("bytes")
-            do("save")
-            times.setdefault("bytes", []).append(world.run("bytes") - before)
-            do("dcp")
-            do("start")
-            began = time.perf_counter()
-            for _ in range(STEPS_DURING_SAVE):
-                do("step", "step while saving")
-            do("finish")
-            times.setdefault("durable", []).append(times["start"][-1] + time.perf_counter() - began)
-            newest = max(Path(folder).glob("global_step*"), key=lambda path: int(path.name[11:]))
-            checkpoint_bytes = sum(path.stat().st_size for path in newest.iterdir())
-            shutil.rmtree(Path(folder) / "dcp")
-        world.end()
-    median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    print(f"\nsaves of 2 ranks, TP=2, ZeRO-1, {checkpoint_bytes / 2e9:.2f} GB per rank, median of {rounds}")
-    rows = [
-        ("memory copy of the state", median["copy"], ""),
-        ("save, training stopped", median["save"], ""),
-        (
-            "torch.distributed.checkpoint.save",
-            median["dcp"],
-            f"{median['save'] / median['dcp']:.2f} of it: save",
-        ),
-        (
-            "save in the background, training stopped",
-            median["start"],
-            share_of(median, "start", "save", "copy"),
-        ),
-        ("the same, until the checkpoint is complete", median["durable"], ""),
-        ("a step", median["step"], ""),
-        (
-            "a step while a save is written",
-            median["step while saving"],
-            share_of(median, "step while saving", "step"),
-        ),
-    ]
-    for name, seconds, note in rows:
-        print(f"  {name:44} {seconds:7.3f} s  {note}")
-    ratio = 2 * median["bytes"] / checkpoint_bytes
-    print(f"  bytes read and written per byte of the checkpoint: {ratio:.2f}", flush=True)
-
-
-def share_of(times: dict[str, float], name: str, *others: str) -> str:
-    """The time as a multiple of others."""
-    return ", ".join(f"{times[name] / times[other]:.2f} x {other}" for other in others)
 
 
 def conversion(sizes: list[int], rounds: int, workers: int) -> None:
@@ -246,63 +181,6 @@ def run_worker(layers: int, layout_name: str) -> None:
             engine.optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}
         serve(Saver(engine, Path(os.environ[FOLDER])).do, answers)
     destroy_distributed()
-
-
-class Saver:
-    """One rank that saves its state, in several ways."""
-
-    def __init__(self, engine: "GPTEngine", folder: Path) -> None:
-        import torch
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        from megatron.checkpoint.manager import CheckpointManager
-
-        self.engine, self.folder, self.iteration = engine, folder, 0
-        self.manager = CheckpointManager(engine, folder, VOCAB, 0, {}, store=_get_default_store())
-        weights = {f"weight {i}": p.detach() for i, p in enumerate(engine.module.parameters())}
-        moments = engine.optimizer.optimizer.state
-        kept = {
-            f"{i} {key}": value for i, state in enumerate(moments.values()) for key, value in state.items()
-        }
-        masters = {f"master {i}": flat.master.detach() for i, flat in enumerate(engine.optimizer.flat)}
-        rank = engine.global_rank
-        self.state = {f"{rank} {name}": value for name, value in {**weights, **masters, **kept}.items()}
-        self.copies = [torch.empty_like(value) for value in self.state.values()]
-        self.tokens = torch.randint(VOCAB, (2, SEQ + 1))
-
-    def do(self, work: str) -> float | None:
-        """Does the work 'save', 'start', 'finish', 'copy', 'dcp', 'step' or 'bytes'."""
-        from megatron.checkpoint.record import TrainingState
-        from tests.support.measured_worlds import micro_batches
-
-        if work in ("save", "start"):
-            self.iteration += 1
-            state = TrainingState(self.iteration, 2 * self.iteration, 2 * self.iteration * SEQ)
-            self.manager.save(state, in_background=work == "start")
-        elif work == "finish":
-            outcome = self.manager.finish_save()
-            assert outcome is None or not outcome.problem, outcome
-        elif work == "copy":
-            for copy, value in zip(self.copies, self.state.values(), strict=True):
-                copy.copy_(value)
-        elif work == "dcp":
-            import torch.distributed.checkpoint as dcp
-
-            dcp.save(self.state, checkpoint_id=str(self.folder / "dcp"))
-        elif work == "step":
-            batches = micro_batches(self.tokens, self.engine.layout, 1)
-            self.engine.train_step(batches, 2, 0.0)
-        elif work == "bytes":  # of the rank and its writer so far, read and written
-            writer = self.manager.background.writer
-            pids = [os.getpid(), *([writer.pid] if writer is not None else [])]
-            return float(sum(io_bytes_of(pid) for pid in pids))
-        return None
-
-
-def io_bytes_of(pid: int) -> int:
-    """The bytes that a process has read and written, of files and of the page cache, but not of sockets."""
-    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 class Loader:
