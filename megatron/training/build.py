@@ -15,6 +15,7 @@ from torch.distributed import Store
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.huggingface.run_export import check_export
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import check_save_is_outside_checkpoints
 from megatron.checkpoint.manager import CheckpointManager
@@ -59,6 +60,7 @@ class Setup:
         """Raises ConfigError for flags and files with which no run can start, in the same order for a dry run
         and a run."""
         check_save_is_outside_checkpoints(config)
+        check_export(config)
         vocab = find_vocabulary(config)
         times = read_layer_times(config, vocab.size)
         needs_processes = needs_profiling(config) or needs_memory_costs(config)

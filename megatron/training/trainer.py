@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.huggingface.run_export import export_model
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RankStopped, RunStopped
@@ -17,6 +19,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.errors import UserError
 from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import model_iteration_flops, recomputes_scores
 from megatron.optimizer.mixed_precision import NonFiniteError
@@ -132,6 +135,7 @@ class Trainer:
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state, in_background=self.config.checkpoint.async_save)
                 saved = state
+            self._export_if_due(state)
             self._announce_saves()
             self._evaluate_tasks(state)
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
@@ -252,6 +256,35 @@ class Trainer:
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
+        )
+
+    def _export_if_due(self, state: TrainingState) -> None:
+        """Writes the model for Hugging Face transformers, if a flag asks for it at this iteration. A failure
+        is a warning: the checkpoint has the weights too."""
+        options, iteration = self.config.checkpoint, state.iteration
+        is_end = options.save_hf_at_end and iteration >= self.length.iterations
+        if options.save is None or not (
+            is_end or (options.save_hf_interval and iteration % options.save_hf_interval == 0)
+        ):
+            return
+        self.exit_code = None
+        started = time.perf_counter()
+        folder, manager = Path(options.save) / f"huggingface_step{iteration}", self.checkpoints
+        try:
+            with self.watchdog.phase(Phase.SAVE):
+                written = export_model(
+                    self.engine, folder, manager.vocab_size, manager.eod, self.watchdog.heartbeat
+                )
+        except UserError as error:
+            self.metrics.print(
+                f"warning: {error}: the run continues; tools/convert_huggingface.py writes the model of a "
+                "checkpoint"
+            )
+            return
+        seconds = time.perf_counter() - started
+        self.metrics.print(
+            f"wrote {folder} in {seconds:.1f} s: {written.architecture} in {self.config.precision.name}, "
+            f"{written.num_bytes / 1e6:,.1f} MB"
         )
 
     def _announce_saves(self) -> None:

@@ -131,7 +131,7 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
 def test_load_huggingface_starts_a_run_that_the_same_command_resumes(
     axis: str, processes: int, corpus: Path, data: list[str], tmp_path: Path
 ) -> None:
-    from transformers import GPT2TokenizerFast
+    from transformers import AutoTokenizer, GPT2TokenizerFast
 
     hf_folder, saved = tmp_path / "hf", tmp_path / "saved"
     save_hf(hf_folder, "gpt2", max_shard_size="100KB", sizes=(VOCAB_SIZE + 40, 4))
@@ -147,9 +147,18 @@ def test_load_huggingface_starts_a_run_that_the_same_command_resumes(
     positions = ["--max-position-embeddings", "32", *start[2:], "--vocab-size", str(VOCAB_SIZE)]
     expected = first_loss([*model, *positions], hf_folder)
     assert len(losses) == 3 and losses[0] == pytest.approx(expected, rel=1e-6)
-    again = pretrain(command, processes=processes)
+    again = pretrain([*command, "--save-hf-interval", "4", "--save-hf-at-end"], processes=processes)
     assert again.exit_code == 0, again.stderr
     assert [step["iteration"] for step in again.steps] == [4, 5]
+    for step in (4, 5):
+        written = saved / f"huggingface_step{step}"
+        assert f"wrote {written} in " in again.stdout and "GPT2LMHeadModel in fp32" in again.stdout
+        assert len(AutoTokenizer.from_pretrained(written)) == VOCAB_SIZE
+    # A run that starts from the last folder has the loss that this run reached.
+    flags = ["--load-huggingface", str(saved / "huggingface_step5"), *command[2:-4], "--eval-only"]
+    assert pretrain(flags).evaluations[-1]["lm_loss"] == pytest.approx(
+        again.evaluations[-1]["lm_loss"], rel=1e-6
+    )
 
 
 @pytest.mark.full

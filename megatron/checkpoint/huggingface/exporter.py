@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def write_hugging_face(
             values = iter([tensor[: spec.num_valid_rows]])
             del tensor  # the writer frees it: its pages need not be resident while a file is written
             writer.write_parameter(name, spec, {VALUES: values})
-        digests = writer.finish()
+        writer.write_pending()
+        digests = number_files(temporary, writer.files)
         if write_tokenizer is not None:
             write_tokenizer(temporary)
         write_digests(temporary, digests)
@@ -120,20 +122,35 @@ def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
     return open_reader(checkpoint).weights_verification(master_weights)
 
 
-class HuggingFaceWriter(StateWriter):
-    """Writes the weights of a model as model.safetensors, or as several files with an index, with the file
-    names of `save_pretrained`. Does not write moments. Only one file of weights at a time is in memory."""
+@dataclass(frozen=True)
+class WeightFile:
+    """A file of weights that was written, under a temporary name."""
 
-    def __init__(self, folder: Path, model: ModelConfig, precision: str, max_file_bytes: int) -> None:
+    path: Path
+    sha256: str
+    names: tuple[str, ...]
+    """Names of the weights in it."""
+    num_bytes: int
+
+
+class HuggingFaceWriter(StateWriter):
+    """Writes the weights of a model, or a part of them, as safetensors files. Does not write moments. Only
+    one file of weights at a time is in memory.
+
+    prefix: of the temporary names of the files, see `number_files`.
+    """
+
+    def __init__(
+        self, folder: Path, model: ModelConfig, precision: str, max_file_bytes: int, prefix: str = "part"
+    ) -> None:
         super().__init__(folder)
         self._model, self._precision, self._max_file_bytes = model, precision, max_file_bytes
         _, family = family_of(model)
         names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
         self._parameters = {parameter.megatron: parameter for parameter in names}
-        # Digest and names of the weights of each file that was written.
-        self._files: list[tuple[str, list[str]]] = []
+        self._prefix = prefix
+        self.files: list[WeightFile] = []
         self._pending: dict[str, Tensor] = {}
-        self._total_bytes = 0
 
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
@@ -143,10 +160,9 @@ class HuggingFaceWriter(StateWriter):
         parts = self._converted(list(states[VALUES]), parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
             pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
-            if self._pending and pending_bytes + part.nbytes > self._max_file_bytes:
-                self._write_file()
+            if pending_bytes + part.nbytes > self._max_file_bytes:
+                self.write_pending()
             self._pending[hf_name] = part
-            self._total_bytes += part.nbytes
 
     def _converted(self, blocks: list[Tensor], parameter: Parameter) -> list[Tensor]:
         """Returns the Hugging Face tensors of one Megatron parameter."""
@@ -163,29 +179,35 @@ class HuggingFaceWriter(StateWriter):
             part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts
         ]
 
-    def _write_file(self) -> None:
+    def write_pending(self) -> None:
+        """Writes the weights that are in no file so far, if any."""
         from safetensors.torch import save_file
 
-        part = self.folder / f"part-{len(self._files)}"
-        save_file(self._pending, part, metadata={"format": "pt"})
+        if not self._pending:
+            return
+        path = self.folder / f"{self._prefix}-{len(self.files)}"
+        save_file(self._pending, path, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read: set the mode of the other files.
-        part.chmod((self.folder / "config.json").stat().st_mode)
-        # Computed now, while the file is still in the page cache.
-        self._files.append((digest_of(part), list(self._pending)))
+        path.chmod((self.folder / "config.json").stat().st_mode)
+        num_bytes = sum(tensor.nbytes for tensor in self._pending.values())
+        # The digest is computed now, while the file is still in the page cache.
+        self.files.append(WeightFile(path, digest_of(path), tuple(self._pending), num_bytes))
         self._pending = {}
 
-    def finish(self) -> dict[str, str]:
-        """Writes the pending weights and the index. Returns the digest of each file of weights."""
-        self._write_file()
-        if len(self._files) == 1:
-            (self.folder / "part-0").rename(self.folder / "model.safetensors")
-            return {"model.safetensors": self._files[0][0]}
-        digests = {}
-        index: dict[str, Any] = {"metadata": {"total_size": self._total_bytes}, "weight_map": {}}
-        for number, (digest, names) in enumerate(self._files):
-            file_name = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
-            (self.folder / f"part-{number}").rename(self.folder / file_name)
-            index["weight_map"] |= dict.fromkeys(names, file_name)
-            digests[file_name] = digest
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        return digests
+
+def number_files(folder: Path, files: Sequence[WeightFile]) -> dict[str, str]:
+    """Renames the files of weights to model.safetensors, or to several files with an index, the names of
+    `save_pretrained`. Returns their digests by name."""
+    if len(files) == 1:
+        files[0].path.rename(folder / "model.safetensors")
+        return {"model.safetensors": files[0].sha256}
+    digests = {}
+    total_size = sum(file.num_bytes for file in files)
+    index: dict[str, Any] = {"metadata": {"total_size": total_size}, "weight_map": {}}
+    for number, file in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        file.path.rename(folder / name)
+        index["weight_map"] |= dict.fromkeys(file.names, name)
+        digests[name] = file.sha256
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return digests

@@ -52,6 +52,20 @@ class CheckpointConfig(Section):
         derived="as much as the state needs",
         needs={"checkpoint.async_save": "set --async-save, or remove --async-save-memory-gb"},
     )
+    save_hf_interval: int | None = flag(
+        None,
+        at_least=1,
+        metavar="N",
+        help="every N iterations write the model as a Hugging Face transformers folder "
+        "(huggingface_step<iteration> in --save), in the precision of the run; each rank writes a part of it",
+        needs={"checkpoint.save": "set --save to a folder, or remove --save-hf-interval"},
+    )
+    save_hf_at_end: bool = flag(
+        False,
+        help="after the last iteration write the model as a Hugging Face transformers folder in --save, as "
+        "--save-hf-interval does",
+        needs={"checkpoint.save": "set --save to a folder, or remove --save-hf-at-end"},
+    )
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),

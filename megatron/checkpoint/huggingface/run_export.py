@@ -1,0 +1,183 @@
+"""Writes the model of a running job as a Hugging Face folder (--save-hf-interval, --save-hf-at-end).
+
+The ranks write files of weights at the same time, and no rank holds the model: each layer is written by the
+first tensor-parallel rank of one replica of its stage, which receives the other ranks' shards one by one.
+Rank 0 adds the index, the configuration, the tokenizer and the digests.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.huggingface.exporter import (
+    MAX_FILE_BYTES,
+    HuggingFaceWriter,
+    number_files,
+    write_settings,
+)
+from megatron.checkpoint.huggingface.family import family_of
+from megatron.checkpoint.huggingface.output import write_digests
+from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
+from megatron.checkpoint.record import REPLACED
+from megatron.checkpoint.to_universal import check_space
+from megatron.config import Config
+from megatron.config.sections.data import fitting_tokenizer_types
+from megatron.engine.pipeline_engine import GPTEngine, share_out
+from megatron.errors import UserError
+from megatron.files import rename_synced, sync_tree
+from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
+from megatron.mpu.world import gather_from_all_ranks
+
+# Suffix of the folder while it is written.
+_UNFINISHED = ".tmp"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written. architecture: transformers' class. num_bytes: size of the weights."""
+
+    folder: Path
+    architecture: str
+    num_bytes: int
+
+
+def check_export(config: Config) -> None:
+    """Raises UserError if a flag asks for Hugging Face folders and no family can express the model."""
+    if config.checkpoint.save_hf_interval or config.checkpoint.save_hf_at_end:
+        flag = "--save-hf-interval" if config.checkpoint.save_hf_interval else "--save-hf-at-end"
+        try:
+            family_of(config.model)
+        except UserError as error:
+            raise UserError(f"{flag}: {error}; remove the flag, or change the model") from error
+
+
+def export_model(
+    engine: GPTEngine, folder: Path, vocab_size: int, eod: int | None, heartbeat: Callable[[], None]
+) -> Exported:
+    """Writes the model in the precision of the run to `folder`, which then replaces an existing folder of
+    that name. Collective.
+
+    vocab_size: without padding. heartbeat: called after each layer. Raises UserError on every rank, and
+    leaves nothing behind, if the folder cannot be written.
+    """
+    config = engine.run_config
+    precision = config.precision.name
+    temporary = folder.with_name(folder.name + _UNFINISHED)
+    with errors_of_rank_0(str(folder)):
+        if dist.get_rank() == 0:
+            _begin(config, temporary, engine, vocab_size, eod)
+    prefix = f"stage-{engine.layout.pipeline_stage}-replica-{engine.layout.dp_rank}-part"
+    writer = HuggingFaceWriter(temporary, config.model, precision, MAX_FILE_BYTES, prefix)
+    problem = _write_layers(engine, writer, heartbeat)
+    if problem is None:
+        problem = _problem_of(writer.write_pending)
+    found = first_problem_of_ranks(problem)
+    files = [file for own in gather_from_all_ranks(writer.files) for file in own]
+    with errors_of_rank_0(str(folder)):
+        if dist.get_rank() == 0:
+            try:
+                if found is not None:
+                    raise UserError(f"{folder} cannot be written: rank {found[0]}: {found[1]}")
+                write_digests(temporary, number_files(temporary, files))
+                sync_tree(temporary)
+                _replace(temporary, folder)
+            except (OSError, UserError):
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    return Exported(folder, family_of(config.model)[1].architecture, sum(file.num_bytes for file in files))
+
+
+def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, eod: int | None) -> None:
+    """Creates the folder with all files except the weights."""
+    if temporary.exists():  # of a killed job: --save belongs to this run
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    elements = sum(prod(spec_of(parameter).valid_shape) for parameter in engine.module.parameters())
+    stages = config.parallel.pipeline_model_parallel_size
+    check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
+    write_settings(config, vocab_size, eod, config.precision.name, temporary)
+    if fitting_tokenizer_types(config.data):
+        # Imported only here: transformers' tokenizers take seconds.
+        from megatron.tokenizer import build_tokenizer
+        from megatron.tokenizer.hugging_face import save_as_hugging_face
+
+        model = config.model
+        max_length = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
+        save_as_hugging_face(build_tokenizer(config.data).name, config.data, temporary, max_length)
+
+
+def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
+    """Writes this rank's share of the weights. Returns the first problem. A rank with a problem still takes
+    part in the collectives."""
+    layout, module = engine.layout, engine.module
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    own = (layout.pipeline_stage, sorted(names.values()))
+    stage_of: dict[str, int] = {}
+    for stage, held in sorted(gather_from_all_ranks(own)):
+        for name in held:
+            stage_of.setdefault(name, stage)  # a tied embedding is written by its first stage
+    layers = {i: f for i, f in enumerate(module.forward_funcs) if isinstance(f, nn.Module)}
+    sizes = {i: sum(p.numel() for p in layer.parameters()) for i, layer in layers.items()}
+    writers = share_out(sizes, layout.dp_size)
+    written: set[str] = set()
+    problem: str | None = None
+    for position, layer in layers.items():
+        with engine.optimizer.gathered_params(layer):
+            if layout.dp_rank == writers[position]:
+                for parameter in layer.parameters():
+                    name = names[parameter]
+                    if stage_of[name] != layout.pipeline_stage or name in written:
+                        continue
+                    written.add(name)
+                    spec = spec_of(parameter)
+                    values = _collect(parameter.detach(), spec, engine.tp_group)
+                    if values is not None and problem is None:
+                        blocks = {VALUES: iter([values[: spec.num_valid_rows]])}
+                        problem = _problem_of(lambda: writer.write_parameter(name, spec, blocks))  # noqa: B023
+        heartbeat()
+    return problem
+
+
+def _collect(shard: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor | None:
+    """Returns the global parameter in host memory on the first tensor-parallel rank, None on the others.
+    Collective in the group; a device holds one further shard."""
+    if spec.shard_dim is None or tp_group.size == 1:
+        # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
+        return shard.to("cpu", copy=True) if tp_group.rank == 0 else None
+    assert tp_group.group is not None
+    shards = []
+    for rank, source in enumerate(dist.get_process_group_ranks(tp_group.group)):
+        buffer = shard.contiguous() if rank == tp_group.rank else torch.empty_like(shard)
+        dist.broadcast(buffer, source, group=tp_group.group)
+        if tp_group.rank == 0:
+            shards.append(buffer.cpu())
+    return merge_shards(spec, shards) if tp_group.rank == 0 else None
+
+
+def _problem_of(write: Callable[[], None]) -> str | None:
+    try:
+        write()
+    except (OSError, UserError, SafetensorError) as error:
+        return str(error)
+    return None
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    replaced = folder.with_name(folder.name + REPLACED)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    rename_synced(temporary, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
