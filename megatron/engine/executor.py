@@ -225,7 +225,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
             return received
         part, *others = received
         hidden = part.new_empty(*part.shape[:-1], part.shape[-1] * self._scatter_group.size)
-        dist.all_gather_into_tensor(hidden.view(-1), part.view(-1), group=self._scatter_group.group)
+        dist.all_gather_single(hidden.view(-1), part.view(-1), group=self._scatter_group.group)
         return hidden, *others
 
     def _exec_send_activations(self, buffer_id: int, model_chunk_id: int) -> None:

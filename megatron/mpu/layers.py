@@ -407,7 +407,7 @@ def gather_and_multiply(
 
 
 def _start_gather(full: Tensor, part: Tensor, tp_group: TPGroup) -> dist.Work:
-    return dist.all_gather_into_tensor(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
+    return dist.all_gather_single(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
 
 
 def rows_in_chunk_order(x: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
@@ -426,7 +426,7 @@ def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, max_chunks
     pending = []
     for part, rows in zip(result.chunk(chunks), _blocks(x, chunks, tp_group).unbind(1), strict=True):
         partial = torch.bmm(rows, factor).view(tp_group.size * len(part), *part.shape[1:])
-        pending.append(dist.reduce_scatter_tensor(part, partial, group=tp_group.group, async_op=True))
+        pending.append(dist.reduce_scatter_single(part, partial, group=tp_group.group, async_op=True))
     for work in pending:
         work.wait()
     return result

@@ -38,7 +38,7 @@ def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> tor
 def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
     """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
     full = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
-    return full, dist.all_gather_into_tensor(full, x.contiguous(), group=tp_group.group, async_op=True)
+    return full, dist.all_gather_single(full, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -47,7 +47,7 @@ def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.T
     if x.shape[0] % tp_group.size != 0:
         raise ValueError(f"dimension 0 of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
     part = x.new_empty(x.shape[0] // tp_group.size, *x.shape[1:])
-    return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=tp_group.group, async_op=True)
+    return part, dist.reduce_scatter_single(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:

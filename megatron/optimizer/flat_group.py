@@ -196,7 +196,7 @@ class FlatGroup:
         elif dist.get_backend(self._dp_group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter does not share the buffer's version counter.
-        return dist.all_gather_into_tensor(self.weights, own, group=self._dp_group, async_op=True)
+        return dist.all_gather_single(self.weights, own, group=self._dp_group, async_op=True)
 
     def free_full_params(self) -> None:
         """Frees the full weights; this rank's partition stays."""
@@ -223,7 +223,7 @@ class FlatGroup:
         sum over the replicas, and the rest is undefined. Collective."""
         if prefers_all_reduce(self._dp_group):
             return dist.all_reduce(self.gradients, group=self._dp_group, async_op=True)
-        return dist.reduce_scatter_tensor(
+        return dist.reduce_scatter_single(
             self._own_part(self.gradients), self.gradients, group=self._dp_group, async_op=True
         )
 
