@@ -349,7 +349,8 @@ class Loader:
         optimizer = self.engine.optimizer
         optimizer.optimizer.state.clear()
         with AnonymousMemory() as memory:
-            optimizer.load_by_name(open_reader(self.checkpoint).read_parameter, None, with_moments=True)
+            optimizer.read_by_name(open_reader(self.checkpoint).read_parameter, None, with_moments=True)
+            optimizer.exchange_loaded()
         bound = self.needed_bytes * 2 / 3 + 4 * VOCAB * HIDDEN
         note = self.folder / f"{MEMORY_FILE}-{self.engine.global_rank}"
         note.write_text(f"{memory.growth_bytes / 1e6:.0f} ({bound / 1e6:.0f})")
