@@ -25,6 +25,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 # Without this flag Linux may reject a writable mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
+_HUGE_PAGE_BYTES = 1 << 21
 
 
 class _Mapping:
@@ -65,6 +66,14 @@ def map_open_file(file: BinaryIO, path: Path | str, copy_on_write: bool = False)
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(path))
     return np.asarray(_Mapping(address, num_bytes, copy_on_write))
+
+
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """Asks for huge pages for memory that nothing has been written to: a page fault provides 2 MB, usually
+    4 KB. It has no effect if the system has no huge pages."""
+    first, end = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, address + num_bytes
+    if (length := end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - first) > 0:
+        _LIBC.madvise(first, length, mmap.MADV_HUGEPAGE)
 
 
 def release_pages(address: int, num_bytes: int) -> None:

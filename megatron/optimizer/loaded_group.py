@@ -9,9 +9,10 @@ broadcast their shares. Until then no replica waits for another, so an error of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,6 +21,21 @@ from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import ALIGNMENT, FlatGroup
 from megatron.optimizer.quantized import write_moment
 from megatron.optimizer.zero import OptimizerProcessGroups
+
+
+class SavedMoments(Protocol):
+    """Moments of a parameter in a checkpoint, by the optimizer's names."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def read(self, key: str, out: Tensor | None) -> Tensor:
+        """Returns a moment, flat, fp32. out: gets its elements and is returned, if given."""
+        ...
+
+
+def in_host_memory(values: Tensor) -> Tensor | None:
+    """Returns the values if a reader can write into them: fp32 in host memory. Otherwise returns None."""
+    return values if values.device.type == "cpu" and values.dtype == torch.float32 else None
 
 
 class LoadedGroup:
@@ -60,8 +76,18 @@ class LoadedGroup:
         ]
         return [(parameter, first, last - first) for parameter, first, last in clipped if first < last]
 
+    def host_moment(self, key: str, start: int, length: int) -> Tensor | None:
+        """Returns elements of a moment of the partition in host memory, which a reader may fill; None if they
+        are on a device or quantized."""
+        moment = self._moment(key)
+        return in_host_memory(moment[start : start + length]) if isinstance(moment, Tensor) else None
+
     def store_moment(self, name: str, key: str, start: int, elements: Tensor) -> None:
-        """Stores elements of a moment, from element `start` of the partition on."""
+        """Stores elements of a moment, from element `start` of the partition on, unless they are in the place
+        that `host_moment` returns."""
+        place = self.host_moment(key, start, elements.numel())
+        if place is not None and place.data_ptr() == elements.data_ptr():
+            return
         if not write_moment(self._moment(key), start, elements):
             raise RuntimeError(f"{key} of {name} was not quantized to within one step")
 

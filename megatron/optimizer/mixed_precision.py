@@ -16,7 +16,7 @@ saved in fp32: any optimizer of the Adam family can load them, on any layout.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,17 +39,17 @@ from megatron.optimizer.flat_group import (
 )
 from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
-from megatron.optimizer.loaded_group import LoadedGroup
+from megatron.optimizer.loaded_group import LoadedGroup, SavedMoments, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 
 # Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
-# and the first element and the end of the part in this TP rank's shard. Result: master weights (flat,
-# fp32), moments by name (flat, fp32; may be read lazily), and other state such as the step.
+# the first element and the end of the part in this TP rank's shard, and a tensor in host memory that gets the
+# master weights, or None. Result: master weights (flat, fp32), moments, and other state such as the step.
 SavedState = Callable[
-    [str, ParameterSpec, TPGroup, int, int], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
+    [str, ParameterSpec, TPGroup, int, int, Tensor | None], tuple[Tensor, SavedMoments, dict[str, Any]]
 ]
 
 
@@ -441,17 +441,18 @@ class MixedPrecisionOptimizer:
             loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups, self.groups)
             for parameter, start, length in loading.fragments():
                 name, first = self.names[parameter], flat.first_element(parameter, start)
-                values, moments, others = saved(
-                    name, spec_of(parameter), self.tp_group, first, first + length
-                )
-                flat.master.data[start : start + length].copy_(values)
+                master = flat.master.data[start : start + length]
+                place = (name, spec_of(parameter), self.tp_group, first, first + length)
+                values, moments, others = saved(*place, in_host_memory(master))
+                if in_host_memory(master) is None:
+                    master.copy_(values)
                 del values  # moments are read lazily: only one tensor is in memory at a time
-                for key in moments if with_moments else ():
-                    elements = moments[key]
-                    if flat.quantized:
-                        before_rounding(self._local_state(flat, parameter, {key: elements}))
-                    loading.store_moment(name, key, start, elements)
                 if with_moments:
+                    for key in moments:
+                        elements = moments.read(key, loading.host_moment(key, start, length))
+                        if flat.quantized:
+                            before_rounding(self._local_state(flat, parameter, {key: elements}))
+                        loading.store_moment(name, key, start, elements)
                     loading.add_others(name, others)
             self._loading.append(loading)
         if loss_scaler is not None:

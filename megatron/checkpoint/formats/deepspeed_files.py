@@ -116,8 +116,9 @@ class FlatShard:
         """The dtypes in the files. Opens all files."""
         return {str(piece.dtype).removeprefix("torch.") for piece in self._pieces}
 
-    def elements(self, start: int, stop: int) -> Tensor:
-        """Returns elements start to stop - 1. They share memory with the file if it holds all of them."""
+    def elements(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Returns elements start to stop - 1. They share memory with the file if it holds all of them, unless
+        `out` is given, which gets them."""
         import torch
 
         parts, first = [], 0
@@ -125,6 +126,10 @@ class FlatShard:
             begin, end = max(start - first, 0), min(stop - first, fragment.length)
             parts += [self._piece(fragment)[begin:end]] if begin < end else []
             first += fragment.length
+        if out is not None:
+            for part, target in zip(parts, out.split([part.numel() for part in parts]), strict=True):
+                target.copy_(part)
+            return out
         return torch.cat(parts) if len(parts) > 1 else (parts or [torch.empty(0)])[0]
 
     def whole(self) -> Tensor:

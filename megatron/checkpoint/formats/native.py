@@ -126,18 +126,19 @@ class NativeReader(StateReader):
         tp_group: TPGroup,
         start: int = 0,
         stop: int | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""
         saved = self._saved_spec(spec)
         if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
             rank = 0 if spec.shard_dim is None else tp_group.rank
             shard = self._shard(rank, name, state_name, saved)
-            return shard.elements(start, shard.numel if stop is None else stop)
+            return shard.elements(start, shard.numel if stop is None else stop, out)
 
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
             return self._shard(rank, name, state_name, saved).elements(first, last)
 
-        return reshard(spec, tp_group, saved, self.tp_size, saved_elements, start, stop)
+        return reshard(spec, tp_group, saved, self.tp_size, saved_elements, start, stop, out)
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""

@@ -31,7 +31,7 @@ from megatron.text_table import first_few
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
 StateBlocks = Mapping[str, Iterable[Tensor]]
 # fp32 values, moments by name, and all other optimizer state (the step).
-ParameterState = tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
+ParameterState = tuple[Tensor, "LazyTensors", dict[str, Any]]
 
 
 class ReplicaMismatch:
@@ -53,11 +53,16 @@ class ReplicaMismatch:
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name. Each access reads the tensor again: none is kept in memory."""
 
-    def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
+    def __init__(self, read: Mapping[str, Callable[..., Tensor]]) -> None:
+        """read: functions that read the tensors. Their argument `out` is that of `StateReader.read_shard`."""
         self._read = read
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._read[key]()
+        return self.read(key)
+
+    def read(self, key: str, out: Tensor | None = None) -> Tensor:
+        """Returns a tensor. out: gets its elements and is returned, if given."""
+        return self._read[key](out=out)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read)
@@ -196,26 +201,36 @@ class StateReader(ABC):
         tp_group: TPGroup,
         start: int = 0,
         stop: int | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Returns elements start to stop - 1 of this TP rank's shard of one state, flat. stop: None for the
-        end of the shard. The result may share memory with the file."""
+        end of the shard. out: a flat fp32 tensor in host memory that gets the elements, and is returned.
+        Without it the result may share memory with the file."""
         full = self.read(name, state_name, spec)
         flat = full.reshape(-1)
         if spec.shard_dim is None:
-            return flat[start:stop]
+            return flat[start:stop] if out is None else out.copy_(flat[start:stop])
         saved = replace(spec, global_shape=tuple(full.shape))
-        return reshard(spec, tp_group, saved, 1, lambda _rank, first, last: flat[first:last], start, stop)
+        return reshard(
+            spec, tp_group, saved, 1, lambda _rank, first, last: flat[first:last], start, stop, out
+        )
 
     def read_parameter(
-        self, name: str, spec: ParameterSpec, tp_group: TPGroup, start: int = 0, stop: int | None = None
+        self,
+        name: str,
+        spec: ParameterSpec,
+        tp_group: TPGroup,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
     ) -> ParameterState:
         """Returns elements start to stop - 1 of this tensor-parallel rank's shard of all states of a
-        parameter, as the optimizer loads them. Moments are read when they are accessed. Raises UserError if
-        the parameter is missing."""
+        parameter, as the optimizer loads them. Moments are read when they are accessed. out: gets the values,
+        see `read_shard`. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         # Values first: then the files with the moments are open.
-        values = self.read_shard(name, VALUES, spec, tp_group, start, stop)
+        values = self.read_shard(name, VALUES, spec, tp_group, start, stop, out)
         moments = {
             state_name: partial(self.read_shard, name, state_name, spec, tp_group, start, stop)
             for state_name in self.state_names(name)
@@ -405,6 +420,7 @@ def reshard(
     saved_elements: Callable[[int, int, int], Tensor],
     start: int = 0,
     stop: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Returns elements start to stop - 1 of this rank's shard, flat, fp32, made from the shards that
     `saved_size` tensor-parallel ranks saved.
@@ -412,7 +428,7 @@ def reshard(
     saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
     saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
     saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
-    stop: None for the end of the shard.
+    stop: None for the end of the shard. out: gets the elements and is returned, if given.
     """
     dim = spec.shard_dim or 0
     # Both shards are matrices whose columns are the elements from the sharded dimension on.
@@ -420,13 +436,17 @@ def reshard(
     shape = local_shape(spec, tp_group)
     width = shape[dim] * inner
     stop = prod(shape) if stop is None else stop
-    target = (torch.empty if spec.num_valid_rows is None else torch.zeros)(stop - start)
+    target = torch.empty(stop - start) if out is None else out
     used = (spec.num_valid_rows or spec.global_shape[dim]) * inner
     mine = _column_spans(spec, tp_group, inner)
     done = 0
     for row, rows, first, last in _rectangles(start, stop, width):
         rectangle = target[done : done + rows * (last - first)].view(rows, last - first)
         done += rectangle.numel()
+        for begin, end, column in mine:
+            low, high = max(begin, begin + first - column, used), min(end, begin + last - column)
+            if low < high:
+                rectangle.narrow(1, column + low - begin - first, high - low).zero_()
         for rank in range(saved_size):
             theirs = _column_spans(saved, TPGroup(rank, saved_size), inner)
             saved_width = sum(end - begin for begin, end, _ in theirs)
