@@ -15,8 +15,8 @@ from tests.support.layouts import Row, config_of
 from tests.support.many_ranks import FACTORS, ManyRanks
 
 BATCH = {"global_batch_size": 64, "micro_batch_size": 1}
-# 24 layers: two per stage of the run that saves.
-MODEL = {"num_layers": 24}
+# 24 layers: two per stage of the run that saves. The MLP has fused parts.
+MODEL = {"num_layers": 24, "glu_activation": "swiglu"}
 SAVED = {zero: Row(tp=4, pp=12, dp=8, zero=zero, precision="bf16") for zero in (0, 1)}
 LAYOUTS = {
     "the layout of the checkpoint": Row(tp=4, pp=12, dp=8, zero=1, precision="bf16"),
