@@ -96,7 +96,9 @@ def find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | 
     names: list[str] = []
     with errors_of_rank_0():
         if dist.get_rank() == 0:
-            names = reader.files_to_verify()
+            # The largest files first, so that the ranks read about as many bytes.
+            sizes = {name: facts["bytes"] for name, facts in checkpoint.run.get("files", {}).items()}
+            names = sorted(reader.files_to_verify(), key=lambda name: -sizes.get(name, 0))
     return first_problem(names, reader.file_problem, heartbeat)
 
 

@@ -128,8 +128,7 @@ class LoadedGroup:
 
     def _broadcast_shares(self, buffer: Tensor) -> None:
         for rank, share in enumerate(buffer.split(self._share_size)):
-            source = rank if self._groups.data is None else dist.get_global_rank(self._groups.data, rank)
-            dist.broadcast(share, source, group=self._groups.data)
+            dist.broadcast(share, group=self._groups.data, group_src=rank)
 
     def _store_others(self) -> None:
         """Restores the state that is not a moment, where the optimizer reads it."""
