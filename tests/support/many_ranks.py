@@ -80,11 +80,11 @@ class ManyRanks:
         return shard_of(spec, numbers, TPGroup(tp_rank, self.config.parallel.tensor_model_parallel_size))
 
     def optimizer(self, rank: int) -> MixedPrecisionOptimizer:
-        """The optimizer of a rank; its values are zeros."""
+        """The optimizer of a rank. All values are -1, which no element has as its number."""
         layout = self.layout(rank)
         tp_group = TPGroup(layout.tp_rank, layout.tp_size)
         parameters = {
-            name: torch.nn.init.zeros_(new_parameter(self.padded[name], tp_group, torch.bfloat16))
+            name: torch.nn.init.constant_(new_parameter(self.padded[name], tp_group, torch.bfloat16), -1)
             for name in self.names_of_stage(layout.pipeline_stage)
         }
         tied = [parameters[TIED]] if TIED in parameters and layout.pp_size > 1 else []
