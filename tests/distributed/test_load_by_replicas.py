@@ -15,6 +15,7 @@ from megatron.checkpoint.formats.deepspeed_files import FlatShard
 from megatron.checkpoint.lineage.start import share_checkpoint
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.errors import UserError
+from tests.reference.shards import shard_of
 from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.file_accesses import file_accesses
 from tests.support.layouts import Row, build_engine, config_of
@@ -116,9 +117,8 @@ def accesses_of_a_start(folder: Path) -> tuple[int, int, int, int, int]:
 
 def test_only_rank_0_asks_for_the_size_of_every_file(tmp_path: Path) -> None:
     row = Row(tp=4, pp=12, dp=8, zero=1)
-    ManyRanks(
-        config_of(row, model={"num_layers": 12}, batch={"global_batch_size": 64, "micro_batch_size": 1})
-    ).save(tmp_path)
+    batch = {"global_batch_size": 64, "micro_batch_size": 1}
+    ManyRanks(config_of(row, model={"num_layers": 12}, batch=batch), shard_of).save(tmp_path)
     first, leader, other = run_world(3, accesses_of_a_start, tmp_path)
     files, _, _, _, stats = first
     assert files > 384 and files <= stats < 1.1 * files

@@ -6,7 +6,7 @@ Every element of the model has its own number as value, so what a rank has read 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 from megatron.pipeline.stages import plan_stages
-from tests.reference.shards import shard_of
 from tests.support.layouts import EOD, VOCAB
 
 if TYPE_CHECKING:
@@ -42,8 +41,12 @@ FACTORS = {"fp32": 1.0, "exp_avg": 0.5, "exp_avg_sq": 2.0}
 class ManyRanks:
     """The ranks of a layout. numbers: the number of each element, by parameter, without padding."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, TPGroup], torch.Tensor]
+    ) -> None:
+        """shard_of: returns a TP rank's shard of a global parameter, independently of the product."""
         self.config = config
+        self._shard_of = shard_of
         self.specs = model_specs(config, VOCAB, EOD)
         parallel = config.parallel
         rows = padded_vocab_size(VOCAB, config.model, parallel.tensor_model_parallel_size)
@@ -77,7 +80,9 @@ class ManyRanks:
         padding = spec.global_shape[0] - numbers.shape[0]
         if padding:
             numbers = torch.cat([numbers, torch.zeros(padding, *numbers.shape[1:])])
-        return shard_of(spec, numbers, TPGroup(tp_rank, self.config.parallel.tensor_model_parallel_size))
+        return self._shard_of(
+            spec, numbers, TPGroup(tp_rank, self.config.parallel.tensor_model_parallel_size)
+        )
 
     def optimizer(self, rank: int) -> MixedPrecisionOptimizer:
         """The optimizer of a rank. All values are -1, which no element has as its number."""

@@ -10,6 +10,7 @@ import torch
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.optimizer.loaded_group import LoadedGroup
+from tests.reference.shards import shard_of
 from tests.support.file_accesses import file_accesses
 from tests.support.layouts import Row, config_of
 from tests.support.many_ranks import FACTORS, ManyRanks
@@ -30,7 +31,7 @@ NUM_READERS = 24
 
 
 def ranks_of(row: Row) -> ManyRanks:
-    return ManyRanks(config_of(row, model=MODEL, batch=BATCH))
+    return ManyRanks(config_of(row, model=MODEL, batch=BATCH), shard_of)
 
 
 @pytest.fixture(scope="module")
