@@ -10,7 +10,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 # Without this flag Linux may reject a writable mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
+_HUGE_PAGE_BYTES = 1 << 21
 
 
 class _Mapping:
@@ -42,23 +43,37 @@ class _Mapping:
 
 
 def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:
-    """Maps a file into memory and returns its bytes.
+    """Maps a file into memory and returns its bytes. See `map_open_file`. Raises OSError if the file cannot
+    be opened or mapped, or is not a regular file."""
+    with open_regular(path) as file:
+        return map_open_file(file, path, copy_on_write)
 
-    copy_on_write: the array is writable; writing to it does not change the file. Raises OSError if the file
-    cannot be opened or mapped, or is not a regular file.
+
+def map_open_file(file: BinaryIO, path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:
+    """Maps an open file into memory and returns its bytes. The file may be closed afterwards.
+
+    path: for the error. copy_on_write: the array is writable; writing to it does not change the file. Raises
+    OSError if the file cannot be mapped.
     """
     access, flags = mmap.PROT_READ, mmap.MAP_SHARED
     if copy_on_write:
         access, flags = access | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE
-    with open_regular(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes == 0:
-            return np.empty(0, np.uint8)
-        address = _LIBC.mmap(None, num_bytes, access, flags, file.fileno(), 0)
+    num_bytes = os.fstat(file.fileno()).st_size
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    address = _LIBC.mmap(None, num_bytes, access, flags, file.fileno(), 0)
     if address == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(path))
     return np.asarray(_Mapping(address, num_bytes, copy_on_write))
+
+
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """Asks for huge pages for memory that nothing has been written to: a page fault provides 2 MB, usually
+    4 KB. It has no effect if the system has no huge pages."""
+    first, end = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, address + num_bytes
+    if (length := end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - first) > 0:
+        _LIBC.madvise(first, length, mmap.MADV_HUGEPAGE)
 
 
 def release_pages(address: int, num_bytes: int) -> None:

@@ -1,5 +1,6 @@
 """Finds the checkpoints in a folder, selects the one to resume from, and opens it."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -304,7 +305,7 @@ def open_checkpoint(
         ) from error
     if problem:
         raise UserError(f"checkpoint {path.parent}: {problem}")
-    if absent := [name for name in sorted(unneeded) if not (path.parent / name).exists()]:
+    if unneeded and (absent := sorted(unneeded.difference(os.listdir(path.parent)))):
         note = f"missing, but not needed to resume: {first_few(absent)}"
         checkpoint = replace(checkpoint, unverified_note=note)
     return checkpoint

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +72,28 @@ def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = 
         if size != expected["bytes"]:
             return f"{name} has {size:,} bytes and was written with {expected['bytes']:,}"
     return None
+
+
+def first_absent(folder: Path, names: Collection[str]) -> str | None:
+    """Returns the first file that is not in its folder; None if all are. Lists each folder once, which takes
+    one request of a file system, where a comparison of sizes takes one per file. Raises OSError if a folder
+    cannot be read now."""
+    listed: dict[Path, set[str]] = {}
+    for path in sorted(folder / name for name in names):
+        parent = path.parent
+        if parent not in listed:
+            listed[parent] = set(read_with_retries(parent, partial(_names_in, parent)))
+        if path.name not in listed[parent]:
+            return str(path.relative_to(folder))
+    return None
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Returns the names in a folder; none if it does not exist."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:

@@ -48,7 +48,7 @@ from megatron.checkpoint.publishing import (
     publish,
     saving_name,
 )
-from megatron.checkpoint.ranks import FolderTakenError, errors_of_rank_0, no_heartbeat
+from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0, no_heartbeat
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
 from megatron.checkpoint.save_files import DirectFiles
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
@@ -270,10 +270,10 @@ class CheckpointManager:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         for name in broadcast_from_rank_0(names):  # rank 0 keeps the identity
             checkpoint = open_on_all_ranks(self.folder / name)
-            good = checkpoint is not None and (allow_replica_mismatch or not mismatched_replicas(checkpoint))
-            if all(gather_from_all_ranks(good)) and checkpoint is not None:
-                if find_damage(checkpoint, self.heartbeat) is None:
-                    return checkpoint
+            if checkpoint is None or (mismatched_replicas(checkpoint) and not allow_replica_mismatch):
+                continue
+            if find_damage(checkpoint, self.heartbeat) is None:
+                return checkpoint
         return None
 
     def _begin_save(self, name: str) -> str:
@@ -402,12 +402,12 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
     with_moments = not checkpoint.no_optimizer and reader.moments_kind == now.optimizer.moments_kind
     unquantized = UnquantizedDigests()
-    engine.optimizer.load_by_name(
-        reader.read_parameter,
-        reader.loss_scaler if same_precision and not checkpoint.no_optimizer else None,
-        with_moments,
-        unquantized.add,
-    )
+    with errors_of_all_ranks():
+        keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16
+        scale = reader.loss_scaler if keeps_scale else None
+        engine.optimizer.read_by_name(reader.read_parameter, scale, with_moments, unquantized.add)
+    with errors_of_all_ranks():
+        engine.optimizer.exchange_loaded()
     return [
         *verify_loaded_state(engine, checkpoint, with_moments, unquantized),
         Check("data", data_line(checkpoint, fingerprint)),

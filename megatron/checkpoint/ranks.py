@@ -40,6 +40,20 @@ def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
         raise shared
 
 
+@contextmanager
+def errors_of_all_ranks() -> Iterator[None]:
+    """Raises on all ranks the error that one of them raises in the block. A rank with an error of its own
+    raises that one. Only the end of the block is collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except (UserError, OSError) as found:
+        error = found
+    others = [found for found in gather_from_all_ranks(error) if found is not None]
+    if others:
+        raise error or others[0]
+
+
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
     """Returns the first rank that has a problem, and its problem; None if no rank has one. Collective."""
     return next(

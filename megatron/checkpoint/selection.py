@@ -1,6 +1,7 @@
 """Which checkpoint a run starts from: the newest valid one that fits the flags."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import check_save_folder, choose_checkpoint, share_checkpoint
-from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, first_problem_of_ranks, no_heartbeat
+from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.config.batch import check_remaining_batches
 from megatron.errors import UserError, stop_at_access_error
+from megatron.mpu.world import broadcast_from_rank_0
 
 
 @stop_at_access_error(MAY_BE_INTACT)
@@ -94,20 +96,17 @@ def find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | 
     names: list[str] = []
     with errors_of_rank_0():
         if dist.get_rank() == 0:
-            names = reader.files_to_verify()
+            # The largest files first, so that the ranks read about as many bytes.
+            sizes = {name: facts["bytes"] for name, facts in checkpoint.run.get("files", {}).items()}
+            names = sorted(reader.files_to_verify(), key=lambda name: -sizes.get(name, 0))
     return first_problem(names, reader.file_problem, heartbeat)
 
 
 def open_on_all_ranks(folder: Path) -> Checkpoint | None:
-    """Returns the checkpoint in a folder; None if a file is missing or of the wrong size. Raises UserError on
-    every rank if one rank cannot read it now. Collective."""
-    checkpoint = problem = None
-    try:
-        checkpoint = open_checkpoint(folder)
-    except UserError:
-        pass
-    except OSError as error:
-        problem = str(error)
-    if (found := first_problem_of_ranks(problem)) is not None:
-        raise UserError(f"rank {found[0]} cannot read checkpoint {folder} now ({found[1]})")
-    return checkpoint
+    """Returns the checkpoint in a folder as rank 0 sees it; None if a file is missing or of the wrong size.
+    Raises UserError on every rank if rank 0 cannot read it now. Collective."""
+    checkpoint = None
+    with errors_of_rank_0(f"checkpoint {folder}"), suppress(UserError):
+        if dist.get_rank() == 0:
+            checkpoint = open_checkpoint(folder)
+    return broadcast_from_rank_0(checkpoint)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.mapped_file import advise_huge_pages
 from megatron.mpu.parameters import ParameterSpec
 from megatron.optimizer.quantized import BLOCK_SIZE, MAPS, QuantizedMoment, kernels
 
@@ -91,7 +92,10 @@ def new_moment(moment: str, parameter: Tensor, bits: int) -> Tensor | QuantizedM
     """Returns a moment of zeros for a flat parameter. moment: with 8 bits 'exp_avg' or 'exp_avg_sq'."""
     if bits == 8:
         return QuantizedMoment(moment, parameter.numel(), parameter.device)
-    return torch.zeros_like(parameter, requires_grad=False)
+    values = torch.empty_like(parameter, requires_grad=False)
+    if values.device.type == "cpu":
+        advise_huge_pages(values.data_ptr(), values.nbytes)
+    return values.zero_()
 
 
 def _update_8_bits(

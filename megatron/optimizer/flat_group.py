@@ -127,9 +127,10 @@ class FlatGroup:
         """Returns the parameter's part of a full buffer, flat."""
         return full[self.offsets[parameter] : self.offsets[parameter] + parameter.numel()]
 
-    def first_element(self, parameter: nn.Parameter) -> int:
-        """Returns the index of the parameter's first element in this rank's partition."""
-        return max(self.start - self.offsets[parameter], 0)
+    def first_element(self, parameter: nn.Parameter, start: int = 0) -> int:
+        """Returns the index of the parameter's first element at or after element `start` of this rank's
+        partition."""
+        return max(self.start + start - self.offsets[parameter], 0)
 
     def _make_local_weights(self, initial_values: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Returns this rank's partition of the weights, made one parameter at a time; padding is zero."""

@@ -16,7 +16,7 @@ saved in fp32: any optimizer of the Adam family can load them, on any layout.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,11 +27,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from megatron.errors import UserError
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, is_norm_owner, main_grad_of, own_storage, spec_of
 from megatron.mpu.world import max_over_ranks
-from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import (
     FlatGroup,
     add_to_main_grad,
@@ -41,15 +39,18 @@ from megatron.optimizer.flat_group import (
 )
 from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
+from megatron.optimizer.loaded_group import LoadedGroup, SavedMoments, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
-from megatron.optimizer.quantized import QuantizedMoment, read_moment, write_moment
+from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 
-# Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
-# for this TP rank's shard: master weights (flat, fp32), moments by name (flat, fp32; may be read lazily), and
-# other state such as the step.
-SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
+# Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
+# the first element and the end of the part in this TP rank's shard, and a tensor in host memory that gets the
+# master weights, or None. Result: master weights (flat, fp32), moments, and other state such as the step.
+SavedState = Callable[
+    [str, ParameterSpec, TPGroup, int, int, Tensor | None], tuple[Tensor, SavedMoments, dict[str, Any]]
+]
 
 
 class NonFiniteError(RuntimeError):
@@ -97,6 +98,7 @@ class MixedPrecisionOptimizer:
         self.buckets: list[Bucket] = []
         self.begin_step()
         self._loss: Tensor | None = None
+        self._loading: list[LoadedGroup] = []
 
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         self.flat = [self._flat_group(group, zero) for group in optimizer.param_groups]
@@ -415,55 +417,16 @@ class MixedPrecisionOptimizer:
             "loss_scaler": self.scaler.state_dict(),
         }
 
-    def _load_moment(
-        self,
-        flat: FlatGroup,
-        parameter: nn.Parameter,
-        start: int,
-        key: str,
-        elements: Tensor,
-        before_rounding: Callable[[LocalParamState], None],
-    ) -> None:
-        state = self.optimizer.state[flat.master]
-        if key not in state:
-            state[key] = new_moment(key, flat.master, flat.moment_bits)
-        if flat.quantized:
-            before_rounding(self._local_state(flat, parameter, {key: elements}))
-        if not write_moment(state[key], start, elements):
-            raise RuntimeError(f"{key} of {self.names[parameter]} was not quantized to within one step")
-
-    def _load_others(
-        self, flat: FlatGroup, index: int, name: str, others: dict[str, Any], loaded: dict[str, Any]
-    ) -> None:
-        """Restores the state that all parameters of a group share: the step, where the optimizer reads it.
-        `loaded`: filled by the first parameter. Raises UserError if a later parameter's state differs."""
-        group = self.param_groups[index]
-        kept = group if self._steps_in_groups else self.optimizer.state[flat.master]
-        # A fused kernel reads the step on the device, other implementations on the CPU.
-        device = flat.master.device if group.get("fused") else "cpu"
-        for key, value in others.items():
-            if self._steps_in_groups and key == "step":
-                value = int(value)
-            elif isinstance(value, Tensor):
-                value = value.to(device, copy=True)
-            first = loaded.setdefault(key, value)
-            if float(value) != float(first):
-                raise UserError(
-                    f"the checkpoint is inconsistent: {name} has {float(value):g} optimizer updates, another "
-                    f"parameter of its group has {float(first):g}; expected files of one step"
-                )
-            kept[key] = value
-
     @torch.no_grad()
-    def load_by_name(
+    def read_by_name(
         self,
         saved: SavedState,
         loss_scaler: dict | None,
         with_moments: bool,
         before_rounding: Callable[[LocalParamState], None] = lambda part: None,
     ) -> None:
-        """Restores master weights and moments from a checkpoint of any layout; all-gathers the weights.
-        Collective.
+        """Reads this rank's part of the master weights and moments from a checkpoint of any layout. Not
+        collective. Once all ranks have read, `exchange_loaded` completes the load.
 
         loss_scaler: state of the loss scale; None keeps the initial one. with_moments: if false, the
         optimizer state is reset. before_rounding: called with each fp32 moment that will be stored in 8 bits.
@@ -473,25 +436,34 @@ class MixedPrecisionOptimizer:
         self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.optimizer.state.clear()
-        for index, flat in enumerate(self.flat):
-            loaded: dict[str, Any] = {}
-            for parameter, start, length in flat.fragments():
-                offset = flat.first_element(parameter)
-                values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tp_group)
-                flat.master.data[start : start + length].copy_(values[offset : offset + length])
+        self._loading = []
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups, self.groups)
+            for parameter, start, length in loading.fragments():
+                name, first = self.names[parameter], flat.first_element(parameter, start)
+                master = flat.master.data[start : start + length]
+                place = (name, spec_of(parameter), self.tp_group, first, first + length)
+                values, moments, others = saved(*place, in_host_memory(master))
+                if in_host_memory(master) is None:
+                    master.copy_(values)
                 del values  # moments are read lazily: only one tensor is in memory at a time
                 if with_moments:
                     for key in moments:
-                        self._load_moment(
-                            flat,
-                            parameter,
-                            start,
-                            key,
-                            moments[key][offset : offset + length],
-                            before_rounding,
-                        )
-                    self._load_others(flat, index, self.names[parameter], others, loaded)
+                        elements = moments.read(key, loading.host_moment(key, start, length))
+                        if flat.quantized:
+                            before_rounding(self._local_state(flat, parameter, {key: elements}))
+                        loading.store_moment(name, key, start, elements)
+                    loading.add_others(name, others)
+            self._loading.append(loading)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
+
+    @torch.no_grad()
+    def exchange_loaded(self) -> None:
+        """Completes `read_by_name`: exchanges the shares of the replicas and all-gathers the weights.
+        Collective. Raises UserError if the checkpoint's parameters have different numbers of updates."""
+        for loading in self._loading:
+            loading.exchange()
+        self._loading = []
         self._all_gather_params()
         self.wait_for_params()

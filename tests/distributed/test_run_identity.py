@@ -38,10 +38,10 @@ def share(folder, failures, local_rank=0):
     rank, slept = int(os.environ["RANK"]), []
     opened = start.open_checkpoint
 
-    def open_late(path):
+    def open_late(path, with_files):
         if len(slept) < failures:
             raise UserError("a stale cache")
-        return opened(path)
+        return opened(path, with_files)
 
     with mock.patch.object(start, "open_checkpoint", open_late):
         found = find_latest(folder) if rank == 0 else None  # other ranks do not search

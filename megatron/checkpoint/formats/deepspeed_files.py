@@ -8,7 +8,7 @@ data-parallel ranks, form its tensor-parallel shard.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -93,23 +93,44 @@ class _Fragment:
 
 
 class FlatShard:
-    """A TP rank's flat shard of a parameter or moment, in consecutive memory-mapped pieces, one per file."""
+    """A TP rank's flat shard of a parameter or moment, in consecutive memory-mapped pieces, one per file. A
+    file is opened when one of its elements is read."""
 
-    def __init__(self, pieces: list[Tensor]) -> None:
-        self._pieces = pieces
-        self.numel = sum(piece.numel() for piece in pieces)
-        self.dtypes = {str(piece.dtype).removeprefix("torch.") for piece in pieces}
+    def __init__(self, fragments: Sequence[_Fragment], key: str, lacks: str) -> None:
+        """key: VALUES or a moment. lacks: the error if a file has no such tensor."""
+        self._fragments, self._key, self._lacks = fragments, key, lacks
+        self.numel = sum(fragment.length for fragment in fragments)
 
-    def elements(self, start: int, stop: int) -> Tensor:
-        """Returns elements start to stop - 1. They share memory with the file if it holds all of them."""
+    def _piece(self, fragment: _Fragment) -> Tensor:
+        try:
+            return fragment.piece(self._key)
+        except KeyError:
+            raise UserError(self._lacks) from None
+
+    @property
+    def _pieces(self) -> list[Tensor]:
+        return [self._piece(fragment) for fragment in self._fragments]
+
+    @property
+    def dtypes(self) -> set[str]:
+        """The dtypes in the files. Opens all files."""
+        return {str(piece.dtype).removeprefix("torch.") for piece in self._pieces}
+
+    def elements(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Returns elements start to stop - 1. They share memory with the file if it holds all of them, unless
+        `out` is given, which gets them."""
         import torch
 
         parts, first = [], 0
-        for piece in self._pieces:
-            part = piece[max(start - first, 0) : max(stop - first, 0)]
-            parts += [part] if part.numel() else []
-            first += piece.numel()
-        return torch.cat(parts) if len(parts) > 1 else (parts or [self._pieces[0][:0]])[0]
+        for fragment in self._fragments:
+            begin, end = max(start - first, 0), min(stop - first, fragment.length)
+            parts += [self._piece(fragment)[begin:end]] if begin < end else []
+            first += fragment.length
+        if out is not None:
+            for part, target in zip(parts, out.split([part.numel() for part in parts]), strict=True):
+                target.copy_(part)
+            return out
+        return torch.cat(parts) if len(parts) > 1 else (parts or [torch.empty(0)])[0]
 
     def whole(self) -> Tensor:
         """Returns all elements."""
@@ -127,14 +148,21 @@ class OptimizerFiles:
     With the index of `run.json` a file is read when something in it is needed; without it all files are read.
     """
 
-    def __init__(self, folder: Path, tp_size: int, index: Mapping[str, Any] | None = None) -> None:
-        """tp_size: tensor-parallel size of the run that saved. index: see `file_index`. Raises UserError for
-        a file that is damaged or has an unknown layout."""
+    def __init__(
+        self,
+        folder: Path,
+        tp_size: int,
+        index: Mapping[str, Any] | None = None,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """tp_size: tensor-parallel size of the run that saved. index: see `file_index`. names: the files of
+        the checkpoint; None to list the folder. Raises UserError for a file that is damaged or has an unknown
+        layout."""
         self.folder = folder
         self.tp_size = tp_size
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
         self._states: dict[Path, dict] = {}
-        files = optimizer_files(folder)
+        files = optimizer_files(folder, names)
         if not files:
             raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
         _, self._first, key = files[0]
@@ -197,26 +225,27 @@ class OptimizerFiles:
 
     def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
         """Returns a TP rank's shard. key: VALUES or a moment. Raises UserError if this rank has none."""
-        try:
-            return FlatShard([fragment.piece(key) for fragment in self._fragments[tp_rank][name]])
-        except KeyError:
-            raise UserError(
-                f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
-                "which others have: they are from different checkpoints"
-            ) from None
+        lacks = (
+            f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
+            "which others have: they are from different checkpoints"
+        )
+        if name not in self._fragments[tp_rank]:
+            raise UserError(lacks)
+        return FlatShard(self._fragments[tp_rank][name], key, lacks)
 
 
-def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
+def optimizer_files(folder: Path, names: Collection[str] | None = None) -> list[tuple[int, Path, str]]:
     """Returns (model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
-    data-parallel ranks. Without ZeRO, the mp_rank files hold the optimizer."""
-    zero = [
-        (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
-    ]
-    found = sorted((int(match["data"]), int(match["model"]), path) for match, path in zero if match)
+    data-parallel ranks. Without ZeRO, the mp_rank files hold the optimizer. names: the files in the folder,
+    if they are known; None to list the folder."""
+    if names is None:
+        names = [path.name for path in folder.iterdir()]
+    zero = [(match, folder / name) for name in names if (match := _ZERO_FILE.fullmatch(name))]
+    found = sorted((int(match["data"]), int(match["model"]), path) for match, path in zero)
     if found:
         return [(model, path, "optimizer_state_dict") for _, model, path in found]
-    plain = [(_MODEL_FILE.fullmatch(path.name), path) for path in model_files(folder)]
-    return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
+    plain = [(match, folder / name) for name in names if (match := _MODEL_FILE.fullmatch(name))]
+    return sorted((int(match["model"]), path, "optimizer") for match, path in plain)
 
 
 def sharded_weight_files(folder: Path) -> list[Path]:
@@ -297,7 +326,12 @@ def places_in(state: dict, path: Path) -> dict[str, Place]:
                 if not is_tensor(masters[group]) or type(states.get(group, {})) is not dict:
                     raise TypeError(f"group {group} of parameters has no values")
                 check_parameter(name, path)
-                places[name] = (group, address.start, address.numel)
+                start, length = address.start, address.numel
+                if not (type(start) is type(length) is int and 0 <= start <= start + length):
+                    raise TypeError(f"the elements of {name} have no place")
+                if start + length > masters[group].numel():
+                    raise ValueError(f"the elements of {name} are beyond the end")
+                places[name] = (group, start, length)
     return places
 
 

@@ -77,7 +77,8 @@ class NativeReader(StateReader):
     @cached_property
     def files(self) -> OptimizerFiles:
         """The optimizer's files."""
-        return OptimizerFiles(self.folder, self.tp_size, self.checkpoint.run.get("index"))
+        run = self.checkpoint.run
+        return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"))
 
     @cached_property
     def layers(self) -> LayerFiles:
@@ -117,17 +118,27 @@ class NativeReader(StateReader):
         shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
         return merge_shards(saved, [shard.whole().view(shape) for shard in shards])
 
-    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """See `StateReader`. Reads only what overlaps with this rank's shard."""
+    def read_shard(
+        self,
+        name: str,
+        state_name: str,
+        spec: ParameterSpec,
+        tp_group: TPGroup,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateReader`. Opens only the files that hold one of these elements."""
         saved = self._saved_spec(spec)
         if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
             rank = 0 if spec.shard_dim is None else tp_group.rank
-            return self.files.shard(rank, name, state_name).whole()
+            shard = self._shard(rank, name, state_name, saved)
+            return shard.elements(start, shard.numel if stop is None else stop, out)
 
-        def saved_shard(rank: int) -> Tensor:
-            return self.files.shard(rank, name, state_name).whole()
+        def saved_elements(rank: int, first: int, last: int) -> Tensor:
+            return self._shard(rank, name, state_name, saved).elements(first, last)
 
-        return reshard(spec, tp_group, saved, self.tp_size, saved_shard).reshape(-1)
+        return reshard(spec, tp_group, saved, self.tp_size, saved_elements, start, stop, out)
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""
@@ -176,7 +187,8 @@ class NativeReader(StateReader):
         rows = padded_vocab_size(self.checkpoint.vocab_size, model, self.tp_size)
         return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
-    def _checked_shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
+    def _shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
+        """Returns a TP rank's shard. Raises UserError if it has the wrong number of elements."""
         shard = self.files.shard(rank, name, state_name)
         expected = prod(local_shape(saved, TPGroup(rank, self.tp_size)))
         if shard.numel != expected:
@@ -184,6 +196,11 @@ class NativeReader(StateReader):
                 f"checkpoint {self.folder}: TP rank {rank} holds {shard.numel:,} elements of {name}, "
                 f"expected {expected:,}: the files are from different checkpoints"
             )
+        return shard
+
+    def _checked_shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
+        """Returns a TP rank's shard. Opens all of its files, and raises UserError unless all hold fp32."""
+        shard = self._shard(rank, name, state_name, saved)
         if shard.dtypes != {"float32"}:
             raise UserError(
                 f"checkpoint {self.folder}: TP rank {rank} holds {name} in {', '.join(shard.dtypes)}, "

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from megatron.text_table import first_few
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
 StateBlocks = Mapping[str, Iterable[Tensor]]
 # fp32 values, moments by name, and all other optimizer state (the step).
-ParameterState = tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
+ParameterState = tuple[Tensor, "LazyTensors", dict[str, Any]]
 
 
 class ReplicaMismatch:
@@ -51,11 +53,16 @@ class ReplicaMismatch:
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name. Each access reads the tensor again: none is kept in memory."""
 
-    def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
+    def __init__(self, read: Mapping[str, Callable[..., Tensor]]) -> None:
+        """read: functions that read the tensors. Their argument `out` is that of `StateReader.read_shard`."""
         self._read = read
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._read[key]()
+        return self.read(key)
+
+    def read(self, key: str, out: Tensor | None = None) -> Tensor:
+        """Returns a tensor. out: gets its elements and is returned, if given."""
+        return self._read[key](out=out)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read)
@@ -186,23 +193,46 @@ class StateReader(ABC):
         step = self.checkpoint.state.iteration if updates is None else updates
         return {"step": torch.tensor(float(step))} if len(self.state_names(name)) > 1 else {}
 
-    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """Returns this TP rank's shard of one state, flat, fp32. It may share memory with the file."""
+    def read_shard(
+        self,
+        name: str,
+        state_name: str,
+        spec: ParameterSpec,
+        tp_group: TPGroup,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Returns elements start to stop - 1 of this TP rank's shard of one state, flat. stop: None for the
+        end of the shard. out: a flat fp32 tensor in host memory that gets the elements, and is returned.
+        Without it the result may share memory with the file."""
         full = self.read(name, state_name, spec)
+        flat = full.reshape(-1)
         if spec.shard_dim is None:
-            return full.reshape(-1)
+            return flat[start:stop] if out is None else out.copy_(flat[start:stop])
         saved = replace(spec, global_shape=tuple(full.shape))
-        return reshard(spec, tp_group, saved, 1, lambda _rank: full).reshape(-1)
+        return reshard(
+            spec, tp_group, saved, 1, lambda _rank, first, last: flat[first:last], start, stop, out
+        )
 
-    def read_parameter(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
-        """Returns this tensor-parallel rank's shard of all states of a parameter, as the optimizer loads
-        them. Moments are read when they are accessed. Raises UserError if the parameter is missing."""
+    def read_parameter(
+        self,
+        name: str,
+        spec: ParameterSpec,
+        tp_group: TPGroup,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
+    ) -> ParameterState:
+        """Returns elements start to stop - 1 of this tensor-parallel rank's shard of all states of a
+        parameter, as the optimizer loads them. Moments are read when they are accessed. out: gets the values,
+        see `read_shard`. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         # Values first: then the files with the moments are open.
-        values = self.read_shard(name, VALUES, spec, tp_group)
+        values = self.read_shard(name, VALUES, spec, tp_group, start, stop, out)
         moments = {
-            state_name: partial(self.read_shard, name, state_name, spec, tp_group)
+            state_name: partial(self.read_shard, name, state_name, spec, tp_group, start, stop)
             for state_name in self.state_names(name)
             if state_name != VALUES
         }
@@ -387,30 +417,73 @@ def reshard(
     tp_group: TPGroup,
     saved: ParameterSpec,
     saved_size: int,
-    saved_shard: Callable[[int], Tensor],
+    saved_elements: Callable[[int, int, int], Tensor],
+    start: int = 0,
+    stop: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Returns this rank's shard, fp32, made from the shards that `saved_size` tensor-parallel ranks saved.
+    """Returns elements start to stop - 1 of this rank's shard, flat, fp32, made from the shards that
+    `saved_size` tensor-parallel ranks saved.
 
     saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
-    saved_shard: reads the shard of a tensor-parallel rank, of any shape. It is called only for shards that
-    overlap with this rank's shard.
+    saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
+    saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
+    stop: None for the end of the shard. out: gets the elements and is returned, if given.
     """
     dim = spec.shard_dim or 0
-    target = torch.zeros(local_shape(spec, tp_group))
-    used = spec.num_valid_rows if spec.num_valid_rows is not None else spec.global_shape[dim]
-    for rank in range(saved_size):
-        group = TPGroup(rank, saved_size)
-        shard: Tensor | None = None
-        for target_offset, mine in _with_offsets(local_slices(spec, tp_group)):
-            for saved_offset, theirs in _with_offsets(local_slices(saved, group)):
-                start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop, used)
-                if start >= stop:
+    # Both shards are matrices whose columns are the elements from the sharded dimension on.
+    inner = prod(spec.global_shape[dim + 1 :])
+    shape = local_shape(spec, tp_group)
+    width = shape[dim] * inner
+    stop = prod(shape) if stop is None else stop
+    target = torch.empty(stop - start) if out is None else out
+    used = (spec.num_valid_rows or spec.global_shape[dim]) * inner
+    mine = _column_spans(spec, tp_group, inner)
+    done = 0
+    for row, rows, first, last in _rectangles(start, stop, width):
+        rectangle = target[done : done + rows * (last - first)].view(rows, last - first)
+        done += rectangle.numel()
+        for begin, end, column in mine:
+            low, high = max(begin, begin + first - column, used), min(end, begin + last - column)
+            if low < high:
+                rectangle.narrow(1, column + low - begin - first, high - low).zero_()
+        for rank in range(saved_size):
+            theirs = _column_spans(saved, TPGroup(rank, saved_size), inner)
+            saved_width = sum(end - begin for begin, end, _ in theirs)
+            for (begin, end, column), (saved_begin, saved_end, saved_column) in product(mine, theirs):
+                low = max(begin, saved_begin, begin + first - column)
+                high = min(end, saved_end, begin + last - column, used)
+                if low >= high:
                     continue
-                if shard is None:
-                    shard = saved_shard(rank).view(local_shape(saved, group))
-                source = shard.narrow(dim, saved_offset + start - theirs.start, stop - start)
-                target.narrow(dim, target_offset + start - mine.start, stop - start).copy_(source)
+                source = row * saved_width + saved_column + low - saved_begin
+                if rows == 1:
+                    values = saved_elements(rank, source, source + high - low)
+                else:
+                    span = row * saved_width, (row + rows) * saved_width
+                    values = saved_elements(rank, *span).view(rows, saved_width)
+                    values = values.narrow(1, saved_column + low - saved_begin, high - low)
+                rectangle.narrow(1, column + low - begin - first, high - low).copy_(values)
     return target
+
+
+def _column_spans(spec: ParameterSpec, tp_group: TPGroup, inner: int) -> list[tuple[int, int, int]]:
+    """Returns (first column, last column + 1) in the global parameter, and the first column in the shard, of
+    each slice of a shard."""
+    return [
+        (part.start * inner, part.stop * inner, offset * inner)
+        for offset, part in _with_offsets(local_slices(spec, tp_group))
+    ]
+
+
+def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the rectangles that make up elements start to stop - 1 of a matrix, in order: first row, number
+    of rows, first column, last column + 1. At most the first and the last rectangle are parts of a row."""
+    while start < stop:
+        row, column = divmod(start, width)
+        rows = (stop - start) // width if column == 0 else 0
+        last = width if rows else min(width, column + stop - start)
+        yield row, rows or 1, column, last
+        start += (rows or 1) * (last - column)
 
 
 def _with_offsets(slices: tuple[slice, ...]) -> list[tuple[int, slice]]:

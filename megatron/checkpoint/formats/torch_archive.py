@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron.checkpoint.files import read_with_retries
 from megatron.checkpoint.names import is_plain, shown
 from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, open_regular
-from megatron.mapped_file import map_file
+from megatron.mapped_file import map_open_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,7 +195,7 @@ def _read_archive(path: Path) -> Any:
                     value = load(file, map_location="meta", weights_only=True)
         except SystemError as error:  # torch raises this if reading the file fails
             raise error.__cause__ or error from None
-        return _TensorMapper(path, os.fstat(file.fileno()).st_size, sizes).map_tensors(value)
+        return _TensorMapper(path, file, sizes).map_tensors(value)
 
 
 def _check_members(archive: zipfile.ZipFile) -> None:
@@ -220,11 +220,12 @@ def _check_members(archive: zipfile.ZipFile) -> None:
 class _TensorMapper:
     """Replaces the meta tensors in a loaded value with tensors that are mapped from the file.
 
-    file_bytes: size of the file. storage_sizes: sizes in bytes that its storages may have.
+    file: open at `path`. storage_sizes: sizes in bytes that its storages may have.
     """
 
-    def __init__(self, path: Path, file_bytes: int, storage_sizes: set[int]) -> None:
-        self._path, self._file_bytes, self._sizes = path, file_bytes, storage_sizes
+    def __init__(self, path: Path, file: BinaryIO, storage_sizes: set[int]) -> None:
+        self._path, self._file, self._sizes = path, file, storage_sizes
+        self._file_bytes = os.fstat(file.fileno()).st_size
         self._bytes: Any = None
         # id of a value -> the value, kept alive, and its replacement. A value may be shared, or contain
         # itself.
@@ -275,7 +276,7 @@ class _TensorMapper:
             raise ValueError(f"a tensor of shape {tuple(meta.shape)} does not fit its storage")
         if self._bytes is None:
             # Copy on write: torch expects writable memory.
-            self._bytes = map_file(self._path, copy_on_write=True)
+            self._bytes = map_open_file(self._file, self._path, copy_on_write=True)
         offset = begin + int(meta.storage_offset()) * item_bytes
         flat = torch.frombuffer(self._bytes, dtype=meta.dtype, count=extent, offset=offset)
         return flat.as_strided(meta.shape, meta.stride())

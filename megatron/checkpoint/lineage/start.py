@@ -19,8 +19,8 @@ from megatron.checkpoint.discovery import (
     native_names,
     open_checkpoint,
 )
-from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S
-from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
+from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S, first_absent
+from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES, unneeded_files
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
@@ -339,9 +339,9 @@ def share_checkpoint(
 ) -> Checkpoint | None:
     """Returns rank 0's checkpoint on every rank. leads_node: set on the first rank of each node. Collective.
 
-    The first rank of every node compares the sizes of its files, because one request per file and rank would
-    overload the metadata server if a checkpoint has thousands of files. Raises UserError on every rank if one
-    node cannot open the checkpoint after some retries.
+    Rank 0 has compared the sizes of all files. The first rank of every other node reads `run.json` and lists
+    the folder: one request per file and rank would overload the metadata server if a checkpoint has thousands
+    of files. Raises UserError on every rank if one node cannot see the checkpoint after some retries.
     """
     checkpoint, problem = broadcast_from_rank_0(checkpoint), None
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
@@ -361,13 +361,17 @@ def share_checkpoint(
 def _open_with_retries(
     folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
 ) -> None:
-    """Raises UserError unless the folder holds the checkpoint with this digest, after some retries."""
+    """Raises UserError unless the folder holds all files of the checkpoint with this digest, after some
+    retries."""
     delays = iter(delays_s)
     while True:
         try:
-            checkpoint = open_checkpoint(folder)
-            if checkpoint.run.get("sha256") != sha256:
+            run = open_checkpoint(folder, with_files=False).run
+            if run.get("sha256") != sha256:
                 raise UserError(f"checkpoint {folder}: it differs from the one that rank 0 sees")
+            needed = run["files"].keys() - unneeded_files(run) if "files" in run else ()
+            if (absent := first_absent(folder, needed)) is not None:
+                raise UserError(f"checkpoint {folder}: {absent} is missing")
             return
         except UserError:
             delay_s = next(delays, None)
