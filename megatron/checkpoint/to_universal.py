@@ -103,14 +103,16 @@ def convert(
     """
     shared = shared or SharedWork()
     partial = target.with_name(target.name + PARTIAL)
-    is_new = not is_published(source, target) and _begin(source, partial)
     try:
-        # Looked for again: another process may have published before this one created its folder.
         if not is_published(source, target):
-            yield from _convert_parameters(source, partial, workers, allow_replica_mismatch, shared)
-        elif is_new:
-            shutil.rmtree(partial)
-    except OSError:
+            is_new = _begin(source, partial)
+            # Looked for again: another process may have published before this one created its folder.
+            if not is_published(source, target):
+                yield from _convert_parameters(source, partial, workers, allow_replica_mismatch, shared)
+            elif is_new:
+                shutil.rmtree(partial)
+    except (OSError, UserError):
+        # Once another process has published, the folder is gone, and an error does not matter.
         if not is_published(source, target):
             raise
     for lines in shared.share("publication", [target.name], lambda _: _publish(source, partial, target)):
