@@ -151,7 +151,7 @@ def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
         f"{BLOOM_BYTES / 1e12} TB in {BLOOM_BYTES / rate / 60:.0f} minutes.\n"
         f"If each of {BLOOM_NODES} nodes converted a part of the parameters, and their shared file system "
         f"read and wrote {BLOOM_NODES * rate / 1e9:.0f} GB/s:\n{BLOOM_BYTES / rate / BLOOM_NODES / 60:.1f} "
-        "minutes. The tool runs on one node, with as many workers as asked for."
+        "minutes. The tasks of one srun command share out the parameters; this measurement ran one task."
     )
 
 

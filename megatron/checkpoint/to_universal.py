@@ -5,39 +5,42 @@
         zero/optimizer_state.pt         optimizer state that is not per parameter
         mp_rank_XX_model_states.pt      copied from the source
         run.json                        copied, if the source has one
+        source.json                     which checkpoint was converted
     latest_universal                    the name of the folder
 
 The vocabulary is stored without padding. This format is for exchange with other Megatron programs; `--load`
 opens native checkpoints on any layout without a conversion. Hugging Face models are imported in this format,
 without moments (`huggingface.importer`). A conversion copies one block at a time, in several threads:
 reading, checksums and writing release the GIL.
+
+Processes on several nodes convert one checkpoint together (`shared_work`). Every file and folder is complete
+when it gets its name, by a rename, and all processes write equal bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import errno
+import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial as partial_function
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.conversion_source import Source
+from megatron.checkpoint.discovery import read_name
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import (
-    SHARDED_WEIGHTS,
-    layer_files,
     model_files,
-    sharded_weight_files,
 )
-from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
+from megatron.checkpoint.formats.native import BLOCK_BYTES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import ReplicaMismatch
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
@@ -47,71 +50,29 @@ from megatron.checkpoint.formats.universal import (
     UNFINISHED_FOLDER,
     UniversalWriter,
 )
-from megatron.checkpoint.formats.universal_info import (
-    INFO_KEY,
-    check_info,
-    check_patterns,
-    derive_info,
-    external_spec,
-    matching,
-    recorded_spec,
-    unused_patterns,
-)
-from megatron.checkpoint.names import check_parameter, is_shape, shown
-from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
+from megatron.checkpoint.names import shown
+from megatron.checkpoint.record import RUN_FILE
+from megatron.checkpoint.shared_work import SharedWork
 from megatron.errors import UserError
 from megatron.files import (
-    expect_layout,
     open_regular,
     read_small,
     rename_synced,
     sync_file,
-    sync_tree,
     write_atomically,
     write_json,
 )
-from megatron.mpu.parameters import ParameterSpec
 
-# In an unfinished conversion: the identity of the source.
+# The identity of the source, in a conversion. A task that starts late finds by it that the others are done.
 SOURCE_FILE = "source.json"
-# Holds an empty file per parameter whose replicas differed and were averaged.
+# Holds a file per parameter whose replicas differed and were averaged: the largest difference.
 AVERAGED_FOLDER = "averaged"
+# Holds an empty file per parameter that an earlier, interrupted conversion wrote.
+KEPT_FOLDER = "kept"
 # Suffix of an unfinished conversion.
 PARTIAL = ".partial"
 # Entries that optimizer_state.pt lacks, because the parameters' files hold them.
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A native checkpoint to convert.
-
-    reader: has the specs of the saved parameters. warnings: accepted problems with the merge patterns.
-    """
-
-    reader: NativeReader
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def folder(self) -> Path:
-        return self.reader.folder
-
-    @property
-    def run(self) -> dict[str, Any] | None:
-        """The content of `run.json`; None if another framework wrote the checkpoint."""
-        return None if self.reader.checkpoint.is_external else self.reader.checkpoint.run
-
-    @property
-    def identity(self) -> str:
-        """Identifies the source, so that an interrupted conversion resumes only with the same source."""
-        digest = self.run["sha256"] if self.run is not None else _digest_of_names(self.folder)
-        return json.dumps([str(self.folder.resolve()), digest])
-
-    def step(self, name: str) -> float | None:
-        """Returns the optimizer's step of a parameter; None if it has none."""
-        step = self.reader.optimizer_scalars(name).get("step")
-        with expect_layout(self.folder, "the optimizer's step"):
-            return None if step is None else float(step)
 
 
 @dataclass(frozen=True)
@@ -123,164 +84,89 @@ class Converted:
     mismatch: float = 0.0
 
 
-# --- the source ---
-
-
-def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False) -> Source:
-    """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
-
-    strict: raise an error for patterns that match no parameter, instead of a warning. derive_patterns: derive
-    the merge patterns from the parameters in `run.json` if the checkpoint of an older version has none.
-
-    Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
-    """
-    source = (_own_source if (folder / RUN_FILE).is_file() else _external_source)(
-        folder, strict, derive_patterns
-    )
-    missing = sorted(source.reader.specs.keys() - set(source.reader.stored_names))
-    if missing:
-        raise UserError(
-            f"checkpoint {folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
-            "such parameters): use another checkpoint"
-        )
-    return source
-
-
-def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
-    checkpoint = open_checkpoint(folder)
-    run = checkpoint.run
-    with expect_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
-        specs = {name: recorded_spec(record) for name, record in run["parameters"].items()}
-        tp_size, vocab_size = run["layout"]["tensor_model_parallel_size"], run["vocab_size"]
-    info = run.get(INFO_KEY)
-    if info is None:
-        if not derive_patterns:
-            raise UserError(
-                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, because an older version wrote it: "
-                "pass --inject_missing_state to derive it from the parameters"
-            )
-        info = derive_info(specs, vocab_size)
-        checkpoint = replace(checkpoint, run={**run, INFO_KEY: info})
-    check_info(info, folder / RUN_FILE)
-    warnings: tuple[str, ...] = ()
-    try:
-        check_patterns(info, specs)
-    except ValueError as error:
-        if strict or any(len(matching(info, name)) != 1 for name in specs):
-            raise UserError(f"checkpoint {folder}: {error}") from error
-        warnings = (str(error),)
-    for name, spec in specs.items():
-        _check_spec(name, spec, tp_size, folder)
-    return Source(NativeReader(checkpoint, specs, tp_size), warnings)
-
-
-def _external_source(folder: Path, strict: bool, _: bool) -> Source:
-    """Opens a checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and
-    patterns."""
-    paths = model_files(folder)
-    if sharded_weight_files(folder):
-        raise UserError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
-    if not paths:
-        raise UserError(
-            f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"
-        )
-    states = [read_file(path) for path in paths]
-    if not all(isinstance(state, dict) for state in states):
-        raise UserError(f"checkpoint {folder}: an mp_rank file holds no dict: use another checkpoint")
-    info = states[0].get(INFO_KEY)
-    if not isinstance(info, dict):
-        raise UserError(
-            f"checkpoint file {paths[0]} has no {INFO_KEY}, so the merge rules of its shards are not "
-            "known: convert it with the program that wrote it"
-        )
-    check_info(info, paths[0])
-    first_layer = layer_files(folder).get(1, [])
-    specs: dict[str, ParameterSpec] = {}
-    with expect_layout(paths[0], "the states of a model-parallel rank"):
-        dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
-        tp_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
-        if type(tp_size) is not int or not 0 < tp_size <= len(paths):
-            raise ValueError("the tensor-parallel degree is not a number of ranks")
-        for path, state in zip(paths, states, strict=True):
-            for group in state.get("param_shapes") or ():
-                for name, shape in group.items():
-                    check_parameter(name, path)
-                    spec = external_spec(info, name, tuple(shape), tp_size)
-                    _check_spec(name, spec, tp_size, folder)
-                    if specs.setdefault(name, spec) != spec:
-                        raise UserError(
-                            f"checkpoint {folder}: the ranks hold shards of {name} with unequal shapes"
-                        )
-    if not specs:
-        raise UserError(
-            f"checkpoint {folder}: the mp_rank files have no param_shapes: it was not saved with ZeRO-1"
-        )
-    unused = unused_patterns(info, specs)
-    if unused and strict:
-        raise UserError(
-            f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: use --no_strict to "
-            "accept it"
-        )
-    warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
-    return Source(NativeReader(Checkpoint(folder, TrainingState(), {}), specs, tp_size), warnings)
-
-
-def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:
-    """Raises UserError for a shape or sharding that no parameter can have."""
-    shape, rows = spec.global_shape, spec.num_valid_rows
-    if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
-        raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
-    parts = tp_size * spec.num_fused_parts
-    if spec.shard_dim is not None and (spec.shard_dim >= len(shape) or shape[spec.shard_dim] % parts):
-        raise UserError(
-            f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {parts} parts "
-            f"along dimension {spec.shard_dim}: it is damaged"
-        )
-
-
-def _digest_of_names(folder: Path) -> str:
-    """Returns a digest of the names, sizes and modification times of the files in a folder."""
-    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
-    listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-
-
-# --- the conversion ---
-
-
 def convert(
-    source: Source, target: Path, workers: int = 1, allow_replica_mismatch: bool = False
+    source: Source,
+    target: Path,
+    workers: int = 1,
+    allow_replica_mismatch: bool = False,
+    shared: SharedWork | None = None,
+    print_fn: Callable[[str], object] = lambda _: None,
 ) -> Iterator[Converted]:
-    """Writes the universal checkpoint `target`; yields each parameter when it is written, large ones first.
+    """Writes the universal checkpoint `target`; yields each parameter that this process writes, large ones
+    first. Returns when the checkpoint is published, by this process or by another.
 
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
-    checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ.
+    checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ. print_fn:
+    receives the lines of the result in the process that publishes.
 
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
-    if target.exists():
-        if not _is_conversion_of(source, target):
-            raise UserError(f"--output_folder {target} exists: remove it, or give another")
-        _announce(target)
-        return
+    shared = shared or SharedWork()
     partial = target.with_name(target.name + PARTIAL)
-    _begin(source, partial)
-    reader, writer = source.reader, UniversalWriter(partial)
-    todo = {
-        name: 4 * prod(spec.valid_shape)
-        for name, spec in reader.specs.items()
-        if not writer.has_parameter(name, spec, reader.state_names(name), source.step(name))
-    }
-    check_space(partial, sum(todo[name] * len(reader.state_names(name)) for name in todo), "--output_folder")
-    _check_memory(workers)
-    pool = ThreadPoolExecutor(workers)
-    convert_one = partial_function(_convert_parameter, source, writer, allow_replica_mismatch)
     try:
-        yield from pool.map(convert_one, sorted(todo, key=lambda name: todo[name], reverse=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
-    _write_common_files(source, partial)
-    move_into_place(partial, target)
+        if not is_published(source, target):
+            is_new = _begin(source, partial)
+            # Looked for again: another process may have published before this one created its folder.
+            if not is_published(source, target):
+                yield from _convert_parameters(source, partial, workers, allow_replica_mismatch, shared)
+            elif is_new:
+                shutil.rmtree(partial)
+    except (OSError, UserError):
+        # Once another process has published, the folder is gone, and an error does not matter.
+        if not is_published(source, target):
+            raise
+    for lines in shared.share("publication", [target.name], lambda _: _publish(source, partial, target)):
+        for line in lines:
+            print_fn(line)
+
+
+def _convert_parameters(
+    source: Source, partial: Path, workers: int, allow_replica_mismatch: bool, shared: SharedWork
+) -> Iterator[Converted]:
+    reader, writer = source.reader, UniversalWriter(partial)
+    sizes = {
+        name: 4 * prod(spec.valid_shape) * len(reader.state_names(name))
+        for name, spec in reader.specs.items()
+    }
+    # What other processes are writing is on the disk already.
+    written = _bytes_in(partial / UNFINISHED_FOLDER)
+    missing = sum(size for name, size in sizes.items() if not (partial / PARAMETER_FOLDER / name).exists())
+    check_space(partial, missing - written, "--output_folder")
+    _check_memory(workers)
+    convert_one = partial_function(_convert_parameter, source, writer, allow_replica_mismatch)
+    names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
+    for converted in shared.share("parameter", names, convert_one, workers):
+        if converted is not None:
+            yield converted
+
+
+def _bytes_in(folder: Path) -> int:
+    """Returns the size of a folder in which other processes create and remove files."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(parent, name).stat().st_size
+    return total
+
+
+def _publish(source: Source, partial: Path, target: Path) -> list[str]:
+    """Writes the common files, publishes, and returns the lines of the result; none if that was done."""
+    lines: list[str] = []
+    if not is_published(source, target):
+        for path in sorted((partial / AVERAGED_FOLDER).glob("*")):
+            difference = float(path.read_text() or "nan")  # an earlier version wrote empty files
+            lines.append(
+                f"{path.name}: replicas on TP ranks differed by up to {difference:.2e}; their mean is used"
+            )
+        kept = len(list((partial / KEPT_FOLDER).glob("*")))
+        before = f", {kept} of them by an earlier, interrupted conversion" if kept else ""
+        lines.append(f"{target}: {len(source.reader.specs)} parameters{before}")
+        _write_common_files(source, partial)
+        move_into_place(partial, target)
+    else:
+        _announce(target)
+    return lines
 
 
 def move_into_place(partial: Path, target: Path) -> None:
@@ -292,17 +178,25 @@ def move_into_place(partial: Path, target: Path) -> None:
 
 
 def _announce(target: Path) -> None:
-    """Ends a conversion: names the checkpoint in `latest_universal`, then removes `SOURCE_FILE`."""
-    write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
-    shutil.rmtree(target / AVERAGED_FOLDER, ignore_errors=True)
-    (target / SOURCE_FILE).unlink(missing_ok=True)
+    """Ends a conversion: names the checkpoint in `latest_universal`, then removes what only it needed."""
+    latest = target.parent / LATEST_UNIVERSAL_FILE
+    if read_name(latest) != target.name:
+        write_atomically(latest, target.name)
+    for name in (AVERAGED_FOLDER, KEPT_FOLDER):
+        shutil.rmtree(target / name, ignore_errors=True)
     sync_file(target)
 
 
-def _is_conversion_of(source: Source, target: Path) -> bool:
-    """Returns whether `target` is a complete conversion of this source that may lack only `_announce`."""
+def is_published(source: Source, target: Path) -> bool:
+    """Returns whether `target` is a complete conversion of this source, which may lack only `_announce`.
+    Raises UserError if `target` is something else."""
+    # Listed, because a network file system may remember for a while that a name does not exist.
+    if not target.parent.is_dir() or target.name not in os.listdir(target.parent):
+        return False
     mark = target / SOURCE_FILE
-    return mark.is_file() and _source_identity(mark) == source.identity
+    if not mark.is_file() or _source_identity(mark) != source.identity:
+        raise UserError(f"--output_folder {target} exists: remove it, or give another")
+    return True
 
 
 def _source_identity(mark: Path) -> str:
@@ -321,11 +215,15 @@ def check_space(folder: Path, needed: int, flag: str) -> None:
 
 def _convert_parameter(
     source: Source, writer: UniversalWriter, allow_replica_mismatch: bool, name: str
-) -> Converted:
+) -> Converted | None:
+    """Returns None if an earlier conversion has finished the parameter."""
     mismatch = ReplicaMismatch()
-    reader = source.reader
+    reader, spec, step = source.reader, source.reader.specs[name], source.step(name)
+    if writer.has_parameter(name, spec, reader.state_names(name), step):
+        _mark(writer.folder / KEPT_FOLDER, name)
+        return None
     blocks = {state: reader.read_blocks(name, state, mismatch) for state in reader.state_names(name)}
-    writer.write_parameter(name, reader.specs[name], blocks, source.step(name))
+    writer.write_parameter(name, spec, blocks, step)
     if mismatch.largest and not allow_replica_mismatch:
         raise UserError(
             f"checkpoint {source.folder}: the replicas of {name} on the TP ranks differ by up to "
@@ -334,34 +232,51 @@ def _convert_parameter(
         )
     if mismatch.largest:
         # Written before the parameter is finished: a resumed conversion does not compare its replicas again.
-        (writer.folder / AVERAGED_FOLDER).mkdir(exist_ok=True)
-        (writer.folder / AVERAGED_FOLDER / name).touch()
-        sync_tree(writer.folder / AVERAGED_FOLDER)
-        sync_file(writer.folder)
+        _mark(writer.folder / AVERAGED_FOLDER, name, str(mismatch.largest))
     writer.finish_parameter(name)
     return Converted(name, mismatch.largest)
+
+
+def _mark(folder: Path, name: str, text: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    for path in (folder / name, folder, folder.parent):
+        sync_file(path)
 
 
 # --- before and after the parameters ---
 
 
-def _begin(source: Source, partial: Path) -> None:
-    """Creates the folder, or accepts the folder of an interrupted conversion of the same source."""
-    partial.mkdir(parents=True, exist_ok=True)
+def _begin(source: Source, partial: Path) -> bool:
+    """Creates the folder, or accepts the folder of an interrupted conversion of the same source or of
+    another process. Returns whether it was created."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    created = False
+    if not partial.is_symlink() and not (partial / SOURCE_FILE).is_file():
+        with TemporaryDirectory(prefix=f"{partial.name}.", dir=partial.parent) as temporary:
+            new = Path(temporary, "new")  # the temporary folder is its owner's only; this one is not
+            new.mkdir()
+            write_atomically(new / SOURCE_FILE, source.identity)
+            try:
+                rename_synced(new, partial)
+                created = True
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
     if links := [path for path in (partial, *partial.iterdir()) if path.is_symlink()]:
         raise UserError(f"{links[0]} is a link, which no conversion creates: remove it")
     mark = partial / SOURCE_FILE
-    if not mark.is_file() and (partial / PARAMETER_FOLDER).exists():
+    if not mark.is_file():
         raise UserError(
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
             "remove it, or give another --output_folder"
         )
-    if mark.is_file() and _source_identity(mark) != source.identity:
+    if _source_identity(mark) != source.identity:
         raise UserError(
             f"{partial} is an interrupted conversion of another checkpoint "
             f"({shown(_source_identity(mark))}): finish that conversion, or remove the folder"
         )
-    write_atomically(mark, source.identity)
+    return created
 
 
 def _check_memory(workers: int) -> None:
@@ -390,16 +305,15 @@ def _write_common_files(source: Source, partial: Path) -> None:
     common = {key: value for key, value in source.reader.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.reader.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
-    write_plain(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, _plain_types(common))
-    sync_file(partial / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE)
-    sync_file(partial / PARAMETER_FOLDER)
+    with _replacing(partial, f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as written:
+        write_plain(written, _plain_types(common))
     for path in model_files(source.folder):
-        if source.reader.files.stage == 0:  # then this file also holds the optimizer state
-            write_plain(partial / path.name, _plain_types({**read_file(path), "optimizer": None}))
-        else:
-            with open_regular(path) as file, open(partial / path.name, "wb") as copy:
-                shutil.copyfileobj(file, copy)
-        sync_file(partial / path.name)
+        with _replacing(partial, path.name) as written:
+            if source.reader.files.stage == 0:  # then this file also holds the optimizer state
+                write_plain(written, _plain_types({**read_file(path), "optimizer": None}))
+            else:
+                with open_regular(path) as file, open(written, "wb") as copy:
+                    shutil.copyfileobj(file, copy)
     if source.run is not None:
         sizes = {
             str(path.relative_to(partial)): {"bytes": path.stat().st_size}
@@ -411,7 +325,19 @@ def _write_common_files(source: Source, partial: Path) -> None:
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in content:
             content["certificate"] = _integrity_record_without(averaged, content["certificate"])
-        write_json(partial / RUN_FILE, add_checksum(content))
+        with _replacing(partial, RUN_FILE) as written:
+            write_json(written, add_checksum(content))
+
+
+@contextmanager
+def _replacing(partial: Path, name: str) -> Iterator[Path]:
+    """Writes a file under its own name in a folder of its own, and renames it into `partial`."""
+    (partial / UNFINISHED_FOLDER).mkdir(exist_ok=True)
+    with TemporaryDirectory(dir=partial / UNFINISHED_FOLDER) as folder:
+        written = Path(folder, Path(name).name)
+        yield written
+        sync_file(written)
+        rename_synced(written, partial / name)
 
 
 def _integrity_record_without(averaged: set[str], record: dict[str, Any]) -> dict[str, Any]:

@@ -5,20 +5,25 @@
 
 A run that resumes on another layout does not need the conversion: --load reads native checkpoints on any
 layout. Load a universal checkpoint with --load CKPT --universal_checkpoint. To continue an interrupted
-conversion, run the command again. ZeRO-1 checkpoints of other programs that use DeepSpeed can be converted if
-they contain universal_checkpoint_info.
+conversion, run the command again. The tasks of one command (srun --nodes=4 python tools/ds_to_universal.py)
+share out the parameters. They need no GPU, only a file system with locks. ZeRO-1 checkpoints of other
+programs that use DeepSpeed can be converted if they contain universal_checkpoint_info.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.checkpoint.files import Files, file_problems
-from megatron.checkpoint.to_universal import convert, open_source
+from megatron.checkpoint.conversion_source import Source, open_source
+from megatron.checkpoint.files import Files, file_problem
+from megatron.checkpoint.shared_work import SharedWork
+from megatron.checkpoint.to_universal import PARTIAL, convert, is_published
+from megatron.cluster.launch import decimal_number, rank_of, world_size_of
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 
@@ -87,48 +92,65 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
-    with exit_on_user_error():
+    rank, num_tasks = decimal_number(rank_of(os.environ)) or 0, world_size_of(os.environ)
+    print_once = print if rank == 0 else lambda _: None
+    with exit_on_user_error({"RANK": str(rank)}):  # an error that all tasks have
         arguments = build_parser().parse_args(argv)
         check_arguments(arguments)
-        workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
         if arguments.keep_temp_folder:
-            print("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")
+            print_once("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")
         source = open_source(
             Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
         )
         for warning in source.warnings:
-            print(printable(f"warning: {warning}"))
+            print_once(printable(f"warning: {warning}"))
         if arguments.verify_digests:
-            print("note: --verify-digests is deprecated and ignored: digests are verified by default")
+            print_once("note: --verify-digests is deprecated and ignored: digests are verified by default")
         if source.run is None:
-            print(f"note: {source.folder} has no run.json with digests: its files are not verified")
-        elif not arguments.no_verify_digests:
-            verify_digests(source.folder, source.run["files"], workers)
+            print_once(f"note: {source.folder} has no run.json with digests: its files are not verified")
         target = Path(arguments.output_folder)
-        mismatches = {}
-        with tqdm(total=len(source.reader.specs), unit="parameter", disable=None) as bar:
-            try:
-                for parameter in convert(source, target, workers, arguments.allow_replica_mismatch):
-                    bar.set_postfix_str(parameter.name)
-                    bar.update()
-                    mismatches[parameter.name] = parameter.mismatch
-            except OSError as error:
-                raise UserError(
-                    f"the conversion stopped ({error}): fix the cause, then the same command continues it"
-                ) from error
-        for name, mismatch in mismatches.items():
-            if mismatch:
-                print(f"{name}: replicas on TP ranks differed by up to {mismatch:.2e}; their mean is used")
-        finished = len(source.reader.specs) - len(mismatches)
-        before = f", {finished} of them by an earlier, interrupted conversion" if finished else ""
-        print(f"{target}: {len(source.reader.specs)} parameters{before}")
+        if is_published(source, target):
+            print_once(f"{target}: an earlier command has converted {source.folder}")
+    with exit_on_user_error({}):  # an error of this task
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with SharedWork(target.with_name(f"{target.name}{PARTIAL}.locks"), rank, num_tasks) as shared:
+                _convert(source, target, arguments, shared, is_silent=rank > 0)
+        except OSError as error:
+            raise UserError(
+                f"the conversion stopped ({error}): fix the cause, then the same command continues it"
+            ) from error
 
 
-def verify_digests(folder: Path, files: Files, workers: int) -> None:
+def _convert(
+    source: Source, target: Path, arguments: argparse.Namespace, shared: SharedWork, is_silent: bool
+) -> None:
+    workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
+    without_bar = True if is_silent else None
+    if source.run is not None and not arguments.no_verify_digests and not is_published(source, target):
+        verify_digests(source.folder, source.run["files"], workers, shared, without_bar)
+    with tqdm(total=len(source.reader.specs), unit="parameter", disable=without_bar) as bar:
+        mismatch = arguments.allow_replica_mismatch
+        for parameter in convert(source, target, workers, mismatch, shared, print):
+            bar.set_postfix_str(parameter.name)
+            bar.update()
+
+
+def verify_digests(
+    folder: Path, files: Files, workers: int, shared: SharedWork, without_bar: bool | None = None
+) -> None:
     """Compares the files of a checkpoint with their digests. Raises UserError that names damaged files."""
     damages: list[str] = []
-    with tqdm(total=len(files), unit="file", disable=None) as bar:
-        for damage in file_problems(folder, files, workers):
+    names = sorted(files, key=lambda name: files[name]["bytes"], reverse=True)
+    problems = shared.share(
+        "source file",
+        names,
+        lambda name: file_problem(folder, name, files[name]),
+        workers,
+        lambda found: not found,
+    )
+    with tqdm(total=len(files), unit="file", disable=without_bar) as bar:
+        for damage in problems:
             bar.update()
             damages += [damage] if damage else []
     if damages:

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from megatron.checkpoint.to_universal import convert, open_source
+from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.to_universal import convert
 from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
@@ -38,7 +39,7 @@ def test_an_interrupted_conversion_resumes(tmp_path):
     assert first not in rest and rest
     assert (target / "zero" / first / "fp32.pt").stat().st_mtime_ns == before
     left = {path.name for path in target.iterdir() if not path.name.startswith("mp_rank")}
-    assert left == {"zero", "run.json"}
+    assert left == {"zero", "run.json", "source.json"}
     # With ZeRO-0 the source's mp_rank files hold the optimizer too.
     content = torch.load(target / "mp_rank_01_model_states.pt", weights_only=False)
     assert content["optimizer"] is None and content["args"].consumed_train_samples == 40
@@ -143,6 +144,7 @@ def test_only_digests_of_averaged_parameters_are_dropped(tmp_path):
 def test_a_conversion_of_another_source_is_not_resumed(tmp_path):
     source, target = saved(tmp_path, Row(), {}), tmp_path / "universal"
     converted(source, tmp_path / "other")
+    (tmp_path / "other" / "source.json").unlink()
     os.rename(tmp_path / "other", tmp_path / "universal.partial")  # as a killed import leaves it
     with pytest.raises(UserError, match="universal.partial is not an interrupted conversion"):
         converted(source, target)
@@ -172,9 +174,10 @@ def test_a_conversion_that_was_killed_before_latest_universal_is_finished(tmp_pa
     assert (tmp_path / "latest_universal").read_text() == "an older one"
     assert converted(source, target) == []
     assert (tmp_path / "latest_universal").read_text() == "universal"
-    assert {path.name for path in target.iterdir() if path.suffix != ".pt"} == {"zero", "run.json"}
-    with pytest.raises(UserError, match="exists: remove it"):
-        converted(source, target)
+    assert {path.name for path in target.iterdir() if path.suffix != ".pt"} == {
+        *("zero", "run.json", "source.json")
+    }
+    assert converted(source, target) == []
 
 
 def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monkeypatch):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.conversion_source import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
-from megatron.checkpoint.to_universal import convert, open_source
+from megatron.checkpoint.to_universal import convert
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
@@ -149,6 +150,7 @@ def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
 def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     source = saved(tmp_path, Row(), BLOOM)
     converted(source, tmp_path / "whole")
+    (tmp_path / "parts").mkdir()
     written, writer = UniversalReader(find_universal(tmp_path / "whole")), UniversalWriter(tmp_path / "parts")
     for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
         values, moments, others = written.read_parameter(name, spec, TPGroup())

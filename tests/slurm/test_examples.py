@@ -100,8 +100,36 @@ def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
     )
 
 
+@pytest.fixture
+def killed_conversion(tmp_path: Path) -> Path:
+    """A repository whose tools/ds_to_universal.py kills itself while it writes its third block."""
+    repo = tmp_path / "killed_conversion"
+    (repo / "tools").mkdir(parents=True)
+    (repo / "examples").symlink_to(ROOT / "examples")
+    (repo / "tools" / "ds_to_universal.py").write_text(f"""\
+import itertools, os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.checkpoint.formats.native import NativeReader
+from megatron.commands.ds_to_universal import main
+
+blocks, numbers = NativeReader.read_blocks, itertools.count(1)
+
+def then_kill(*args):
+    for block in blocks(*args):
+        if next(numbers) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield block
+
+NativeReader.read_blocks = then_kill
+main()
+""")
+    return repo
+
+
 @pytest.mark.full
-def test_104b_resumes_after_failures(submit: Submit, places: dict[str, object], tmp_path: Path) -> None:
+def test_104b_resumes_after_failures(
+    submit: Submit, places: dict[str, object], killed_conversion: Path, tmp_path: Path
+) -> None:
     variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
     # As typed, without --nodes: the job begins on one node.
     job = submit("tr8-104B.slurm", **variables)
@@ -122,8 +150,17 @@ def test_104b_resumes_after_failures(submit: Submit, places: dict[str, object], 
     assert losses(log) == losses(uninterrupted.log()) and len(losses(log)) == 16
 
     variables |= {"TP_SIZE": 1, "TRAIN_SAMPLES": 64}
-    job = submit("resume-universal.slurm", options=ON_BOTH_NODES, WORKERS=1, **variables)
+    job = submit("resume-universal.slurm", options=ON_BOTH_NODES, **variables)
+    assert job.end() == 2 and "global_step16_universal is not converted yet" in job.log()
+    killed = submit("convert-universal.slurm", options=ON_BOTH_NODES, REPO=killed_conversion, WORKERS=1)
+    assert killed.end() != 0, killed.log()
+    checkpoints = tmp_path / "runs" / "tr8-104B" / "checkpoints"
+    assert (checkpoints / "global_step16_universal.partial" / "unfinished").is_dir()
+    convert = submit("convert-universal.slurm", options=ON_BOTH_NODES, WORKERS=1)
+    after = (*ON_BOTH_NODES, f"--dependency=afterok:{convert.number}")
+    job = submit("resume-universal.slurm", options=after, **variables)
     assert job.end() == 0, job.log()
+    assert convert.end() == 0 and convert.log().count("global_step16_universal: ") == 1, convert.log()
     assert "iteration 16" in re.search("starting from .*global_step16_universal.*", job.log())[0]
     assert "TP 1 x PP 2 x DP 2" in job.log()
     assert steps(job.log()) == [17]

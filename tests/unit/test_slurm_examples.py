@@ -26,8 +26,9 @@ from tests.unit.config.published_scripts import SCRIPTS
 
 EXAMPLES = ROOT / "examples" / "slurm"
 SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example
+CONVERT = "convert-universal.slurm"  # starts tools/ds_to_universal.py
 ALL = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
-NAMES = [name for name in ALL if name != SWEEP]
+NAMES = [name for name in ALL if name not in (SWEEP, CONVERT)]
 README = (EXAMPLES / "README.md").read_text()
 
 

@@ -14,10 +14,14 @@ program's names (see `megatron_deepspeed`). No reader runs code from a file (see
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import secrets
 import shutil
 from argparse import Namespace
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -289,14 +293,22 @@ class UniversalWriter(StateWriter):
 
     zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
     zero/<parameter name>/step.pt                               the optimizer's step
+
+    The folder must exist. Several processes may write into it at once, even the same parameter.
     """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._token = secrets.token_hex(8)
 
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
         """See `StateWriter`. Writes each block as it arrives."""
-        unfinished = self.folder / UNFINISHED_FOLDER / name
-        shutil.rmtree(unfinished, ignore_errors=True)
+        self._remove(self.folder / UNFINISHED_FOLDER / name)  # of a process that has ended
+        # Not with parents: once another process has published the folder, nothing may create it again.
+        (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
+        unfinished = self._unfinished(name)
         unfinished.mkdir(parents=True)
         for state_name, blocks in states.items():
             if state_name not in _STATE_FILES:
@@ -312,8 +324,25 @@ class UniversalWriter(StateWriter):
     def finish_parameter(self, name: str) -> None:
         """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
         (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
-        sync_tree(self.folder / UNFINISHED_FOLDER / name)
-        rename_synced(self.folder / UNFINISHED_FOLDER / name, self.folder / PARAMETER_FOLDER / name)
+        sync_tree(self._unfinished(name))
+        try:
+            rename_synced(self._unfinished(name), self.folder / PARAMETER_FOLDER / name)
+        except OSError as error:
+            # A process without this one's locks was faster: its files hold equal bytes.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        self._remove(self.folder / UNFINISHED_FOLDER / name)
+
+    def _unfinished(self, name: str) -> Path:
+        """Returns a folder that no other process writes to."""
+        return self.folder / UNFINISHED_FOLDER / name / self._token
+
+    def _remove(self, folder: Path) -> None:
+        """Removes a folder after a rename: another process finds all of it, or nothing."""
+        removed = self.folder / UNFINISHED_FOLDER / f"removed-{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            os.rename(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def has_parameter(
         self, name: str, spec: ParameterSpec, state_names: Collection[str], step: float | None
@@ -332,7 +361,8 @@ class UniversalWriter(StateWriter):
         except (OSError, UserError):
             complete = False
         if not complete:
-            shutil.rmtree(folder)
+            (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
+            self._remove(folder)
         return complete
 
 

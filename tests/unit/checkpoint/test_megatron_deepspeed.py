@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.checkpoint.conversion_source import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.checkpoint.record import TrainingState, describe_start
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.checkpoint.to_universal import open_source
 from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from megatron.files import HostileFileError

@@ -1,0 +1,187 @@
+"""The native checkpoint that is converted to a universal one, of this program or of another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.deepspeed_files import (
+    SHARDED_WEIGHTS,
+    layer_files,
+    model_files,
+    sharded_weight_files,
+)
+from megatron.checkpoint.formats.native import NativeReader
+from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.formats.universal_info import (
+    INFO_KEY,
+    check_info,
+    check_patterns,
+    derive_info,
+    external_spec,
+    matching,
+    recorded_spec,
+    unused_patterns,
+)
+from megatron.checkpoint.names import check_parameter, is_shape
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
+from megatron.errors import UserError
+from megatron.files import (
+    expect_layout,
+)
+from megatron.mpu.parameters import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """A native checkpoint to convert.
+
+    reader: has the specs of the saved parameters. warnings: accepted problems with the merge patterns.
+    """
+
+    reader: NativeReader
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return self.reader.folder
+
+    @property
+    def run(self) -> dict[str, Any] | None:
+        """The content of `run.json`; None if another framework wrote the checkpoint."""
+        return None if self.reader.checkpoint.is_external else self.reader.checkpoint.run
+
+    @property
+    def identity(self) -> str:
+        """Identifies the source, so that an interrupted conversion resumes only with the same source."""
+        digest = self.run["sha256"] if self.run is not None else _digest_of_names(self.folder)
+        return json.dumps([str(self.folder.resolve()), digest])
+
+    def step(self, name: str) -> float | None:
+        """Returns the optimizer's step of a parameter; None if it has none."""
+        step = self.reader.optimizer_scalars(name).get("step")
+        with expect_layout(self.folder, "the optimizer's step"):
+            return None if step is None else float(step)
+
+
+def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False) -> Source:
+    """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
+
+    strict: raise an error for patterns that match no parameter, instead of a warning. derive_patterns: derive
+    the merge patterns from the parameters in `run.json` if the checkpoint of an older version has none.
+
+    Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
+    """
+    source = (_own_source if (folder / RUN_FILE).is_file() else _external_source)(
+        folder, strict, derive_patterns
+    )
+    missing = sorted(source.reader.specs.keys() - set(source.reader.stored_names))
+    if missing:
+        raise UserError(
+            f"checkpoint {folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
+            "such parameters): use another checkpoint"
+        )
+    return source
+
+
+def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
+    checkpoint = open_checkpoint(folder)
+    run = checkpoint.run
+    with expect_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
+        specs = {name: recorded_spec(record) for name, record in run["parameters"].items()}
+        tp_size, vocab_size = run["layout"]["tensor_model_parallel_size"], run["vocab_size"]
+    info = run.get(INFO_KEY)
+    if info is None:
+        if not derive_patterns:
+            raise UserError(
+                f"checkpoint {folder}: {RUN_FILE} has no {INFO_KEY}, because an older version wrote it: "
+                "pass --inject_missing_state to derive it from the parameters"
+            )
+        info = derive_info(specs, vocab_size)
+        checkpoint = replace(checkpoint, run={**run, INFO_KEY: info})
+    check_info(info, folder / RUN_FILE)
+    warnings: tuple[str, ...] = ()
+    try:
+        check_patterns(info, specs)
+    except ValueError as error:
+        if strict or any(len(matching(info, name)) != 1 for name in specs):
+            raise UserError(f"checkpoint {folder}: {error}") from error
+        warnings = (str(error),)
+    for name, spec in specs.items():
+        _check_spec(name, spec, tp_size, folder)
+    return Source(NativeReader(checkpoint, specs, tp_size), warnings)
+
+
+def _external_source(folder: Path, strict: bool, _: bool) -> Source:
+    """Opens a checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and
+    patterns."""
+    paths = model_files(folder)
+    if sharded_weight_files(folder):
+        raise UserError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
+    if not paths:
+        raise UserError(
+            f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"
+        )
+    states = [read_file(path) for path in paths]
+    if not all(isinstance(state, dict) for state in states):
+        raise UserError(f"checkpoint {folder}: an mp_rank file holds no dict: use another checkpoint")
+    info = states[0].get(INFO_KEY)
+    if not isinstance(info, dict):
+        raise UserError(
+            f"checkpoint file {paths[0]} has no {INFO_KEY}, so the merge rules of its shards are not "
+            "known: convert it with the program that wrote it"
+        )
+    check_info(info, paths[0])
+    first_layer = layer_files(folder).get(1, [])
+    specs: dict[str, ParameterSpec] = {}
+    with expect_layout(paths[0], "the states of a model-parallel rank"):
+        dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
+        tp_size = dimensions.get("tp_degree") or len(first_layer) or len(paths)
+        if type(tp_size) is not int or not 0 < tp_size <= len(paths):
+            raise ValueError("the tensor-parallel degree is not a number of ranks")
+        for path, state in zip(paths, states, strict=True):
+            for group in state.get("param_shapes") or ():
+                for name, shape in group.items():
+                    check_parameter(name, path)
+                    spec = external_spec(info, name, tuple(shape), tp_size)
+                    _check_spec(name, spec, tp_size, folder)
+                    if specs.setdefault(name, spec) != spec:
+                        raise UserError(
+                            f"checkpoint {folder}: the ranks hold shards of {name} with unequal shapes"
+                        )
+    if not specs:
+        raise UserError(
+            f"checkpoint {folder}: the mp_rank files have no param_shapes: it was not saved with ZeRO-1"
+        )
+    unused = unused_patterns(info, specs)
+    if unused and strict:
+        raise UserError(
+            f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: use --no_strict to "
+            "accept it"
+        )
+    warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
+    return Source(NativeReader(Checkpoint(folder, TrainingState(), {}), specs, tp_size), warnings)
+
+
+def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:
+    """Raises UserError for a shape or sharding that no parameter can have."""
+    shape, rows = spec.global_shape, spec.num_valid_rows
+    if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
+        raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
+    parts = tp_size * spec.num_fused_parts
+    if spec.shard_dim is not None and (spec.shard_dim >= len(shape) or shape[spec.shard_dim] % parts):
+        raise UserError(
+            f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {parts} parts "
+            f"along dimension {spec.shard_dim}: it is damaged"
+        )
+
+
+def _digest_of_names(folder: Path) -> str:
+    """Returns a digest of the names, sizes and modification times of the files in a folder."""
+    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+    listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()

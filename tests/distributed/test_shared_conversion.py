@@ -1,0 +1,127 @@
+"""Conversions to universal checkpoints by several tasks that are killed, start late, or differ in number."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.test_conversion import change_a_copy
+from tests.distributed.test_universal import converted, saved
+from tests.end_to_end.command import ROOT
+from tests.support import HANG_TIMEOUT_S
+from tests.support.layouts import Row
+
+# Forks the tasks, as srun starts them. A victim kills itself after some blocks of parameters; then all other
+# tasks are killed, as with srun --kill-on-bad-exit, or take over its parameters.
+TASKS = """
+import itertools, json, os, signal, sys
+from megatron.checkpoint.formats.native import NativeReader
+from megatron.commands.ds_to_universal import main
+
+num_tasks, victims, ends_others, late = json.loads(sys.argv.pop())
+blocks, numbers = NativeReader.read_blocks, itertools.count(1)
+
+def run(rank):
+    os.environ |= {"SLURM_STEP_ID": "0", "SLURM_NTASKS": str(num_tasks), "SLURM_PROCID": str(rank)}
+    last = victims.get(str(rank))
+    def then_kill(*args):
+        for block in blocks(*args):
+            if next(numbers) == last:
+                yield block[: len(block) // 2]
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield block
+    NativeReader.read_blocks = then_kill
+    main()
+
+tasks = {}
+for rank in range(num_tasks - late):
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            run(rank)
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    tasks[pid] = rank
+codes = {}
+while tasks:
+    pid, status = os.wait()
+    codes[tasks.pop(pid)] = os.waitstatus_to_exitcode(status)
+    if status and ends_others:
+        for other in tasks:
+            os.kill(other, signal.SIGKILL)
+if late:
+    run(num_tasks - 1)
+print(json.dumps(codes), file=sys.stderr)
+"""
+
+
+def convert_in_tasks(flags, num_tasks, victims=None, ends_others=True, late=False):
+    """Returns the exit codes of the ranks, the output and the errors."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    run = subprocess.run(
+        [sys.executable, "-c", TASKS, *flags, json.dumps([num_tasks, victims or {}, ends_others, int(late)])],
+        env={**environment, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    *errors, codes = run.stderr.splitlines()
+    return json.loads(codes), run.stdout, "\n".join(errors)
+
+
+def results_in(output):
+    """The lines without the note of a rank 0 that started after the others were done."""
+    return [line for line in output.splitlines() if "an earlier command has converted" not in line]
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_killed_tasks_continue_in_any_number_and_write_the_bytes_of_one_process(tmp_path):
+    source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
+    converted(source, tmp_path / "at once")
+    flags = ["--input_folder", str(source), "--output_folder", str(target), "--num_extract_workers", "2"]
+    choose = random.Random(28)
+    # With two workers, a parameter of three blocks is complete before the tenth block of all is read.
+    assert convert_in_tasks(flags, 1, {0: 10})[0] == {"0": -9}
+    for num_tasks in (3, 2, 4):
+        # All tasks are victims, with fewer blocks than the checkpoint has: none can finish the conversion.
+        victims = {rank: choose.randrange(1, 8) for rank in range(num_tasks)}
+        codes, output, _ = convert_in_tasks(flags, num_tasks, victims)
+        assert set(codes.values()) == {-9} and not target.exists() and output == ""
+    # Two tasks of three die, unless the third was much faster; the third takes their parameters over.
+    codes, output, errors = convert_in_tasks(flags, 3, {0: 2, 2: 3}, ends_others=False)
+    assert codes["1"] == 0 and set(codes.values()) <= {0, -9} and errors == ""
+    (line,) = results_in(output)
+    num_parameters = len(list((target / "zero").iterdir())) - 1
+    assert line.startswith(f"{target}: {num_parameters} parameters, ") and "by an earlier" in line
+    assert files_in(target) == files_in(tmp_path / "at once")
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not left & {"universal.partial", "universal.partial.locks"}
+
+
+@pytest.mark.full
+def test_more_tasks_than_parameters_and_a_late_one_print_one_result(tmp_path):
+    source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
+    change_a_copy(source)
+    flags = ["--input_folder", str(source), "--output_folder", str(target)]
+    codes, _, errors = convert_in_tasks(flags, 2)
+    assert 2 in codes.values() and "replicas of 8.weight on the TP ranks differ by up to 5.00e-01" in errors
+    codes, output, errors = convert_in_tasks([*flags, "--allow-replica-mismatch"], 40, late=True)
+    assert errors == "" and set(codes.values()) == {0} and len(codes) == 39
+    difference, result = results_in(output)
+    assert difference == "8.weight: replicas on TP ranks differed by up to 5.00e-01; their mean is used"
+    assert result.startswith(f"{target}: ")
+    converted(source, tmp_path / "at once", allow_replica_mismatch=True)
+    assert files_in(target) == files_in(tmp_path / "at once")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not left & {"universal.partial", "universal.partial.locks"}
