@@ -1,0 +1,228 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), which PyTorch opens without this program.
+
+    .metadata           torch's table of tensors and chunks
+    __0_<N>.distcp      the chunks: archives of torch.save, one after the other
+    run.json            as in a native checkpoint
+
+    <parameter>                             fp32 values, without the padding of the vocabulary
+    optimizer.state.<parameter>.<moment>    a moment of Adam or momentum SGD, fp32
+    optimizer.state.<parameter>.step        the optimizer's step
+
+The names of the optimizer's state are those of torch's `get_optimizer_state_dict` with
+`flatten_optimizer_state_dict`, as torchtitan saves them. `parameter` is a global name of this program.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region, StoredTensor
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
+from megatron.checkpoint.formats.writing import ParameterWriter, rows_of
+from megatron.checkpoint.record import Checkpoint
+from megatron.files import expect_layout, write_atomically
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+
+_OPTIMIZER = "optimizer."
+_STATE = "optimizer.state."
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# A chunk is in memory while it is written; a rank that loads reads only chunks that overlap with its shard.
+CHUNK_BYTES = 1 << 26
+# Bytes that `read_blocks` copies at a time.
+_BLOCK_BYTES = 1 << 23
+# A new file is begun after this many bytes.
+_FILE_BYTES = 1 << 34
+# torch aligns storages in an archive to this many bytes; archives are aligned, too.
+_ALIGNMENT = 64
+
+
+class DcpReader(StateReader):
+    """Reads a DCP checkpoint of this program on any layout."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.stored = DcpFolder(self.folder)
+
+    def _key(self, name: str, state_name: str) -> str:
+        return name if state_name == VALUES else f"{_STATE}{name}.{state_name}"
+
+    @property
+    def stored_names(self) -> Collection[str]:
+        return {name for name in self.stored.tensors if not name.startswith(_OPTIMIZER)}
+
+    def state_names(self, name: str) -> list[str]:
+        return [VALUES, *(moment for moment in MOMENTS if self._key(name, moment) in self.stored.tensors)]
+
+    @property
+    def loss_scaler(self) -> dict[str, Any] | None:
+        return self.checkpoint.run.get("loss_scaler")
+
+    def optimizer_scalars(self, name: str) -> dict[str, Any]:
+        if (key := f"{_STATE}{name}.step") not in self.stored.tensors:
+            return super().optimizer_scalars(name)
+        with expect_layout(self.folder, "the optimizer's step"):
+            return {"step": self.stored.read(key).float().reshape(()).clone()}
+
+    def _tensor(self, name: str, state_name: str, spec: ParameterSpec | None) -> StoredTensor:
+        stored = self.stored.tensor(self._key(name, state_name))
+        if spec is not None:
+            check_shape(stored.shape, spec, f"checkpoint {self.folder} stores for {state_name} of {name}")
+        return stored
+
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
+        return self.stored.read(self._tensor(name, state_name, spec).name).float()
+
+    def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """See `StateReader`. Reads only the chunks that overlap with this rank's shard."""
+        stored, dim = self._tensor(name, state_name, spec), spec.shard_dim
+        if dim is None:
+            return self.stored.read(stored.name).float().reshape(-1)
+        shard, offset = torch.zeros(local_shape(spec, tp_group)), 0
+        num_valid = spec.num_valid_rows if spec.num_valid_rows is not None else stored.shape[dim]
+        for part in local_slices(spec, tp_group):
+            stop = min(part.stop, num_valid)
+            if part.start < stop:
+                region = _with(stored.shape, dim, (part.start, stop))
+                shard.narrow(dim, offset, stop - part.start).copy_(self.stored.read(stored.name, region))
+            offset += part.stop - part.start
+        return shard.reshape(-1)
+
+    def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+        spec = self.specs.get(name)
+        stored = self._tensor(name, state_name, spec)
+        rows = spec.valid_shape[0] if spec is not None else stored.shape[0]
+        step = max(_BLOCK_BYTES // 4 // prod(stored.shape[1:]), 1)
+        for start in range(0, rows, step):
+            region = _with(stored.shape, 0, (start, min(start + step, rows)))
+            yield self.stored.read(stored.name, region).float()
+
+
+def _with(shape: Sequence[int], dim: int, span: tuple[int, int]) -> Region:
+    """Returns the region of a tensor that is limited in one dimension."""
+    return [span if index == dim else (0, size) for index, size in enumerate(shape)]
+
+
+class DcpFiles:
+    """The `.distcp` files of a folder that several threads write, and the table of their tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: Files = {}
+        self._free: SimpleQueue[tuple[str, HashedFile]] = SimpleQueue()
+        self._num_files = 0
+        self._lock = Lock()
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
+
+    def declare(self, name: str, shape: Sequence[int], path: tuple[str, ...] | None = None) -> None:
+        """Adds an fp32 tensor. path: the keys of the nested dict that torch makes of the checkpoint; None:
+        the name alone."""
+        with self._lock:
+            if name not in self._tensors:
+                properties = TensorProperties(dtype=torch.float32)
+                self._tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), [])
+                self._paths[name] = path or (name,)
+
+    def write(self, name: str, chunks: Iterator[tuple[Sequence[int], Tensor]]) -> None:
+        """Writes (offsets, values) of each chunk of a declared tensor into one file."""
+        file_name, file = self._take_file()
+        for offsets, values in chunks:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            start = file.tell()
+            is_view = values.untyped_storage().nbytes() > values.nbytes
+            torch.save(values.clone() if is_view else values, cast(Any, file))
+            info = _StorageInfo(file_name, start, file.tell() - start)
+            with self._lock:
+                found = self._tensors[name].chunks
+                index = MetadataIndex(name, offsets, len(found))
+                found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(values.shape)))
+                self._places[index] = info
+        if file.tell() < _FILE_BYTES:
+            self._free.put((file_name, file))
+        else:
+            self.files[file_name] = file.close()
+
+    def _take_file(self) -> tuple[str, HashedFile]:
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            with self._lock:
+                number = self._num_files
+                self._num_files += 1
+            name = f"__0_{number}.distcp"
+            return name, HashedFile(self.folder / name)
+
+    def finish(self) -> Files:
+        """Closes the files and writes `.metadata`. Returns the files."""
+        while not self._free.empty():
+            name, file = self._free.get_nowait()
+            self.files[name] = file.close()
+        metadata = Metadata(
+            state_dict_metadata=dict(sorted(self._tensors.items())),
+            planner_data=self._paths,
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
+        write_atomically(self.folder / METADATA_FILE, pickle.dumps(metadata))
+        return self.files
+
+
+class DcpWriter(ParameterWriter):
+    """Writes a DCP checkpoint with the names of this program."""
+
+    def __init__(self, folder: Path, reader: StateReader) -> None:
+        super().__init__(folder, reader)
+        self.distcp = DcpFiles(folder)
+
+    def write_parameter(
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
+    ) -> None:
+        """See `StateWriter`."""
+        for state_name, blocks in states.items():
+            key = name if state_name == VALUES else f"{_STATE}{name}.{state_name}"
+            self.distcp.declare(key, spec.valid_shape, _path_of(key))
+            self.distcp.write(key, _row_chunks(blocks, spec.valid_shape))
+        if step is not None:
+            key = f"{_STATE}{name}.step"
+            self.distcp.declare(key, (), _path_of(key))
+            self.distcp.write(key, iter([((), torch.tensor(step, dtype=torch.float32))]))
+
+    def finish(self) -> None:
+        """See `ParameterWriter`."""
+        self.write_run_file(self.distcp.finish(), loss_scaler=self.reader.loss_scaler)
+
+
+def _path_of(key: str) -> tuple[str, ...]:
+    """Returns the keys of the nested dict that torch makes of the checkpoint, as for torchtitan's."""
+    return ("optimizer", key.removeprefix(_OPTIMIZER)) if key.startswith(_OPTIMIZER) else (key,)
+
+
+def _row_chunks(blocks: Any, shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yields the chunks of a tensor, divided along its rows."""
+    first = 0
+    for rows in rows_of(blocks, tuple(shape[1:]), CHUNK_BYTES):
+        yield (first, *(0 for _ in shape[1:])), rows
+        first += rows.shape[0]
