@@ -112,8 +112,7 @@ class NativeWriter(ParameterWriter):
             with FakeTensorMode():
                 masters.append(torch.empty(sum(numels)))
                 states[index] = {moment: torch.empty(sum(numels)) for moment in moments}
-            # A number, since the bytes of tensors are not written; DeepSpeed and torch accept both.
-            states[index] |= {} if step is None else {"step": step}
+                states[index] |= {} if step is None else {"step": torch.empty(())}
             starts = (sum(numels[:position]) for position in range(len(members)))
             addresses = (fragment_address(start=s, numel=n) for s, n in zip(starts, numels, strict=True))
             mappings.append(OrderedDict(zip(members, addresses, strict=True)))
@@ -133,6 +132,10 @@ class NativeWriter(ParameterWriter):
         path = self.folder / f"zero_pp_rank_0_mp_rank_{model_rank:02d}_optim_states.pt"
         saved = self._create(path, {"optimizer_state_dict": state})["optimizer_state_dict"]
         self._index[path.name] = places_in(saved, path)
+        for index, (_, step) in enumerate(groups):
+            if step is not None:
+                step_place = _offset(saved["base_optimizer_state"]["state"][index]["step"])
+                self._write(_Place(path, step_place, torch.float32), 0, torch.tensor([step]))
         for name, (index, start, _) in self._index[path.name].items():
             group = saved["base_optimizer_state"]["state"][index]
             flat = {VALUES: saved["single_partition_of_fp32_groups"][index], **group}
