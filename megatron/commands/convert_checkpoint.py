@@ -21,6 +21,7 @@ from megatron.checkpoint.formats.registry import (
     FORMATS,
     HUGGING_FACE,
     NATIVE,
+    TORCHTITAN,
     UNIVERSAL,
     format_of,
     open_reader,
@@ -114,16 +115,19 @@ def run(argv: Sequence[str] | None) -> None:
         raise UserError(f"--workers is {arguments.workers}, expected 1 or more")
     if not source.is_dir():
         raise UserError(f"--from {source}: there is no such folder")
-    is_model = format_of(source) == HUGGING_FACE
+    is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
     if is_model and arguments.format != UNIVERSAL:
         raise UserError(
-            f"--format {arguments.format}: --from {source} is a Hugging Face model, expected --format "
-            f"{UNIVERSAL}; convert the universal checkpoint further"
+            f"--format {arguments.format}: --from {source} holds only the weights of a model, expected "
+            f"--format {UNIVERSAL}; convert the universal checkpoint further"
         )
     if is_model or arguments.format == HUGGING_FACE:
         # Imported only here: it loads torch and transformers, which takes seconds.
+        from megatron.checkpoint.discovery import open_checkpoint
         from megatron.commands import convert_huggingface
 
+        if is_model:
+            open_checkpoint(source)  # its errors name what the folder lacks
         verify = ["--no-verify-digests"] if arguments.no_verify_digests and not is_model else []
         universal = ["--universal_checkpoint"] if arguments.universal_checkpoint else []
         flag = "--from-hugging-face" if is_model else "--load"

@@ -15,7 +15,7 @@ The names of the optimizer's state are those of torch's `get_optimizer_state_dic
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -44,8 +44,8 @@ from megatron.files import expect_layout, write_atomically
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 
-_OPTIMIZER = "optimizer."
-_STATE = "optimizer.state."
+# Prefix of what the optimizer holds.
+OPTIMIZER = "optimizer."
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # A chunk is in memory while it is written; a rank that loads reads only chunks that overlap with its shard.
 CHUNK_BYTES = 1 << 26
@@ -57,6 +57,11 @@ _FILE_BYTES = 1 << 34
 _ALIGNMENT = 64
 
 
+def key_of(name: str, state_name: str) -> str:
+    """Returns the key of a parameter's state, or of its 'step'. torch makes a nested dict of the keys."""
+    return name if state_name == VALUES else f"{OPTIMIZER}state.{name}.{state_name}"
+
+
 class DcpReader(StateReader):
     """Reads a DCP checkpoint of this program on any layout."""
 
@@ -64,28 +69,25 @@ class DcpReader(StateReader):
         super().__init__(checkpoint)
         self.stored = DcpFolder(self.folder)
 
-    def _key(self, name: str, state_name: str) -> str:
-        return name if state_name == VALUES else f"{_STATE}{name}.{state_name}"
-
     @property
     def stored_names(self) -> Collection[str]:
-        return {name for name in self.stored.tensors if not name.startswith(_OPTIMIZER)}
+        return {name for name in self.stored.tensors if not name.startswith(OPTIMIZER)}
 
     def state_names(self, name: str) -> list[str]:
-        return [VALUES, *(moment for moment in MOMENTS if self._key(name, moment) in self.stored.tensors)]
+        return [VALUES, *(moment for moment in MOMENTS if key_of(name, moment) in self.stored.tensors)]
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
         return self.checkpoint.run.get("loss_scaler")
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        if (key := f"{_STATE}{name}.step") not in self.stored.tensors:
+        if (key := key_of(name, "step")) not in self.stored.tensors:
             return super().optimizer_scalars(name)
         with expect_layout(self.folder, "the optimizer's step"):
             return {"step": self.stored.read(key).float().reshape(()).clone()}
 
     def _tensor(self, name: str, state_name: str, spec: ParameterSpec | None) -> StoredTensor:
-        stored = self.stored.tensor(self._key(name, state_name))
+        stored = self.stored.tensor(key_of(name, state_name))
         if spec is not None:
             check_shape(stored.shape, spec, f"checkpoint {self.folder} stores for {state_name} of {name}")
         return stored
@@ -202,25 +204,24 @@ class DcpWriter(ParameterWriter):
     ) -> None:
         """See `StateWriter`."""
         for state_name, blocks in states.items():
-            key = name if state_name == VALUES else f"{_STATE}{name}.{state_name}"
-            self.distcp.declare(key, spec.valid_shape, _path_of(key))
-            self.distcp.write(key, _row_chunks(blocks, spec.valid_shape))
+            self.write_state(name, state_name, spec.valid_shape, blocks)
         if step is not None:
-            key = f"{_STATE}{name}.step"
-            self.distcp.declare(key, (), _path_of(key))
-            self.distcp.write(key, iter([((), torch.tensor(step, dtype=torch.float32))]))
+            self.write_state(name, "step", (), [torch.tensor(step, dtype=torch.float32)])
+
+    def write_state(self, name: str, state_name: str, shape: Sequence[int], blocks: Iterable[Tensor]) -> None:
+        """Writes one state of a parameter, or the optimizer's step, whose shape is ()."""
+        key = key_of(name, state_name)
+        is_of_optimizer = key.startswith(OPTIMIZER)
+        path = ("optimizer", key.removeprefix(OPTIMIZER)) if is_of_optimizer else (key,)
+        self.distcp.declare(key, shape, path)
+        self.distcp.write(key, _row_chunks(blocks, shape) if shape else (((), block) for block in blocks))
 
     def finish(self) -> None:
         """See `ParameterWriter`."""
         self.write_run_file(self.distcp.finish(), loss_scaler=self.reader.loss_scaler)
 
 
-def _path_of(key: str) -> tuple[str, ...]:
-    """Returns the keys of the nested dict that torch makes of the checkpoint, as for torchtitan's."""
-    return ("optimizer", key.removeprefix(_OPTIMIZER)) if key.startswith(_OPTIMIZER) else (key,)
-
-
-def _row_chunks(blocks: Any, shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
+def _row_chunks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yields the chunks of a tensor, divided along its rows."""
     first = 0
     for rows in rows_of(blocks, tuple(shape[1:]), CHUNK_BYTES):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.formats.writing import CheckpointWriter
     from megatron.checkpoint.record import Checkpoint
 
-NATIVE, UNIVERSAL, DCP, HUGGING_FACE = "native", "universal", "dcp", "huggingface"
+NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
+DCP, TORCHTITAN = "dcp", "torchtitan"
 LATEST_UNIVERSAL_FILE = "latest_universal"
 # In a universal checkpoint: one folder per parameter.
 PARAMETER_FOLDER = "zero"
@@ -57,6 +58,12 @@ FORMATS = Registry(
             "megatron.checkpoint.formats.dcp:DcpReader",
             writer="megatron.checkpoint.formats.dcp:DcpWriter",
             markers=(".metadata", RUN_FILE),
+        ),
+        TORCHTITAN: CheckpointFormat(
+            "torch.distributed.checkpoint with the names of torchtitan, for Llama models",
+            "megatron.checkpoint.formats.torchtitan:TorchtitanReader",
+            writer="megatron.checkpoint.formats.torchtitan:TorchtitanWriter",
+            markers=(".metadata",),
         ),
         HUGGING_FACE: CheckpointFormat(
             "a model of Hugging Face transformers: weights only",

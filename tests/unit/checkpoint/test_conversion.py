@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import dcp
-from megatron.checkpoint.formats.registry import FORMATS, format_of, open_reader
+from megatron.checkpoint.formats.registry import format_of, open_reader
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
@@ -117,7 +117,7 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
 DAMAGED_FILES = {"native": "*mp_rank_00_*_states.pt", "universal": "zero/8.weight/fp32.pt"}
 
 
-@pytest.mark.parametrize("name", FORMATS.keys() - {"huggingface"})
+@pytest.mark.parametrize("name", ("native", "universal", "dcp"))
 def test_damage_stops_a_conversion(name: str, native: Path, tmp_path: Path) -> None:
     source = native if name == "native" else convert(native, tmp_path / "source", name)
     if name == "dcp":
