@@ -45,8 +45,13 @@ def build_parser() -> ToolParser:
         help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
     )
     parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help="folder to write")
+    written = {name: entry.description for name, entry in FORMATS.items() if entry.writer}
     parser.add_argument(
-        "--format", required=True, choices=tuple(FORMATS), help="; ".join(FORMATS.describe()), metavar="NAME"
+        "--format",
+        required=True,
+        choices=tuple(written),
+        metavar="NAME",
+        help="; ".join(f"{name}: {description}" for name, description in written.items()),
     )
     parser.add_argument(
         "--universal_checkpoint",

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.checkpoint.files import Files, HashedFile
-from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region, StoredTensor
+from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of
@@ -86,38 +86,49 @@ class DcpReader(StateReader):
         with expect_layout(self.folder, "the optimizer's step"):
             return {"step": self.stored.read(key).float().reshape(()).clone()}
 
-    def _tensor(self, name: str, state_name: str, spec: ParameterSpec | None) -> StoredTensor:
-        stored = self.stored.tensor(key_of(name, state_name))
+    def shape_of(self, name: str, state_name: str) -> tuple[int, ...]:
+        """Returns the shape of a state as it is stored, with or without padding of the vocabulary."""
+        return self.stored.tensor(key_of(name, state_name)).shape
+
+    def region_of(self, name: str, state_name: str, region: Region | None) -> Tensor:
+        """Returns a region of a state, or all of it, in the stored dtype."""
+        return self.stored.read(key_of(name, state_name), region)
+
+    def _checked_shape(self, name: str, state_name: str, spec: ParameterSpec | None) -> tuple[int, ...]:
+        shape = self.shape_of(name, state_name)
         if spec is not None:
-            check_shape(stored.shape, spec, f"checkpoint {self.folder} stores for {state_name} of {name}")
-        return stored
+            check_shape(shape, spec, f"checkpoint {self.folder} stores for {state_name} of {name}")
+        return shape
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
-        return self.stored.read(self._tensor(name, state_name, spec).name).float()
+        self._checked_shape(name, state_name, spec)
+        return self.region_of(name, state_name, None).float()
 
     def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only the chunks that overlap with this rank's shard."""
-        stored, dim = self._tensor(name, state_name, spec), spec.shard_dim
+        dim = spec.shard_dim
+        shape = self._checked_shape(name, state_name, spec)
         if dim is None:
-            return self.stored.read(stored.name).float().reshape(-1)
+            return self.region_of(name, state_name, None).float().reshape(-1)
         shard, offset = torch.zeros(local_shape(spec, tp_group)), 0
-        num_valid = spec.num_valid_rows if spec.num_valid_rows is not None else stored.shape[dim]
+        num_valid = spec.num_valid_rows if spec.num_valid_rows is not None else shape[dim]
         for part in local_slices(spec, tp_group):
             stop = min(part.stop, num_valid)
             if part.start < stop:
-                region = _with(stored.shape, dim, (part.start, stop))
-                shard.narrow(dim, offset, stop - part.start).copy_(self.stored.read(stored.name, region))
+                region = _with(shape, dim, (part.start, stop))
+                values = self.region_of(name, state_name, region)
+                shard.narrow(dim, offset, stop - part.start).copy_(values)
             offset += part.stop - part.start
         return shard.reshape(-1)
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         spec = self.specs.get(name)
-        stored = self._tensor(name, state_name, spec)
-        rows = spec.valid_shape[0] if spec is not None else stored.shape[0]
-        step = max(_BLOCK_BYTES // 4 // prod(stored.shape[1:]), 1)
+        shape = self._checked_shape(name, state_name, spec)
+        rows = spec.valid_shape[0] if spec is not None else shape[0]
+        step = max(_BLOCK_BYTES // 4 // prod(shape[1:]), 1)
         for start in range(0, rows, step):
-            region = _with(stored.shape, 0, (start, min(start + step, rows)))
-            yield self.stored.read(stored.name, region).float()
+            region = _with(shape, 0, (start, min(start + step, rows)))
+            yield self.region_of(name, state_name, region).float()
 
 
 def _with(shape: Sequence[int], dim: int, span: tuple[int, int]) -> Region:

@@ -45,6 +45,11 @@ _RECORDS = {
         )
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
+    # Megatron-Core also stores the plan of the save.
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),

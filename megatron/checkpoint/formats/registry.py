@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
 
 NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
-DCP, TORCHTITAN = "dcp", "torchtitan"
+DCP, TORCH_DIST, TORCHTITAN = "dcp", "torch_dist", "torchtitan"
 LATEST_UNIVERSAL_FILE = "latest_universal"
 # In a universal checkpoint: one folder per parameter.
 PARAMETER_FOLDER = "zero"
@@ -27,9 +27,9 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    writer: its `CheckpointWriter`, "module:class". markers: files or folders that together only checkpoints
-    of this format contain. latest_file: the file beside the checkpoints that names the newest one; "" if
-    there is none.
+    writer: its `CheckpointWriter`, "module:class"; "" if it is only read. markers: files or folders that
+    together only checkpoints of this format contain. latest_file: the file beside the checkpoints that names
+    the newest one; "" if there is none.
     """
 
     writer: str = ""
@@ -52,6 +52,11 @@ FORMATS = Registry(
             writer="megatron.checkpoint.formats.universal_writer:UniversalCheckpointWriter",
             markers=(PARAMETER_FOLDER,),
             latest_file=LATEST_UNIVERSAL_FILE,
+        ),
+        TORCH_DIST: CheckpointFormat(
+            "torch_dist of Megatron-Core",
+            "megatron.checkpoint.formats.torch_dist:TorchDistReader",
+            markers=(".metadata", "metadata.json", "common.pt"),
         ),
         DCP: CheckpointFormat(
             "torch.distributed.checkpoint, which PyTorch opens without this program",

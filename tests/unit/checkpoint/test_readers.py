@@ -9,7 +9,14 @@ import torch
 from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
-from megatron.checkpoint.formats.registry import FORMATS, HUGGING_FACE, TORCHTITAN, format_of, open_reader
+from megatron.checkpoint.formats.registry import (
+    FORMATS,
+    HUGGING_FACE,
+    TORCH_DIST,
+    TORCHTITAN,
+    format_of,
+    open_reader,
+)
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
 from megatron.checkpoint.to_universal import convert, open_source
 from megatron.commands import convert_checkpoint
@@ -35,8 +42,8 @@ def without_record(folder: Path) -> None:
 
 
 def test_every_format_is_recognized_and_read_alike(folders: dict[str, Path]) -> None:
-    # test_load_huggingface.py and test_torchtitan.py
-    own = FORMATS.keys() - {HUGGING_FACE, TORCHTITAN}
+    # test_load_huggingface.py, test_torchtitan.py, tests/distributed/test_torch_dist.py
+    own = FORMATS.keys() - {HUGGING_FACE, TORCHTITAN, TORCH_DIST}
     assert {name: format_of(folder) for name, folder in folders.items()} == {name: name for name in own}
     *others, native = (open_reader(open_checkpoint(folder)) for folder in folders.values())
     for other in others:
