@@ -22,6 +22,8 @@ from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.mpu.layout import TPGroup
+from tests.end_to_end.clone import commands_in
+from tests.end_to_end.command import ROOT
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
@@ -112,6 +114,18 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
     }
     assert_equal(found, states_of(native))
     assert len(content) - 1 + len(content["optimizer"]) == len(found)
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    config = CONFIGS["tied"]
+    native = write_native(tmp_path / "checkpoints", config, random_wholes(config))
+    for command in commands_in("docs/conversion.md"):
+        _, *words = command.split()
+        words = [str(ROOT / word) if word.startswith("tools/") else word for word in words]
+        subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
+    for name in ("dcp", "global_step5", "global_step5_universal"):
+        assert_equal(states_of(tmp_path / "exported" / name), states_of(native))
+    assert len(torch.load(tmp_path / "exported" / "states.pt")) > 1
 
 
 DAMAGED_FILES = {"native": "*mp_rank_00_*_states.pt", "universal": "zero/8.weight/fp32.pt"}
