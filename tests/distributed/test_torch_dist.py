@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.manager import CheckpointManager, load_checkpoint
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
+from megatron.commands import convert_checkpoint
 from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.errors import UserError
@@ -73,6 +75,31 @@ def test_the_next_losses_are_those_of_megatron_core(row: Row, core: Path) -> Non
     for state, losses in run_world(row.world_size, resume, row, core):
         assert state == TrainingState(3, 3 * BATCH, 3 * BATCH * SEQ)
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def save_native(row: Row, folder: Path, target: Path) -> None:
+    """Loads the checkpoint and saves it in the native format."""
+    config = config_for(row, folder)
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config, vocab_size=VOCAB)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    CheckpointManager(engine, target, VOCAB, None, FINGERPRINT).save(checkpoint.state)
+
+
+def test_what_is_written_are_the_tensors_of_megatron_core(core: Path, tmp_path: Path) -> None:
+    """Names, shapes and bits of weights and moments, and the optimizer's step."""
+    run_world(2, save_native, Row(tp=2), core, tmp_path / "native")
+    folder = tmp_path / "torch_dist"
+    words = ["--from", str(tmp_path / "native"), "--to", str(folder), "--format", "torch_dist"]
+    convert_checkpoint.run(words)
+    ours, theirs = DcpFolder(folder), DcpFolder(core)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key in theirs.tensors:
+        assert torch.equal(ours.read(key), theirs.read(key)), key
+    one, other = (torch.load(path / "common.pt", weights_only=False) for path in (folder, core))
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+    assert one["optimizer"]["state"] == other["optimizer"]["state"]
+    assert (one["iteration"], vars(one["args"])["padded_vocab_size"]) == (3, VOCAB)
 
 
 def test_a_different_model_is_refused(core: Path) -> None:

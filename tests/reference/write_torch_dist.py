@@ -5,7 +5,11 @@
 
 The folder is a checkpoint of the format `torch_dist`, as Megatron-LM saves it after three steps of Adam with
 TP 2 and PP 2. `expected.json` has the losses of these steps and of the next ones, without a load between
-them. The processes compute on CPUs: stages send with torch.distributed, and dropout is off, so that no CUDA
+them. With a second folder, the processes load it and print the losses of the next steps:
+
+    torchrun --nproc-per-node 4 tests/reference/write_torch_dist.py torch_dist_llama FOLDER
+
+The processes compute on CPUs: stages send with torch.distributed, and dropout is off, so that no CUDA
 generator is needed.
 """
 
@@ -118,8 +122,17 @@ def train_step(model: GPTModel, optimizer: CpuOptimizer, tokens: torch.Tensor) -
     return float(total)
 
 
-def main(folder: Path) -> None:
-    """Trains, saves, and trains on."""
+def load(model: GPTModel, optimizer: CpuOptimizer, folder: Path) -> None:
+    """Loads weights, moments and step, as Megatron-LM does."""
+    sharded = {"model": model.sharded_state_dict()}
+    sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True)
+    state = dist_checkpointing.load(sharded, str(folder))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def main(folder: Path, loaded: Path | None) -> None:
+    """Trains, saves, and trains on; or loads and trains on."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(2, 2)
     # Megatron-Core asks for the current GPU, waits for it, and draws dropout from its generator.
@@ -129,10 +142,26 @@ def main(folder: Path) -> None:
     tracker.fork = lambda *_: contextlib.nullcontext()
     torch.manual_seed(5)
     model = build()
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    # The groups of Megatron-Core's get_megatron_optimizer: without weight decay for norms.
+    parameters = {False: [], True: []}
+    for parameter in model.parameters():
+        parameters[parameter.dim() > 1].append(parameter)
+    facts = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    groups = [
+        {"params": members, "wd_mult": float(decays), **facts}
+        for decays, members in sorted(parameters.items(), reverse=True)
+    ]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     optimizer = CpuOptimizer(adam)
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(VOCAB, (STEPS + MORE_STEPS, BATCH, SEQ + 1), generator=generator)
+    if loaded is not None:
+        train_step(model, optimizer, tokens[0])  # other weights and moments: all must be replaced
+        load(model, optimizer, loaded)
+        losses = [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]
+        if dist.get_rank() == 0:
+            print(losses, json.loads((folder / "expected.json").read_text())["losses"][STEPS:])
+        return
     losses = [train_step(model, optimizer, batch) for batch in tokens[:STEPS]]
     sharded = {"model": model.sharded_state_dict()}
     state = {
@@ -154,4 +183,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     path.mkdir(exist_ok=True)
-    main(path)
+    main(path, Path(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -145,16 +146,22 @@ class DcpFiles:
         self._free: SimpleQueue[tuple[str, HashedFile]] = SimpleQueue()
         self._num_files = 0
         self._lock = Lock()
-        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._tensors: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._paths: dict[str, tuple[str, ...]] = {}
 
-    def declare(self, name: str, shape: Sequence[int], path: tuple[str, ...] | None = None) -> None:
-        """Adds an fp32 tensor. path: the keys of the nested dict that torch makes of the checkpoint; None:
+    def declare(
+        self,
+        name: str,
+        shape: Sequence[int],
+        path: tuple[str, ...] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Adds a tensor, once. path: the keys of the nested dict that torch makes of the checkpoint; None:
         the name alone."""
         with self._lock:
             if name not in self._tensors:
-                properties = TensorProperties(dtype=torch.float32)
+                properties = TensorProperties(dtype=dtype)
                 self._tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), [])
                 self._paths[name] = path or (name,)
 
@@ -176,6 +183,18 @@ class DcpFiles:
             self._free.put((file_name, file))
         else:
             self.files[file_name] = file.close()
+
+    def write_object(self, name: str, value: Any) -> None:
+        """Writes an object that is no tensor."""
+        file_name, file = self._take_file()
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+        start = file.tell()
+        torch.save(value, cast(Any, file))
+        with self._lock:
+            self._tensors[name] = BytesStorageMetadata()
+            self._paths[name] = (name,)
+            self._places[MetadataIndex(name)] = _StorageInfo(file_name, start, file.tell() - start)
+        self._free.put((file_name, file))
 
     def _take_file(self) -> tuple[str, HashedFile]:
         try:

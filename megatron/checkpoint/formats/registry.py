@@ -56,6 +56,7 @@ FORMATS = Registry(
         TORCH_DIST: CheckpointFormat(
             "torch_dist of Megatron-Core",
             "megatron.checkpoint.formats.torch_dist:TorchDistReader",
+            writer="megatron.checkpoint.formats.torch_dist_writer:TorchDistWriter",
             markers=(".metadata", "metadata.json", "common.pt"),
         ),
         DCP: CheckpointFormat(

@@ -218,6 +218,21 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
     return keys
 
 
+def stored_name(name: str, num_layers: int) -> tuple[str, int | None]:
+    """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers.
+    Raises UserError if Megatron-Core has none."""
+    final = FIRST_TRANSFORMER_LAYER + num_layers + 1
+    for key, own in _OUTER.items():
+        if own.format(final=final, head=final + 1) == name:
+            return key, None
+    layer, _, inner = name.partition(".")
+    for module, own in _INNER.items():
+        kind = inner.removeprefix(own)
+        if inner.startswith(own) and kind in ("weight", "bias"):
+            return f"{_LAYERS}{module}{kind}", int(layer) - FIRST_TRANSFORMER_LAYER
+    raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
+
+
 def _layers_in(key: str, shape: Sequence[int]) -> tuple[int, int]:
     """Returns the first and the last layer in a tensor."""
     number = re.match(r"(\d{1,6})\.", key.removeprefix(_LAYERS))

@@ -74,7 +74,9 @@ def assert_equal(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor])
         assert torch.equal(tensor, theirs[key]), key
 
 
-@pytest.mark.parametrize("way", [("dcp",), ("universal", "dcp"), ("dcp", "universal")])
+@pytest.mark.parametrize(
+    "way", [("dcp",), ("torch_dist",), ("universal", "dcp"), ("torch_dist", "universal")]
+)
 def test_a_checkpoint_that_returns_to_the_native_format_has_its_bits(
     way: tuple[str, ...], native: Path, tmp_path: Path, small_chunks: None
 ) -> None:
