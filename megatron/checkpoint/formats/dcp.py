@@ -8,8 +8,8 @@
     optimizer.state.<parameter>.<moment>    a moment of Adam or momentum SGD, fp32
     optimizer.state.<parameter>.step        the optimizer's step
 
-The names of the optimizer's state are those of torch's `get_optimizer_state_dict` with
-`flatten_optimizer_state_dict`, as torchtitan saves them. `parameter` is a global name of this program.
+torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict` makes such names, and torchtitan saves
+them. `parameter` is a global name of this program.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _STEP_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor-parallel rank's shard of one state begins in a file, in bytes, and its dtype there."""
+    """Where a TP rank's shard of one state begins in a file, in bytes, and its dtype in the file."""
 
     path: Path
     start: int
@@ -74,7 +74,7 @@ class NativeWriter(ParameterWriter):
         return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
     def _stages(self) -> list[list[str]]:
-        """Returns the parameters in the files of each pipeline stage. They need not be those of the stages
+        """Returns the parameters in the files of each pipeline stage. They need not match the stages
         of a run: a reader finds parameters by name."""
         count, names = self._config.parallel.pipeline_model_parallel_size, self.reader.names
         layers = sorted({layer_of(name) for name in names})

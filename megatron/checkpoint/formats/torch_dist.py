@@ -6,7 +6,7 @@
 
 Megatron-Core stacks the layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]. Checkpoints
 of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`. A gated MLP stacks (gate,
-value) there, and (value, gate) in this program.
+value) in Megatron-Core, and (value, gate) in this program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OUTER = {
     "decoder.final_layernorm.bias": "{final}.bias",
     "output_layer.weight": "{head}.lm_head.weight",
 }
-# The same for modules of a transformer layer, without '.weight' and '.bias'.
+# Modules of a transformer layer in Megatron-Core -> in this program, without '.weight' and '.bias'.
 _INNER = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
@@ -143,8 +143,8 @@ class TorchDistReader(DcpReader):
         weight = self.stored.tensor(self._keys[name][0]).shape
         if shape != weight:
             raise UserError(
-                f"checkpoint {self.folder} stores {key} with shape {shape}, expected {weight}, that of the "
-                "weight: save it with --dist-ckpt-optim-fully-reshardable"
+                f"checkpoint {self.folder} stores {key} with shape {shape}, expected {weight}, as its "
+                "weight has: save it with --dist-ckpt-optim-fully-reshardable"
             )
         return shape if layer is None else shape[1:]
 
