@@ -157,6 +157,10 @@ class HashedFile:
         self._num_bytes += done
         return done
 
+    def tell(self) -> int:
+        """Returns the number of bytes written so far."""
+        return self._num_bytes
+
     def flush(self) -> None:
         """Does nothing: `close` writes everything to the disk."""
 

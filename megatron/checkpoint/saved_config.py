@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.files import MAY_BE_INTACT
-from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of
+from megatron.checkpoint.formats.registry import HUGGING_FACE, TORCHTITAN, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.identity import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
@@ -68,7 +68,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     that is loaded is compared with the configuration again.
     """
     load, save = Path(options.load or ""), options.save
-    if format_of(load) == HUGGING_FACE:
+    if format_of(load) in (HUGGING_FACE, TORCHTITAN):
         # Imported only here: it loads torch and transformers, which takes seconds.
         from megatron.checkpoint.huggingface.importer import read_flags
 

@@ -225,6 +225,7 @@ def test_the_commands_of_the_inference_page_run(quickstart: str, copy: Path) -> 
 # Pages whose commands are run by other tests -> by which.
 RUN_ELSEWHERE = {
     "cluster.md": "tests/slurm",
+    "conversion.md": "tests/unit/checkpoint/test_conversion.py",
     "data.md": "test_the_commands_of_the_data_page_run",
     "inference.md": "test_the_commands_of_the_inference_page_run",
     "finetuning.md": "tests/end_to_end/test_finetuning.py",

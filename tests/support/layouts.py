@@ -197,7 +197,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
 
 
 def build_model(
-    config: Config, bounds: list[int] | None = None
+    config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB
 ) -> tuple[ParallelLayout, TPGroup, GPTModelPipe]:
     """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
     import torch.distributed as dist
@@ -214,14 +214,14 @@ def build_model(
         dist.get_rank(),
     )
     tp_group = layout.make_tp_group()
-    return layout, tp_group, build.build_model(config, layout, tp_group, Vocabulary(VOCAB, EOD), bounds)
+    return layout, tp_group, build.build_model(config, layout, tp_group, Vocabulary(vocab_size, EOD), bounds)
 
 
-def build_engine(config: Config, bounds: list[int] | None = None) -> GPTEngine:
+def build_engine(config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB) -> GPTEngine:
     """Builds the engine with this rank's stage, inside `run_world`."""
     from megatron.engine.pipeline_engine import GPTEngine
 
-    return GPTEngine(config, *build_model(config, bounds))
+    return GPTEngine(config, *build_model(config, bounds, vocab_size))
 
 
 @dataclass(frozen=True)

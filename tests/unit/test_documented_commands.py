@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -85,7 +86,7 @@ def parse_as_main(module: str, words: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
         patch.setattr(sys, "argv", [module, *words])
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-        importlib.import_module(module).main()
+        runpy.run_module(module, run_name="__main__")
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)

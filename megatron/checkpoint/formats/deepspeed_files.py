@@ -303,7 +303,7 @@ def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
 
 def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
     """Yields the names of all files. replicas: number of data-parallel ranks that write files (ZeRO)."""
-    for layer, rank in product(sorted({_layer_of(name) for name in parameters}), range(tensor)):
+    for layer, rank in product(sorted({layer_of(name) for name in parameters}), range(tensor)):
         yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
     for rank in range(tensor * pipeline):
         yield f"mp_rank_{rank:02d}_model_states.pt"
@@ -311,7 +311,8 @@ def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Colle
             yield f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
 
 
-def _layer_of(parameter: str) -> int:
+def layer_of(parameter: str) -> int:
+    """Returns the number of the layer whose file holds a parameter."""
     match = re.match(r"([0-9]{1,6})\.", parameter)
     return int(match[1]) if match else _TIED_LAYER
 

@@ -302,7 +302,7 @@ class LayerFiles:
                 raise UserError(f"{path} holds something other than a dict of tensors: it is damaged")
             if state.keys() != states[0].keys():
                 raise UserError(f"{path} and {paths[0]} hold different parameters: they are of two runs")
-        prefix = _parameter_prefix(layer)
+        prefix = parameter_prefix(layer)
         names = {name: check_parameter(prefix + str(name), paths[0]) for name in states[0]}
         return {full: [state[name] for state in states] for name, full in names.items()}
 
@@ -340,6 +340,6 @@ class LayerFiles:
             raise UserError(f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}")
 
 
-def _parameter_prefix(layer_index: int) -> str:
+def parameter_prefix(layer_index: int) -> str:
     """Returns the prefix of names. The embedding is the only layer with parameters before the transformer."""
     return f"tied_modules.{TIED_EMBEDDING}." if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."

@@ -1,4 +1,5 @@
-"""The checkpoint formats: how the format of a folder is recognized, and which `StateReader` reads it."""
+"""The checkpoint formats: how the format of a folder is recognized, which `StateReader` reads it, and which
+`CheckpointWriter` writes it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.lineage.identity import LATEST_FILE
-from megatron.config.registries import Choice, Registry
+from megatron.checkpoint.record import RUN_FILE
+from megatron.config.registries import Choice, Registry, load_object
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader
+    from megatron.checkpoint.formats.writing import CheckpointWriter
     from megatron.checkpoint.record import Checkpoint
 
 NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
+DCP, TORCH_DIST, TORCHTITAN = "dcp", "torch_dist", "torchtitan"
 LATEST_UNIVERSAL_FILE = "latest_universal"
 # In a universal checkpoint: one folder per parameter.
 PARAMETER_FOLDER = "zero"
@@ -23,11 +27,13 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    marker: a file or folder that only checkpoints of this format contain, finished or not. latest_file: the
-    file beside the checkpoints that names the newest one; "" if there is none.
+    writer: its `CheckpointWriter`, "module:class"; "" if it is only read. markers: files or folders that
+    together only checkpoints of this format contain. latest_file: the file beside the checkpoints that names
+    the newest one; "" if there is none.
     """
 
-    marker: str = ""
+    writer: str = ""
+    markers: tuple[str, ...] = ()
     latest_file: str = ""
 
 
@@ -37,30 +43,53 @@ FORMATS = Registry(
         NATIVE: CheckpointFormat(
             "what a run saves: DeepSpeed's files, one per rank and layer",
             "megatron.checkpoint.formats.native:NativeReader",
+            writer="megatron.checkpoint.formats.native_writer:NativeWriter",
             latest_file=LATEST_FILE,
         ),
         UNIVERSAL: CheckpointFormat(
             "DeepSpeed's format for exchange: one folder per parameter",
             "megatron.checkpoint.formats.universal:UniversalReader",
-            marker=PARAMETER_FOLDER,
+            writer="megatron.checkpoint.formats.universal_writer:UniversalCheckpointWriter",
+            markers=(PARAMETER_FOLDER,),
             latest_file=LATEST_UNIVERSAL_FILE,
+        ),
+        TORCH_DIST: CheckpointFormat(
+            "torch_dist of Megatron-Core",
+            "megatron.checkpoint.formats.torch_dist:TorchDistReader",
+            writer="megatron.checkpoint.formats.torch_dist_writer:TorchDistWriter",
+            markers=(".metadata", "metadata.json", "common.pt"),
+        ),
+        DCP: CheckpointFormat(
+            "torch.distributed.checkpoint, which PyTorch opens without this program",
+            "megatron.checkpoint.formats.dcp:DcpReader",
+            writer="megatron.checkpoint.formats.dcp:DcpWriter",
+            markers=(".metadata", RUN_FILE),
+        ),
+        TORCHTITAN: CheckpointFormat(
+            "torch.distributed.checkpoint with the names of torchtitan, for Llama models",
+            "megatron.checkpoint.formats.torchtitan:TorchtitanReader",
+            writer="megatron.checkpoint.formats.torchtitan:TorchtitanWriter",
+            markers=(".metadata",),
         ),
         HUGGING_FACE: CheckpointFormat(
             "a model of Hugging Face transformers: weights only",
             "megatron.checkpoint.huggingface.reader:HuggingFaceReader",
-            marker="config.json",
+            writer="megatron.checkpoint.huggingface.exporter:HuggingFaceExport",
+            markers=("config.json",),
         ),
     },
 )
 
 
 def format_of(folder: Path) -> str:
-    """Returns the name of the format of a folder: native, unless it contains the marker of another format. A
+    """Returns the name of the format of a folder: native, unless it contains the markers of another. A
     folder with a `latest` file is a folder of checkpoints, and its other files do not count."""
     if any(entry.latest_file and (folder / entry.latest_file).exists() for entry in FORMATS.values()):
         return NATIVE
-    marked = (name for name, entry in FORMATS.items() if entry.marker and (folder / entry.marker).exists())
-    return next(marked, NATIVE)
+    for name, entry in FORMATS.items():
+        if entry.markers and all((folder / marker).exists() for marker in entry.markers):
+            return name
+    return NATIVE
 
 
 def reader_class(folder: Path) -> type[StateReader]:
@@ -71,3 +100,8 @@ def reader_class(folder: Path) -> type[StateReader]:
 def open_reader(checkpoint: Checkpoint) -> StateReader:
     """Returns the reader of a checkpoint. It opens files when they are first read."""
     return reader_class(checkpoint.folder)(checkpoint)
+
+
+def writer_class(name: str) -> type[CheckpointWriter]:
+    """Returns the class that writes checkpoints of a format."""
+    return load_object(FORMATS[name].writer)

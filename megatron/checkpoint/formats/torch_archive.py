@@ -10,6 +10,7 @@ the memory.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -46,15 +47,16 @@ _SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 _LOAD_LOCK = threading.Lock()
 
 
-def read_file(path: Path) -> Any:
+def read_file(path: Path, span: tuple[int, int] | None = None) -> Any:
     """Reads the saved value. Its tensors are memory-mapped; writing to them does not change the file. Objects
     of other frameworks' classes become `Stub`s, and torch's dtypes and devices become their names.
 
+    span: offset and length in bytes of the archive in a file with several archives; None: the whole file.
     Raises UserError if the file is damaged, OSError if it cannot be read now, and HostileFileError if it
     names a class or function that checkpoints do not use.
     """
     try:
-        return read_with_retries(path, lambda: _read_archive(path))
+        return read_with_retries(path, lambda: _read_archive(path, span))
     except HostileFileError:
         raise
     except Exception as error:  # a damaged file can fail anywhere
@@ -177,11 +179,43 @@ def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
     return found
 
 
-def _read_archive(path: Path) -> Any:
+class _FileSpan(io.RawIOBase):
+    """The bytes of a file from `offset` on, at most `length`, as a seekable file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset = file, offset
+        self.length = max(min(length, os.fstat(file.fileno()).st_size - offset), 0)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
+        self._position = max(start + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(min(len(buffer), self.length - self._position), 0)
+        content = os.pread(self._file.fileno(), size, self._offset + self._position)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+def _read_archive(path: Path, span: tuple[int, int] | None) -> Any:
     from torch import load
     from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-    with open_regular(path) as file:
+    with open_regular(path) as whole_file:
+        start = span[0] if span is not None else 0
+        file: Any = io.BufferedReader(_FileSpan(whole_file, *span)) if span is not None else whole_file
         with zipfile.ZipFile(file) as archive:
             _check_members(archive)
             sizes = {info.file_size for info in archive.infolist()}
@@ -195,7 +229,7 @@ def _read_archive(path: Path) -> Any:
                     value = load(file, map_location="meta", weights_only=True)
         except SystemError as error:  # torch raises this if reading the file fails
             raise error.__cause__ or error from None
-        return _TensorMapper(path, file, sizes).map_tensors(value)
+        return _TensorMapper(path, whole_file, sizes, start).map_tensors(value)
 
 
 def _check_members(archive: zipfile.ZipFile) -> None:
@@ -220,11 +254,12 @@ def _check_members(archive: zipfile.ZipFile) -> None:
 class _TensorMapper:
     """Replaces the meta tensors in a loaded value with tensors that are mapped from the file.
 
-    file: open at `path`. storage_sizes: sizes in bytes that its storages may have.
+    file: open at `path`. storage_sizes: sizes in bytes that its storages may have. start: offset of the
+    archive in the file.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, storage_sizes: set[int]) -> None:
-        self._path, self._file, self._sizes = path, file, storage_sizes
+    def __init__(self, path: Path, file: BinaryIO, storage_sizes: set[int], start: int) -> None:
+        self._path, self._file, self._sizes, self._start = path, file, storage_sizes, start
         self._file_bytes = os.fstat(file.fileno()).st_size
         self._bytes: Any = None
         # id of a value -> the value, kept alive, and its replacement. A value may be shared, or contain
@@ -267,6 +302,7 @@ class _TensorMapper:
         begin = getattr(storage, "_checkpoint_offset", None)
         if type(begin) is not int or begin < 0 or storage.nbytes() not in self._sizes:
             raise ValueError(f"a tensor of shape {tuple(meta.shape)} does not fit its storage")
+        begin += self._start
         if not meta.numel():
             return torch.empty(meta.shape, dtype=meta.dtype)
         extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride(), strict=True))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
+from megatron.checkpoint.formats.registry import PARAMETER_FOLDER, TORCHTITAN, format_of
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
 from megatron.checkpoint.formats.universal import UniversalWriter
 from megatron.checkpoint.formats.universal_info import spec_record
@@ -165,7 +165,7 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     family, fields = read_settings(folder)
     rows = fields.pop("vocab_size")
     untied = fields.get("untie_embeddings_and_output_weights", False)
-    stored = _known_weights(folder, family, _all_weights(folder), fields["num_layers"], untied)
+    stored = _known_weights(folder, family, _all_weights(folder, fields), fields["num_layers"], untied)
     precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in precisions:
@@ -239,8 +239,15 @@ def _check_names(
             )
 
 
-def _all_weights(folder: Path) -> dict[str, StoredWeight]:
-    """Returns every weight in the files of the folder, by its stored name."""
+def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWeight]:
+    """Returns every weight in the files of the folder, by its stored name; those of torchtitan by the Hugging
+    Face name."""
+    if format_of(folder) == TORCHTITAN:
+        # Imported only here: that module imports this one.
+        from megatron.checkpoint.formats.torchtitan import hugging_face_weights
+
+        head_dim = ModelConfig(**fields).kv_channels
+        return {name: StoredWeight(*facts) for name, *facts in hugging_face_weights(folder, head_dim)}
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
 
 

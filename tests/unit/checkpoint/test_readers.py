@@ -10,9 +10,17 @@ from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint.conversion_source import open_source
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
-from megatron.checkpoint.formats.registry import FORMATS, HUGGING_FACE, format_of, open_reader
+from megatron.checkpoint.formats.registry import (
+    FORMATS,
+    HUGGING_FACE,
+    TORCH_DIST,
+    TORCHTITAN,
+    format_of,
+    open_reader,
+)
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
 from megatron.checkpoint.to_universal import convert
+from megatron.commands import convert_checkpoint
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 
@@ -24,7 +32,9 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     """One checkpoint in each format."""
     native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
     list(convert(open_source(native, derive_patterns=True), tmp_path / "universal"))
-    return {"native": native, "universal": tmp_path / "universal"}
+    arguments = ["--from", str(native), "--to", str(tmp_path / "dcp"), "--format", "dcp"]
+    convert_checkpoint.run(arguments)
+    return {name: tmp_path / name for name in ("universal", "dcp")} | {"native": native}
 
 
 def without_record(folder: Path) -> None:
@@ -33,15 +43,17 @@ def without_record(folder: Path) -> None:
 
 
 def test_every_format_is_recognized_and_read_alike(folders: dict[str, Path]) -> None:
-    own = FORMATS.keys() - {HUGGING_FACE}  # tests/unit/checkpoint/test_load_huggingface.py
+    # test_load_huggingface.py, test_torchtitan.py, tests/distributed/test_torch_dist.py
+    own = FORMATS.keys() - {HUGGING_FACE, TORCHTITAN, TORCH_DIST}
     assert {name: format_of(folder) for name, folder in folders.items()} == {name: name for name in own}
-    native, universal = (open_reader(open_checkpoint(folder)) for folder in folders.values())
-    assert native.names == universal.names
-    for name in native.names:
-        assert native.state_names(name) == universal.state_names(name)
-        for kind in native.state_names(name):
-            assert torch.equal(native.read_unpadded(name, kind), universal.read_unpadded(name, kind))
-        assert native.optimizer_scalars(name) == universal.optimizer_scalars(name)
+    *others, native = (open_reader(open_checkpoint(folder)) for folder in folders.values())
+    for other in others:
+        assert native.names == other.names
+        for name in native.names:
+            assert native.state_names(name) == other.state_names(name)
+            for kind in native.state_names(name):
+                assert torch.equal(native.read_unpadded(name, kind), other.read_unpadded(name, kind))
+            assert native.optimizer_scalars(name) == other.optimizer_scalars(name)
 
 
 def test_without_digests_of_tensors_the_checksums_of_all_files_are_compared(folders: dict[str, Path]) -> None:

@@ -1,0 +1,272 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP), which PyTorch opens without this program.
+
+    .metadata           torch's table of tensors and chunks
+    __0_<N>.distcp      the chunks: archives of torch.save, one after the other
+    run.json            as in a native checkpoint
+
+    <parameter>                             fp32 values, without the padding of the vocabulary
+    optimizer.state.<parameter>.<moment>    a moment of Adam or momentum SGD, fp32
+    optimizer.state.<parameter>.step        the optimizer's step
+
+torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict` makes such names, and torchtitan saves
+them. `parameter` is a global name of this program.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
+from megatron.checkpoint.formats.writing import ParameterWriter, rows_of
+from megatron.checkpoint.record import Checkpoint
+from megatron.files import expect_layout, write_atomically
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+
+# Prefix of what the optimizer holds.
+OPTIMIZER = "optimizer."
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# A chunk is in memory while it is written; a rank that loads reads only chunks that overlap with its shard.
+CHUNK_BYTES = 1 << 26
+# Bytes that `read_blocks` copies at a time.
+_BLOCK_BYTES = 1 << 23
+# A new file is begun after this many bytes.
+_FILE_BYTES = 1 << 34
+# torch aligns storages in an archive to this many bytes; archives are aligned, too.
+_ALIGNMENT = 64
+
+
+def key_of(name: str, state_name: str) -> str:
+    """Returns the key of a parameter's state, or of its 'step'. torch makes a nested dict of the keys."""
+    return name if state_name == VALUES else f"{OPTIMIZER}state.{name}.{state_name}"
+
+
+class DcpReader(StateReader):
+    """Reads a DCP checkpoint of this program on any layout."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        self.stored = DcpFolder(self.folder)
+
+    @property
+    def stored_names(self) -> Collection[str]:
+        return {name for name in self.stored.tensors if not name.startswith(OPTIMIZER)}
+
+    def state_names(self, name: str) -> list[str]:
+        return [VALUES, *(moment for moment in MOMENTS if key_of(name, moment) in self.stored.tensors)]
+
+    @property
+    def loss_scaler(self) -> dict[str, Any] | None:
+        return self.checkpoint.run.get("loss_scaler")
+
+    def optimizer_scalars(self, name: str) -> dict[str, Any]:
+        if (key := key_of(name, "step")) not in self.stored.tensors:
+            return super().optimizer_scalars(name)
+        with expect_layout(self.folder, "the optimizer's step"):
+            return {"step": self.stored.read(key).float().reshape(()).clone()}
+
+    def shape_of(self, name: str, state_name: str) -> tuple[int, ...]:
+        """Returns the shape of a state as it is stored, with or without padding of the vocabulary."""
+        return self.stored.tensor(key_of(name, state_name)).shape
+
+    def region_of(self, name: str, state_name: str, region: Region | None) -> Tensor:
+        """Returns a region of a state, or all of it, in the stored dtype."""
+        return self.stored.read(key_of(name, state_name), region)
+
+    def _checked_shape(self, name: str, state_name: str, spec: ParameterSpec | None) -> tuple[int, ...]:
+        shape = self.shape_of(name, state_name)
+        if spec is not None:
+            check_shape(shape, spec, f"checkpoint {self.folder} stores for {state_name} of {name}")
+        return shape
+
+    def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
+        self._checked_shape(name, state_name, spec)
+        return self.region_of(name, state_name, None).float()
+
+    def read_shard(
+        self,
+        name: str,
+        state_name: str,
+        spec: ParameterSpec,
+        tp_group: TPGroup,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateReader`. Reads only the chunks that overlap with this rank's shard."""
+        values = self._shard(name, state_name, spec, tp_group)[start:stop]
+        return values if out is None else out.copy_(values)
+
+    def _shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        dim = spec.shard_dim
+        shape = self._checked_shape(name, state_name, spec)
+        if dim is None:
+            return self.region_of(name, state_name, None).float().reshape(-1)
+        shard, offset = torch.zeros(local_shape(spec, tp_group)), 0
+        num_valid = spec.num_valid_rows if spec.num_valid_rows is not None else shape[dim]
+        for part in local_slices(spec, tp_group):
+            stop = min(part.stop, num_valid)
+            if part.start < stop:
+                region = _with(shape, dim, (part.start, stop))
+                values = self.region_of(name, state_name, region)
+                shard.narrow(dim, offset, stop - part.start).copy_(values)
+            offset += part.stop - part.start
+        return shard.reshape(-1)
+
+    def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
+        spec = self.specs.get(name)
+        shape = self._checked_shape(name, state_name, spec)
+        rows = spec.valid_shape[0] if spec is not None else shape[0]
+        step = max(_BLOCK_BYTES // 4 // prod(shape[1:]), 1)
+        for start in range(0, rows, step):
+            region = _with(shape, 0, (start, min(start + step, rows)))
+            yield self.region_of(name, state_name, region).float()
+
+
+def _with(shape: Sequence[int], dim: int, span: tuple[int, int]) -> Region:
+    """Returns the region of a tensor that is limited in one dimension."""
+    return [span if index == dim else (0, size) for index, size in enumerate(shape)]
+
+
+class DcpFiles:
+    """The `.distcp` files of a folder that several threads write, and the table of their tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: Files = {}
+        self._free: SimpleQueue[tuple[str, HashedFile]] = SimpleQueue()
+        self._num_files = 0
+        self._lock = Lock()
+        self._tensors: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
+
+    def declare(
+        self,
+        name: str,
+        shape: Sequence[int],
+        path: tuple[str, ...] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Adds a tensor, once. path: the keys of the nested dict that torch makes of the checkpoint; None:
+        the name alone."""
+        with self._lock:
+            if name not in self._tensors:
+                properties = TensorProperties(dtype=dtype)
+                self._tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), [])
+                self._paths[name] = path or (name,)
+
+    def write(self, name: str, chunks: Iterator[tuple[Sequence[int], Tensor]]) -> None:
+        """Writes (offsets, values) of each chunk of a declared tensor into one file."""
+        file_name, file = self._take_file()
+        for offsets, values in chunks:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            start = file.tell()
+            is_view = values.untyped_storage().nbytes() > values.nbytes
+            torch.save(values.clone() if is_view else values, cast(Any, file))
+            info = _StorageInfo(file_name, start, file.tell() - start)
+            with self._lock:
+                found = self._tensors[name].chunks
+                index = MetadataIndex(name, offsets, len(found))
+                found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(values.shape)))
+                self._places[index] = info
+        if file.tell() < _FILE_BYTES:
+            self._free.put((file_name, file))
+        else:
+            self.files[file_name] = file.close()
+
+    def write_object(self, name: str, value: Any) -> None:
+        """Writes an object that is no tensor."""
+        file_name, file = self._take_file()
+        file.write(bytes(-file.tell() % _ALIGNMENT))
+        start = file.tell()
+        torch.save(value, cast(Any, file))
+        with self._lock:
+            self._tensors[name] = BytesStorageMetadata()
+            self._paths[name] = (name,)
+            self._places[MetadataIndex(name)] = _StorageInfo(file_name, start, file.tell() - start)
+        self._free.put((file_name, file))
+
+    def _take_file(self) -> tuple[str, HashedFile]:
+        try:
+            return self._free.get_nowait()
+        except Empty:
+            with self._lock:
+                number = self._num_files
+                self._num_files += 1
+            name = f"__0_{number}.distcp"
+            return name, HashedFile(self.folder / name)
+
+    def finish(self) -> Files:
+        """Closes the files and writes `.metadata`. Returns the files."""
+        while not self._free.empty():
+            name, file = self._free.get_nowait()
+            self.files[name] = file.close()
+        metadata = Metadata(
+            state_dict_metadata=dict(sorted(self._tensors.items())),
+            planner_data=self._paths,
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
+        write_atomically(self.folder / METADATA_FILE, pickle.dumps(metadata))
+        return self.files
+
+
+class DcpWriter(ParameterWriter):
+    """Writes a DCP checkpoint with the names of this program."""
+
+    def __init__(self, folder: Path, reader: StateReader) -> None:
+        super().__init__(folder, reader)
+        self.distcp = DcpFiles(folder)
+
+    def write_parameter(
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
+    ) -> None:
+        """See `StateWriter`."""
+        for state_name, blocks in states.items():
+            self.write_state(name, state_name, spec.valid_shape, blocks)
+        if step is not None:
+            self.write_state(name, "step", (), [torch.tensor(step, dtype=torch.float32)])
+
+    def write_state(self, name: str, state_name: str, shape: Sequence[int], blocks: Iterable[Tensor]) -> None:
+        """Writes one state of a parameter, or the optimizer's step, whose shape is ()."""
+        key = key_of(name, state_name)
+        is_of_optimizer = key.startswith(OPTIMIZER)
+        path = ("optimizer", key.removeprefix(OPTIMIZER)) if is_of_optimizer else (key,)
+        self.distcp.declare(key, shape, path)
+        self.distcp.write(key, _row_chunks(blocks, shape) if shape else (((), block) for block in blocks))
+
+    def finish(self) -> None:
+        """See `ParameterWriter`."""
+        self.write_run_file(self.distcp.finish(), loss_scaler=self.reader.loss_scaler)
+
+
+def _row_chunks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yields the chunks of a tensor, divided along its rows."""
+    first = 0
+    for rows in rows_of(blocks, tuple(shape[1:]), CHUNK_BYTES):
+        yield (first, *(0 for _ in shape[1:])), rows
+        first += rows.shape[0]

@@ -1,0 +1,231 @@
+"""Reads the tensors in a folder of torch.distributed.checkpoint (DCP), without running code from it.
+
+`.metadata` is a pickle: the shape of each tensor, the chunks into which it is divided, and where each chunk
+is. A chunk is an archive of `torch.save` at an offset of a `.distcp` file. The pickle is read with an
+unpickler that knows only the names of torch's metadata classes, and makes plain records of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import read_with_retries
+from megatron.checkpoint.formats.torch_archive import Stub, read_file
+from megatron.checkpoint.names import check_plain, is_plain, shown
+from megatron.errors import UserError
+from megatron.files import HostileFileError, expect_layout, open_regular
+from megatron.mapped_file import release_pages
+
+METADATA_FILE = ".metadata"
+# A checkpoint of thousands of ranks has a metadata file of some hundred megabytes.
+_MAX_METADATA_BYTES = 1 << 30
+_METADATA = "torch.distributed.checkpoint.metadata"
+# torch's classes of the metadata. Before torch 2.3 the properties of a tensor were in another module.
+_RECORDS = {
+    *(
+        f"{_METADATA}.{name}"
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    # Megatron-Core also stores the plan of the save.
+    *(
+        f"torch.distributed.checkpoint.planner.{name}"
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
+    *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
+    "torch.serialization._get_layout",
+}
+# Chunks that stay mapped: consecutive blocks of a tensor are in one chunk.
+_OPEN_CHUNKS = 32
+Region = Sequence[tuple[int, int]]
+"""First element, and the one after the last, in each dimension of a tensor."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it begins, its shape, and the place of its archive."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in the folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes a `Stub` of every record, and calls nothing else."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+        # Classes of this file alone: a pickle can set attributes of the classes that it names.
+        self._classes: dict[str, type[Stub]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        if full_name == "torch.Size":
+            return tuple
+        if full_name == "collections.OrderedDict":
+            return dict
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if full_name in _RECORDS:
+            return self._classes.setdefault(full_name, type(name, (Stub,), {"__slots__": ()}))
+        raise HostileFileError(
+            f"checkpoint file {self._path} cannot be read: it names "
+            f"{full_name if is_plain(full_name) else shown(full_name)}, which no metadata of "
+            "torch.distributed.checkpoint uses. None of its code was run; it may be malicious: check where "
+            "it comes from"
+        )
+
+
+def read_metadata(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a DCP folder by name; objects that are not tensors are not returned.
+
+    Raises UserError if `.metadata` is damaged, HostileFileError if it names code, or a file outside the
+    folder, and OSError if it cannot be read now.
+    """
+    path = folder / METADATA_FILE
+
+    def load() -> Any:
+        with open_regular(path) as file:
+            if (size := file.seek(0, 2)) > _MAX_METADATA_BYTES:
+                raise HostileFileError(f"{path} has {size:,} bytes, expected {_MAX_METADATA_BYTES:,} at most")
+            file.seek(0)
+            with expect_layout(path, "the metadata of torch.distributed.checkpoint"):
+                try:
+                    return _MetadataUnpickler(file, path).load()
+                except (pickle.UnpicklingError, EOFError, ImportError, MemoryError, RecursionError) as error:
+                    raise ValueError(str(error)) from error
+
+    metadata = read_with_retries(path, load)
+    with expect_layout(path, "the metadata of torch.distributed.checkpoint"):
+        places: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for index, info in metadata.storage_data.items():
+            places[index.fqn, tuple(getattr(index, "offset", None) or ())] = info
+        return {
+            str(name): _stored_tensor(str(name), entry, places, path)
+            for name, entry in metadata.state_dict_metadata.items()
+            if hasattr(entry, "chunks")
+        }
+
+
+def _stored_tensor(name: str, entry: Any, places: Mapping[Any, Any], path: Path) -> StoredTensor:
+    """Returns the record of a tensor. Raises ValueError for chunks that do not make the tensor."""
+    shape = _sizes(entry.size)
+    properties = entry.properties
+    dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{shown(name)} has no dtype")
+    chunks = []
+    for record in entry.chunks:
+        offsets, sizes = _sizes(record.offsets), _sizes(record.sizes)
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        info = places.get((name, offsets))
+        if not inside or info is None:
+            raise ValueError(f"a chunk of {shown(name)} is outside of the tensor, or in no file")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{shown(name)} is stored compressed, which this program does not read")
+        file = check_plain(info.relative_path, path)
+        chunks.append(Chunk(offsets, sizes, file, *_sizes((info.offset, info.length))))
+    if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):
+        raise ValueError(f"the chunks of {shown(name)} do not make the whole tensor")
+    return StoredTensor(name, shape, dtype, tuple(chunks))
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
+        raise TypeError("a size is not a number")
+    return tuple(values)
+
+
+class DcpFolder:
+    """The tensors of a DCP folder. Chunks are memory-mapped: only what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = lru_cache(_OPEN_CHUNKS)(self._map_chunk)
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by name. See `read_metadata` for errors."""
+        return read_metadata(self.folder)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Returns the record of a tensor. Raises UserError if there is none."""
+        if name not in self.tensors:
+            raise UserError(f"checkpoint {self.folder} holds no tensor {name}: is it of another model?")
+        return self.tensors[name]
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Returns a tensor, or a copy of a region of it, in the stored dtype. A whole tensor of one chunk
+        shares memory with the file."""
+        stored = self.tensor(name)
+        if region is None and len(stored.chunks) == 1:
+            whole = self._open(stored, stored.chunks[0])
+            return whole if whole.data_ptr() % whole.element_size() == 0 else whole.clone()
+        region = [(0, size) for size in stored.shape] if region is None else region
+        result = torch.empty([stop - start for start, stop in region], dtype=stored.dtype)
+        for chunk in stored.chunks:
+            overlap = [
+                (max(start, offset), min(stop, offset + size))
+                for (start, stop), offset, size in zip(region, chunk.offsets, chunk.shape, strict=True)
+            ]
+            if any(start >= stop for start, stop in overlap):
+                continue
+            source, target = self._open(stored, chunk), result
+            for dim, (start, stop) in enumerate(overlap):
+                source = source.narrow(dim, start - chunk.offsets[dim], stop - start)
+                target = target.narrow(dim, start - region[dim][0], stop - start)
+            target.copy_(source)
+            if source.is_contiguous():
+                release_pages(source.data_ptr(), source.nbytes)
+        return result
+
+    def _map_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
+        path = self.folder / chunk.file
+        tensor = read_file(path, (chunk.start, chunk.length))
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
+            raise UserError(
+                f"checkpoint file {path} holds another tensor than {METADATA_FILE} says, at byte "
+                f"{chunk.start:,} for {stored.name}: it is damaged"
+            )
+        if tensor.dtype != stored.dtype:
+            raise UserError(
+                f"checkpoint file {path} holds {stored.name} in {tensor.dtype}, and {METADATA_FILE} says "
+                f"{stored.dtype}: it is damaged"
+            )
+        return tensor

@@ -1,0 +1,234 @@
+"""Writes native checkpoints from a checkpoint of another format: DeepSpeed's files, without a model.
+
+The files have the tensor and pipeline size in `run.json`, and one data-parallel rank with ZeRO 1. `--load`
+opens them on any layout, as it opens all native checkpoints. Each file is first written without the bytes of
+its tensors (`torch.serialization.skip_data`); every parameter is then written to its place in the files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import __version__ as deepspeed_version
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+from torch.utils.serialization import config as serialization
+
+from megatron.checkpoint.files import READ_THREADS, Files, describe_file
+from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, file_index, layer_of, places_in
+from megatron.checkpoint.formats.native import parameter_prefix
+from megatron.checkpoint.formats.state import StateBlocks, StateReader
+from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
+from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
+from megatron.config.model import padded_vocab_size
+from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+
+_STEP_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a TP rank's shard of one state begins in a file, in bytes, and its dtype in the file."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+
+
+class NativeWriter(ParameterWriter):
+    """Writes a native checkpoint on the layout of its `run.json`."""
+
+    def __init__(self, folder: Path, reader: StateReader) -> None:
+        super().__init__(folder, reader)
+        checkpoint = reader.checkpoint
+        self._config = checkpoint.config
+        self._tp_size = self._config.parallel.tensor_model_parallel_size
+        self._specs = {name: self._with_padding(spec) for name, spec in reader.specs.items()}
+        # (parameter, state, TP rank) -> place; the weights in the layer files have the state "".
+        self._places: dict[tuple[str, str, int], _Place] = {}
+        # File -> descriptor.
+        self._open: dict[Path, int] = {}
+        self._index: dict[str, dict[str, Place]] = {}
+        for rank in range(self._tp_size):
+            self._create_layer_files(rank)
+        for stage, names in enumerate(self._stages()):
+            for rank in range(self._tp_size):
+                self._create_optimizer_file(stage * self._tp_size + rank, rank, names)
+
+    def _with_padding(self, spec: ParameterSpec) -> ParameterSpec:
+        if spec.num_valid_rows is None:
+            return spec
+        rows = padded_vocab_size(self.reader.checkpoint.vocab_size, self._config.model, self._tp_size)
+        return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
+
+    def _stages(self) -> list[list[str]]:
+        """Returns the parameters in the files of each pipeline stage. They need not match the stages
+        of a run: a reader finds parameters by name."""
+        count, names = self._config.parallel.pipeline_model_parallel_size, self.reader.names
+        layers = sorted({layer_of(name) for name in names})
+        stage_of = {layer: index * count // len(layers) for index, layer in enumerate(layers)}
+        return [[name for name in names if stage_of[layer_of(name)] == stage] for stage in range(count)]
+
+    def _shape(self, name: str, rank: int) -> tuple[int, ...]:
+        return local_shape(self._specs[name], TPGroup(rank, self._tp_size))
+
+    # --- the files, without the bytes of tensors ---
+
+    def _create_layer_files(self, rank: int) -> None:
+        dtype = PARAMETER_DTYPES[self._config.precision.name]
+        layers: dict[int, list[str]] = {}
+        for name in self.reader.names:
+            layers.setdefault(layer_of(name), []).append(name)
+        for layer, names in layers.items():
+            path = self.folder / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+            keys = {name: name.removeprefix(parameter_prefix(layer)) for name in names}
+            with FakeTensorMode():
+                tensors = {keys[name]: torch.empty(self._shape(name, rank), dtype=dtype) for name in names}
+            saved = self._create(path, tensors)
+            for name in names:
+                self._places[name, "", rank] = _Place(path, _offset(saved[keys[name]]), dtype)
+
+    def _create_optimizer_file(self, model_rank: int, rank: int, names: list[str]) -> None:
+        """Creates the file of a (stage, tensor-parallel rank) pair, and its mp_rank file."""
+        run = self.reader.checkpoint.run
+        groups = self._groups(names)
+        masters: list[Tensor] = []
+        states: dict[int, dict[str, Any]] = {}
+        mappings = []
+        for index, ((moments, step), members) in enumerate(groups.items()):
+            numels = [prod(self._shape(name, rank)) for name in members]
+            with FakeTensorMode():
+                masters.append(torch.empty(sum(numels)))
+                states[index] = {moment: torch.empty(sum(numels)) for moment in moments}
+                states[index] |= {} if step is None else {"step": torch.empty(())}
+            starts = (sum(numels[:position]) for position in range(len(members)))
+            addresses = (fragment_address(start=s, numel=n) for s, n in zip(starts, numels, strict=True))
+            mappings.append(OrderedDict(zip(members, addresses, strict=True)))
+        state = {
+            "clip_grad": self._config.optimizer.clip_grad,
+            "base_optimizer_state": {
+                "state": states,
+                "param_groups": [{"params": [index]} for index in range(len(groups))],
+            },
+            "single_partition_of_fp32_groups": masters,
+            "group_paddings": [0] * len(groups),
+            "partition_count": [1] * len(groups),
+            "ds_version": deepspeed_version,
+            "param_slice_mappings": mappings,
+            "loss_scaler": self.reader.loss_scaler,
+        }
+        path = self.folder / f"zero_pp_rank_0_mp_rank_{model_rank:02d}_optim_states.pt"
+        saved = self._create(path, {"optimizer_state_dict": state})["optimizer_state_dict"]
+        self._index[path.name] = places_in(saved, path)
+        for index, (_, step) in enumerate(groups):
+            if step is not None:
+                step_place = _offset(saved["base_optimizer_state"]["state"][index]["step"])
+                self._write(_Place(path, step_place, torch.float32), 0, torch.tensor([step]))
+        for name, (index, start, _) in self._index[path.name].items():
+            group = saved["base_optimizer_state"]["state"][index]
+            flat = {VALUES: saved["single_partition_of_fp32_groups"][index], **group}
+            for state_name in (VALUES, *self._moments(name)):
+                offset = _offset(flat[state_name]) + 4 * start
+                self._places[name, state_name, rank] = _Place(path, offset, torch.float32)
+        info = run.get(INFO_KEY) or derive_info(self._specs, self.reader.checkpoint.vocab_size)
+        extra = client_state(info, self._config, run["state"])
+        torch.save(extra, self.folder / f"mp_rank_{model_rank:02d}_model_states.pt")
+
+    def _groups(self, names: list[str]) -> dict[tuple[tuple[str, ...], float | None], list[str]]:
+        """Returns (moments, optimizer's step) -> the parameters that have them."""
+        groups: dict[tuple[tuple[str, ...], float | None], list[str]] = {}
+        for name in names:
+            key = self._moments(name), step_of_optimizer(self.reader, name)
+            groups.setdefault(key, []).append(name)
+        return groups
+
+    def _moments(self, name: str) -> tuple[str, ...]:
+        return tuple(state for state in self.reader.state_names(name) if state != VALUES)
+
+    def _create(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Writes a file without the bytes of its fake tensors. Returns the content on the meta device."""
+        with skip_data(materialize_fake_tensors=True), serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+            torch.save(content, path)
+        self._open[path] = os.open(path, os.O_WRONLY)
+        return torch.load(path, map_location="meta", weights_only=False)  # this process has just written it
+
+    # --- the tensors ---
+
+    def write_parameter(
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
+    ) -> None:
+        """See `StateWriter`. The fp32 values are rounded for the layer files, as the optimizer rounds
+        them."""
+        saved, row_shape = self._specs[name], spec.global_shape[1:]
+        for state_name, blocks in states.items():
+            first = 0
+            for rows in rows_of(blocks, row_shape, _STEP_BYTES):
+                for rank in range(self._tp_size):
+                    for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
+                        self._write(self._places[name, state_name, rank], row, part)
+                        if state_name == VALUES:
+                            self._write(self._places[name, "", rank], row, part)
+                first += rows.shape[0]
+
+    def _write(self, place: _Place, row: int, part: Tensor) -> None:
+        """Writes consecutive rows of a shard, the first of which is `row`."""
+        values = part.to(place.dtype).contiguous()
+        content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
+        start = place.start + row * (values[0].nbytes if values.dim() > 1 else values.element_size())
+        while content:
+            done = os.pwrite(self._open[place.path], content, start)
+            content, start = content[done:], start + done
+
+    def finish(self) -> None:
+        """See `ParameterWriter`. Padding of the vocabulary stays zero: its bytes are holes in the files."""
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+            os.close(descriptor)
+        run = self.reader.checkpoint.run
+        paths = sorted(self.folder.iterdir())
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            files: Files = dict(zip([p.name for p in paths], pool.map(describe_file, paths), strict=True))
+        self.write_run_file(
+            files,
+            layout=run["layout"] | {"data_parallel_size": 1, "zero_stage": 1},
+            parameters={name: spec_record(spec) for name, spec in self._specs.items()},
+            index=file_index(self._index, self._specs),
+        )
+
+
+def _offset(saved: Tensor) -> int:
+    """Returns where the bytes of a tensor on the meta device begin in the file that it was loaded from."""
+    offset: Any = saved.untyped_storage()._checkpoint_offset
+    return int(offset)
+
+
+def _shard_of_rows(
+    spec: ParameterSpec, tp_group: TPGroup, first: int, rows: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the parts of a rank's shard that are in rows `first` and following of a global tensor: the first
+    row in the shard, and the rows."""
+    slices = local_slices(spec, tp_group)
+    if spec.shard_dim is None:
+        yield first, rows
+    elif spec.shard_dim == 0:
+        offset = 0
+        for part in slices:
+            start, stop = max(part.start, first), min(part.stop, first + rows.shape[0])
+            if start < stop:
+                yield offset + start - part.start, rows[start - first : stop - first]
+            offset += part.stop - part.start
+    else:
+        parts = [rows.narrow(spec.shard_dim, part.start, part.stop - part.start) for part in slices]
+        yield first, torch.cat(parts, spec.shard_dim)

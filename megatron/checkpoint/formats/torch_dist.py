@@ -1,0 +1,253 @@
+"""Checkpoints of Megatron-Core's format `torch_dist`: weights and Adam's state of a GPT.
+
+    .metadata, __<rank>_<N>.distcp      torch.distributed.checkpoint
+    common.pt                           iteration, arguments, the optimizer's step and groups
+    metadata.json                       the name of the format
+
+Megatron-Core stacks the layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]. Checkpoints
+of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`. A gated MLP stacks (gate,
+value) in Megatron-Core, and (value, gate) in this program.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.formats.dcp import DcpReader
+from megatron.checkpoint.formats.dcp_storage import DcpFolder, Region
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.names import shown
+from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.config import Config
+from megatron.config.fields import option_name
+from megatron.config.model import MEGATRON_MODEL_ARGS
+from megatron.errors import UserError
+from megatron.files import expect_layout
+from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.mpu.parameters import ParameterSpec
+
+COMMON_FILE = "common.pt"
+_LAYERS = "decoder.layers."
+_EMBED = "tied_modules.embed."
+# Name in Megatron-Core -> name in this program, outside of the transformer layers. {final} and {head} are
+# indices in the pipeline's layer list.
+_OUTER = {
+    "embedding.word_embeddings.weight": f"{_EMBED}word_embeddings.weight",
+    "embedding.position_embeddings.weight": f"{_EMBED}position_embeddings.weight",
+    "decoder.final_layernorm.weight": "{final}.weight",
+    "decoder.final_layernorm.bias": "{final}.bias",
+    "output_layer.weight": "{head}.lm_head.weight",
+}
+# Modules of a transformer layer in Megatron-Core -> in this program, without '.weight' and '.bias'.
+_INNER = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_qkv.": "self_attention.query_key_value.",
+    "self_attention.linear_proj.": "self_attention.dense.",
+    "self_attention.q_layernorm.": "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.": "self_attention.k_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+}
+_FC1 = "mlp.dense_h_to_4h."
+_OPTIMIZER = "optimizer."
+# Prefixes of the fp32 values of a run with 16-bit weights, by the kind of the optimizer.
+_MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_POSITIONS = {"rope": "rotary", "learned_absolute": "absolute"}
+
+
+class TorchDistReader(DcpReader):
+    """Reads a checkpoint of Megatron-Core on any layout."""
+
+    @classmethod
+    def open_external(cls, folder: Path) -> Checkpoint:
+        """See `StateReader`. Reads common.pt."""
+        path = folder / COMMON_FILE
+        common = read_common(folder)
+        args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
+        iteration, samples = common.get("iteration"), args.get("consumed_train_samples")
+        if not (type(iteration) is type(samples) is int and iteration >= 0 and samples >= 0):
+            raise UserError(
+                f"checkpoint file {path} has no iteration, or no consumed_train_samples in its arguments, so "
+                "the position in the data is not known"
+            )
+        sequence = args.get("seq_length")
+        tokens = samples * sequence if type(sequence) is int and sequence > 0 else 0
+        plain = {name: value for name, value in args.items() if isinstance(value, (str, int, float))}
+        note = (
+            "Megatron-Core wrote it. Its data, dropout and schedule were not compared with this run's; its "
+            "model was compared only by the shapes of its tensors and its arguments"
+        )
+        state = TrainingState(iteration, samples, tokens)
+        return Checkpoint(folder, state, {"args": plain, "vocab_size": None}, unverified_note=note)
+
+    def external_differences(
+        self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
+    ) -> list[str]:
+        """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
+        saved = self.checkpoint.run["args"]
+        position = saved.get("position_embedding_type")
+        saved = saved | {"position_embedding_type": _POSITIONS.get(position, position)}
+        differences = [
+            f"{option_name(name)} was {saved[name]}, is {value}"
+            for name, value in config.model_settings().items()
+            if name in MEGATRON_MODEL_ARGS and saved.get(name) not in (None, value)
+        ]
+        words = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
+        rows = self.shape_of(words, VALUES)[0] if words in self.stored_names else vocab_size
+        if rows < vocab_size:
+            differences.append(f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens")
+        return differences
+
+    @cached_property
+    def _common(self) -> Mapping[str, Any]:
+        return read_common(self.folder)
+
+    @cached_property
+    def _keys(self) -> dict[str, tuple[str, int | None]]:
+        """Parameter -> its name in Megatron-Core, and its index in a tensor that stacks layers."""
+        return parameter_keys(self.stored)
+
+    @property
+    def stored_names(self) -> Collection[str]:
+        return self._keys.keys()
+
+    def state_names(self, name: str) -> list[str]:
+        key, _ = self._keys[name]
+        stored = self.stored.tensors
+        return [VALUES, *(moment for moment in _MOMENTS if f"optimizer.state.{moment}.{key}" in stored)]
+
+    def _key(self, name: str, state_name: str) -> tuple[str, int | None]:
+        """Returns the name of the tensor with a state, and the index of the layer in it."""
+        if name not in self._keys:
+            raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
+        key, layer = self._keys[name]
+        if state_name != VALUES:
+            return f"optimizer.state.{state_name}.{key}", layer
+        masters = (prefix + key for prefix in _MASTERS)
+        return next((master for master in masters if master in self.stored.tensors), key), layer
+
+    def shape_of(self, name: str, state_name: str) -> tuple[int, ...]:
+        key, layer = self._key(name, state_name)
+        shape = self.stored.tensor(key).shape
+        weight = self.stored.tensor(self._keys[name][0]).shape
+        if shape != weight:
+            raise UserError(
+                f"checkpoint {self.folder} stores {key} with shape {shape}, expected {weight}, as its "
+                "weight has: save it with --dist-ckpt-optim-fully-reshardable"
+            )
+        return shape if layer is None else shape[1:]
+
+    def region_of(self, name: str, state_name: str, region: Region | None) -> Tensor:
+        key, layer = self._key(name, state_name)
+        shape = self.shape_of(name, state_name)
+        region = [(0, size) for size in shape] if region is None else region
+        parts = [
+            self.stored.read(key, [*_layer_region(layer), part, *region[1:]])
+            for part in (_stored_halves(shape[0], region[0]) if self._is_gated(name) else [region[0]])
+        ]
+        full = torch.cat(parts, dim=0 if layer is None else 1) if len(parts) > 1 else parts[0]
+        return full if layer is None else full[0]
+
+    def _is_gated(self, name: str) -> bool:
+        """Returns whether a parameter is the first matrix of a gated MLP, or its bias."""
+        block, _, rest = name.partition(".")
+        if not rest.startswith(_FC1):
+            return False
+        return (
+            self.shape_of(name, VALUES)[0]
+            == 2 * self.shape_of(f"{block}.mlp.dense_4h_to_h.weight", VALUES)[1]
+        )
+
+    def optimizer_scalars(self, name: str) -> dict[str, Any]:
+        """See `StateReader`. Megatron-Core has one step for all parameters."""
+        if len(self.state_names(name)) == 1:
+            return {}
+        with expect_layout(self.folder / COMMON_FILE, "the optimizer's state of Megatron-Core"):
+            state = self._common["optimizer"]
+            state = state.get("optimizer", state)
+            step = state.get("state", {}).get("common_step")
+            step = state["param_groups"][0]["step"] if step is None else step
+            return {"step": torch.as_tensor(step, dtype=torch.float32).reshape(())}
+
+
+def read_common(folder: Path) -> Mapping[str, Any]:
+    """Returns the content of common.pt. Raises UserError if it holds no dict."""
+    content = read_file(folder / COMMON_FILE)
+    if not isinstance(content, dict):
+        raise UserError(f"checkpoint file {folder / COMMON_FILE} holds no dict: it is not of Megatron-Core")
+    return content
+
+
+def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
+    """Returns the parameters of a checkpoint of Megatron-Core: name in this program -> name of the tensor,
+    and the index of the layer in it (None: the tensor holds one parameter). Raises UserError for a tensor
+    that no model of this program has."""
+    weights = [key for key in stored.tensors if not key.startswith((_OPTIMIZER, "rng_state"))]
+    layers = [_layers_in(key, stored.tensors[key].shape) for key in weights if key.startswith(_LAYERS)]
+    num_layers = max((last + 1 for _, last in layers), default=0)
+    final = FIRST_TRANSFORMER_LAYER + num_layers + 1
+    keys: dict[str, tuple[str, int | None]] = {}
+    for key in weights:
+        if key in _OUTER:
+            keys[_OUTER[key].format(final=final, head=final + 1)] = (key, None)
+            continue
+        inner = re.sub(r"^(\d+)\.", "", key.removeprefix(_LAYERS))
+        module = next((module for module in _INNER if inner.startswith(module)), None)
+        kind = inner.removeprefix(module or "")
+        if not key.startswith(_LAYERS) or module is None or kind not in ("weight", "bias"):
+            raise UserError(
+                f"checkpoint {stored.folder} holds {shown(key)}, which no model of this program has: "
+                "expected a GPT without experts"
+            )
+        first, last = _layers_in(key, stored.tensors[key].shape)
+        is_stacked = not re.match(r"\d+\.", key.removeprefix(_LAYERS))
+        for layer in range(first, last + 1):
+            name = f"{FIRST_TRANSFORMER_LAYER + layer}.{_INNER[module]}{kind}"
+            keys[name] = (key, layer if is_stacked else None)
+    return keys
+
+
+def stored_name(name: str, num_layers: int) -> tuple[str, int | None]:
+    """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers.
+    Raises UserError if Megatron-Core has none."""
+    final = FIRST_TRANSFORMER_LAYER + num_layers + 1
+    for key, own in _OUTER.items():
+        if own.format(final=final, head=final + 1) == name:
+            return key, None
+    layer, _, inner = name.partition(".")
+    for module, own in _INNER.items():
+        kind = inner.removeprefix(own)
+        if inner.startswith(own) and kind in ("weight", "bias"):
+            return f"{_LAYERS}{module}{kind}", int(layer) - FIRST_TRANSFORMER_LAYER
+    raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
+
+
+def _layers_in(key: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Returns the first and the last layer in a tensor."""
+    number = re.match(r"(\d{1,6})\.", key.removeprefix(_LAYERS))
+    return (int(number[1]), int(number[1])) if number else (0, shape[0] - 1)
+
+
+def _layer_region(layer: int | None) -> list[tuple[int, int]]:
+    return [] if layer is None else [(layer, layer + 1)]
+
+
+def _stored_halves(rows: int, span: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns where rows of (value, gate) are in a tensor of (gate, value)."""
+    half = rows // 2
+    spans = (
+        (max(span[0], start) + shift, min(span[1], stop) + shift)
+        for start, stop, shift in ((0, half, half), (half, rows, -half))
+    )
+    return [(start, stop) for start, stop in spans if start < stop]

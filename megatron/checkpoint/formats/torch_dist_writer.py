@@ -1,0 +1,169 @@
+"""Writes checkpoints of Megatron-Core's format `torch_dist`.
+
+Megatron-Core's fp32 optimizer resumes from them. For a 16-bit run the weights have the precision of the run,
+and the fp32 values are beside them under Megatron-Core's name.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
+from megatron.checkpoint.formats.torch_dist import COMMON_FILE, stored_name
+from megatron.checkpoint.formats.universal_info import megatron_args
+from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
+from megatron.config.model import padded_vocab_size
+from megatron.errors import UserError
+from megatron.files import write_json
+from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.mpu.parameters import ParameterSpec
+
+# Modules of a layer of which Megatron-Core also stores an object, None without Transformer Engine.
+_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+class TorchDistWriter(ParameterWriter):
+    """Writes a checkpoint of Megatron-Core, with `run.json` beside it."""
+
+    def __init__(self, folder: Path, reader: StateReader) -> None:
+        super().__init__(folder, reader)
+        self._config = reader.checkpoint.config
+        self._num_layers = self._config.model.num_layers
+        self._files = dcp.DcpFiles(folder)
+        steps = {step_of_optimizer(reader, name) for name in reader.names}
+        if len(steps) > 1:
+            raise UserError(
+                f"checkpoint {reader.folder} has several steps of the optimizer ({len(steps)}), and "
+                "Megatron-Core stores only one: use --format dcp"
+            )
+        self._step = steps.pop()
+        for name in reader.names:
+            stored_name(name, self._num_layers)  # rejects other models before anything is written
+            if other := set(reader.state_names(name)) - {VALUES, "exp_avg", "exp_avg_sq"}:
+                raise UserError(
+                    f"checkpoint {reader.folder}: {other.pop()} of {name} is not of Adam, the only optimizer "
+                    "whose state can be written for Megatron-Core: use --format dcp"
+                )
+
+    def write_parameter(
+        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
+    ) -> None:
+        """See `StateWriter`."""
+        key, layer = stored_name(name, self._num_layers)
+        dtype = PARAMETER_DTYPES[self._config.precision.name]
+        for state_name, blocks in states.items():
+            if state_name != VALUES:
+                self._write(f"optimizer.state.{state_name}.{key}", layer, name, spec, blocks)
+            elif dtype == torch.float32:
+                self._write(key, layer, name, spec, blocks)
+            else:
+                self._write(f"optimizer.state.fp32_param.{key}", layer, name, spec, blocks)
+                again = self.reader.read_blocks(name, VALUES, ReplicaMismatch())
+                self._write(key, layer, name, spec, again, dtype)
+
+    def _write(
+        self,
+        key: str,
+        layer: int | None,
+        name: str,
+        spec: ParameterSpec,
+        blocks: Iterable[Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        shape = (self._rows(spec), *spec.valid_shape[1:])
+        self._files.declare(key, shape if layer is None else (self._num_layers, *shape), None, dtype)
+        gated = bool(self._config.model.glu_activation) and ".mlp.dense_h_to_4h." in name
+        chunks = _chunks(blocks, shape, spec.valid_shape[0], gated)
+        self._files.write(
+            key,
+            (
+                ((row, *(0 for _ in shape[1:])), rows.to(dtype))
+                if layer is None
+                else ((layer, row, *(0 for _ in shape[1:])), rows.to(dtype)[None])
+                for row, rows in chunks
+            ),
+        )
+
+    def _rows(self, spec: ParameterSpec) -> int:
+        """Returns the rows of a parameter with the padding of the run's tensor-parallel size."""
+        if spec.num_valid_rows is None:
+            return spec.global_shape[0]
+        size = self._config.parallel.tensor_model_parallel_size
+        return padded_vocab_size(self.reader.checkpoint.vocab_size, self._config.model, size)
+
+    def finish(self) -> None:
+        """See `ParameterWriter`."""
+        for layer in range(self._num_layers):
+            for module in _EXTRA_STATE:
+                name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
+                self._files.write_object(name, [None])
+        torch.save(self._common(), self.folder / COMMON_FILE)
+        backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+        versions = {f"{name}_version": 1 for name in backends}
+        write_json(self.folder / "metadata.json", backends | versions)
+        self.write_run_file(self._files.finish(), loss_scaler=self.reader.loss_scaler)
+
+    def _common(self) -> dict[str, Any]:
+        """Returns the content of common.pt."""
+        checkpoint, optimizer = self.reader.checkpoint, self._config.optimizer
+        args = vars(megatron_args(self._config, checkpoint.run["state"]))
+        words = next(spec for spec in self.reader.specs.values() if spec.num_valid_rows is not None)
+        group = {
+            "lr": self._config.schedule.lr,
+            "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
+            "eps": optimizer.adam_eps,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+        }
+        # Megatron-Core finds its groups by these entries. It applies no weight decay to norms and biases.
+        facts = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        groups = [
+            {**group, **facts, "wd_mult": factor, "weight_decay": factor * optimizer.weight_decay}
+            for factor in (1.0, 0.0)
+        ]
+        state = {} if self._step is None else {"common_step": torch.tensor(self._step)}
+        return {
+            "optimizer": {"state": state, "param_groups": groups},
+            "args": Namespace(
+                **args,
+                iteration=checkpoint.state.iteration,
+                padded_vocab_size=self._rows(words),
+            ),
+            "checkpoint_version": 3.0,
+            "iteration": checkpoint.state.iteration,
+        }
+
+
+def _chunks(
+    blocks: Iterable[Tensor], shape: Sequence[int], num_valid: int, gated: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (first row, rows) of a tensor in Megatron-Core's order, with the rows of padding.
+
+    gated: the tensor stacks (value, gate), and Megatron-Core (gate, value).
+    """
+    first, half = 0, shape[0] // 2
+    for rows in rows_of(blocks, tuple(shape[1:]), dcp.CHUNK_BYTES):
+        last = first + rows.shape[0]
+        if not gated:
+            yield first, rows
+        else:
+            if first < half:
+                yield first + half, rows[: half - first]
+            if last > half:
+                yield max(first, half) - half, rows[max(half - first, 0) :]
+        first = last
+    if num_valid < shape[0]:
+        yield num_valid, torch.zeros(shape[0] - num_valid, *shape[1:])

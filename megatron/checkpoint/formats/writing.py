@@ -1,0 +1,175 @@
+"""The write side of the checkpoint formats: each format has one `CheckpointWriter`, registered beside its
+`StateReader` in `registry.FORMATS`.
+
+A writer gets the reader of a checkpoint of any format. Parameters are copied in blocks by several threads, so
+the memory does not grow with the model. While the blocks pass, their digests are compared with the integrity
+record.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.files import Files, add_checksum
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader, StateWriter
+from megatron.checkpoint.record import RUN_FILE
+from megatron.errors import UserError
+from megatron.files import expect_layout, rename_synced, sync_tree, write_json
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Suffix of the folder while it is written.
+PARTIAL = ".partial"
+# Entries of `run.json` that describe the files of one format.
+_OF_A_FORMAT = ("files", "index", "loss_scaler")
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How a checkpoint is written.
+
+    workers: number of threads. verify: compare all states with the digests of the source. write_tokenizer:
+    writes the tokenizer into a folder, for formats that have one.
+    """
+
+    workers: int = 4
+    verify: bool = True
+    write_tokenizer: Callable[[Path], None] | None = None
+
+
+class CheckpointWriter(ABC):
+    """Writes checkpoints of one format."""
+
+    @classmethod
+    @abstractmethod
+    def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
+        """Writes the folder `target`, complete or not at all, and yields the name of each parameter that is
+        written. Raises UserError for a source that is damaged or lacks what the format needs."""
+
+
+class ParameterWriter(CheckpointWriter, StateWriter):
+    """Writes a checkpoint parameter by parameter, in several threads. A format defines `write_parameter`,
+    which several threads call, and `finish`."""
+
+    def __init__(self, folder: Path, reader: StateReader) -> None:
+        super().__init__(folder)
+        self.reader = reader
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Writes what does not belong to a single parameter, `run.json` last."""
+
+    @classmethod
+    def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
+        """See `CheckpointWriter`."""
+        # Imported only here: it imports safetensors.
+        from megatron.checkpoint.huggingface.output import temporary_folder
+
+        size = sum(
+            4 * prod(spec.valid_shape) * len(reader.state_names(n)) for n, spec in reader.specs.items()
+        )
+        with temporary_folder(target, PARTIAL, size) as partial:
+            writer = cls(partial, reader)
+            pool = ThreadPoolExecutor(options.workers)
+            try:
+                yield from pool.map(lambda name: _copy(writer, name, options.verify), writer.in_order())
+            finally:
+                pool.shutdown(cancel_futures=True)
+            writer.finish()
+            sync_tree(partial)
+            rename_synced(partial, target)
+
+    def in_order(self) -> list[str]:
+        """Returns the parameters, large ones first, so that the threads end together."""
+        specs = self.reader.specs
+        return sorted(specs, key=lambda name: prod(specs[name].valid_shape), reverse=True)
+
+    def write_run_file(self, files: Files, **more: Any) -> None:
+        """Writes `run.json` of the source with these files. more: further entries."""
+        run = {key: value for key, value in self.reader.checkpoint.run.items() if key not in _OF_A_FORMAT}
+        write_json(self.folder / RUN_FILE, add_checksum({**run, "files": files, **more}))
+
+
+def step_of_optimizer(reader: StateReader, name: str) -> float | None:
+    """Returns the optimizer's step of a parameter; None if it has none."""
+    step = reader.optimizer_scalars(name).get("step")
+    with expect_layout(reader.folder, "the optimizer's step"):
+        return None if step is None else float(step)
+
+
+def _copy(writer: ParameterWriter, name: str, verify: bool) -> str:
+    """Copies all states of a parameter from the writer's reader. Returns its name."""
+    reader = writer.reader
+    spec, mismatch = reader.specs[name], ReplicaMismatch()
+    digests = {
+        state: by_parameter[name]
+        for state, by_parameter in (reader.tensor_digests if verify else {}).items()
+        if name in by_parameter
+    }
+    states = {
+        state: _verified(reader, name, state, mismatch, digests.get(state))
+        for state in reader.state_names(name)
+    }
+    writer.write_parameter(name, spec, states, step_of_optimizer(reader, name))
+    if mismatch.largest:
+        raise UserError(
+            f"checkpoint {reader.folder}: the replicas of {name} on the TP ranks differ by up to "
+            f"{mismatch.largest:.2e}: convert an older checkpoint, or use their mean with "
+            "tools/ds_to_universal.py --allow-replica-mismatch"
+        )
+    return name
+
+
+def _verified(
+    reader: StateReader, name: str, state: str, mismatch: ReplicaMismatch, digest: str | None
+) -> Iterator[Tensor]:
+    """Yields the blocks of a state. Raises UserError after the last one if their digest differs."""
+    spec, start, total = reader.specs[name], 0, 0
+    plain = ParameterSpec(spec.valid_shape)
+    for block in reader.read_blocks(name, state, mismatch):
+        if digest is not None:
+            total += fragment_digests(plain, TPGroup(), start, {"": block.reshape(-1)})[""]
+            start += block.numel()
+        yield block
+    if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:
+        raise UserError(
+            f"checkpoint {reader.folder}: {state} of {name} is damaged: its digest differs from that in "
+            f"{RUN_FILE}; convert an older checkpoint"
+        )
+
+
+def rows_of(blocks: Iterable[Tensor], row_shape: tuple[int, ...], max_bytes: int) -> Iterator[Tensor]:
+    """Yields consecutive whole rows of a tensor, [rows, *row_shape], about `max_bytes` at a time. Each is
+    valid until the next one. blocks: consecutive elements of the tensor, of any length, fp32."""
+    row_elements = prod(row_shape)
+    limit = max(max_bytes // 4 // row_elements, 1) * row_elements
+    buffer, held = torch.empty(0), 0
+    for block in blocks:
+        flat, first = block.reshape(-1), 0
+        while first < flat.numel():
+            length = min(limit - held, flat.numel() - first)
+            if length == limit:  # without a copy
+                yield flat[first : first + limit].view(-1, *row_shape)
+            else:
+                buffer = torch.empty(limit) if not buffer.numel() else buffer
+                buffer[held : held + length].copy_(flat[first : first + length])
+                held += length
+            if held == limit:
+                yield buffer.view(-1, *row_shape)
+                held = 0
+            first += length
+    if held:
+        yield buffer[:held].view(-1, *row_shape)

@@ -1,0 +1,151 @@
+"""Converts a checkpoint to another format.
+
+    python tools/convert_checkpoint.py --from checkpoints --to dcp/global_step5 --format dcp
+    python tools/convert_checkpoint.py --from dcp/global_step5 --to native/global_step5 --format native
+
+The format of --from is recognized. Weights, moments and the optimizer's step are copied without loss, in
+blocks: the memory does not grow with the model, and no model is built. docs/conversion.md lists what each
+format holds. A run needs no conversion: --load opens these formats on any layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from megatron.checkpoint.formats.registry import (
+    FORMATS,
+    HUGGING_FACE,
+    NATIVE,
+    TORCHTITAN,
+    UNIVERSAL,
+    format_of,
+    open_reader,
+    writer_class,
+)
+from megatron.config.tool_parser import ToolParser, exit_on_interrupt
+from megatron.errors import UserError, exit_on_user_error, printable
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.formats.state import StateReader
+
+
+def build_parser() -> ToolParser:
+    """Returns the parser of the command line."""
+    parser = ToolParser(__doc__)
+    parser.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="FOLDER",
+        help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
+    )
+    parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help="folder to write")
+    written = {name: entry.description for name, entry in FORMATS.items() if entry.writer}
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=tuple(written),
+        metavar="NAME",
+        help="; ".join(f"{name}: {description}" for name, description in written.items()),
+    )
+    parser.add_argument(
+        "--universal_checkpoint",
+        "--universal-checkpoint",
+        action="store_true",
+        help="use the newest universal checkpoint of --from, even if it also has native ones",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=4, metavar="N", help="number of threads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare weights and moments with the checkpoint's digests",
+    )
+    return parser
+
+
+def open_source(folder: Path, universal: bool = False) -> StateReader:
+    """Returns the reader of a checkpoint to convert, with the parameters in `run.json`. No model is built.
+
+    Raises UserError if there is no checkpoint, or if it was made by another framework.
+    """
+    from megatron.checkpoint import conversion_source
+    from megatron.checkpoint.formats.universal_info import recorded_spec
+    from megatron.checkpoint.reading import read_checkpoint
+    from megatron.checkpoint.record import RUN_FILE
+    from megatron.files import expect_layout
+
+    checkpoint = read_checkpoint(folder, universal)
+    if format_of(checkpoint.folder) == NATIVE:
+        return conversion_source.open_source(checkpoint.folder, derive_patterns=True).reader
+    reader = open_reader(checkpoint)
+    with expect_layout(checkpoint.folder / RUN_FILE, "the record of a checkpoint of this program"):
+        records = checkpoint.run["parameters"]
+        reader.specs = {name: recorded_spec(record) for name, record in records.items()}
+    if missing := sorted(reader.specs.keys() - set(reader.stored_names)):
+        raise UserError(
+            f"checkpoint {checkpoint.folder} holds no state of {missing[0]} ({len(missing)} such "
+            "parameters): use another checkpoint"
+        )
+    return reader
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Writes the checkpoint --to. Raises UserError for a user's mistake."""
+    from megatron.checkpoint.formats.writing import WriteOptions
+
+    source, target = Path(arguments.source), Path(arguments.target)
+    reader = open_source(source, arguments.universal_checkpoint)
+    options = WriteOptions(arguments.workers, not arguments.no_verify_digests)
+    count = 0
+    with tqdm(total=len(reader.specs), unit="parameter", disable=None) as bar:
+        for name in writer_class(arguments.format).write_checkpoint(reader, target, options):
+            bar.set_postfix_str(name)
+            bar.update()
+            count += 1
+    print(printable(f"{target}: {count} parameters of {reader.folder}, format {arguments.format}"))
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Runs the tool. Raises UserError for a user's mistake."""
+    arguments = build_parser().parse_args(argv)
+    source = Path(arguments.source)
+    if arguments.workers < 1:
+        raise UserError(f"--workers is {arguments.workers}, expected 1 or more")
+    if not source.is_dir():
+        raise UserError(f"--from {source}: there is no such folder")
+    is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
+    if is_model and arguments.format != UNIVERSAL:
+        raise UserError(
+            f"--format {arguments.format}: --from {source} holds only the weights of a model, expected "
+            f"--format {UNIVERSAL}; convert the universal checkpoint further"
+        )
+    if is_model or arguments.format == HUGGING_FACE:
+        # Imported only here: it loads torch and transformers, which takes seconds.
+        from megatron.checkpoint.discovery import open_checkpoint
+        from megatron.commands import convert_huggingface
+
+        if is_model:
+            open_checkpoint(source)  # its errors name what the folder lacks
+        verify = ["--no-verify-digests"] if arguments.no_verify_digests and not is_model else []
+        universal = ["--universal_checkpoint"] if arguments.universal_checkpoint else []
+        flag = "--from-hugging-face" if is_model else "--load"
+        convert_huggingface.run([flag, str(source), "--to", arguments.target, *verify, *universal])
+    else:
+        convert(arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
+    with exit_on_interrupt(), exit_on_user_error():
+        run(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""A run continues from a checkpoint of Megatron-Core with Megatron-Core's losses, on every layout. The asset
+is what megatron-core 0.16.1 has written with TP 2 and PP 2 (`tests/reference/write_torch_dist.py`)."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.manager import CheckpointManager, load_checkpoint
+from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.selection import find_checkpoint
+from megatron.commands import convert_checkpoint
+from megatron.config import Config
+from megatron.data.loader import MicroBatch
+from megatron.errors import UserError
+from tests.support.checkpoints import FINGERPRINT
+from tests.support.layouts import Row, build_engine, config_of
+from tests.support.pool import run_world
+
+ASSET = Path(__file__).parents[1] / "assets" / "torch_dist_llama.tar.gz"
+VOCAB, BATCH, SEQ = 64, 4, 32
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "position_embedding_type": "rotary",
+    "normalization": "RMSNorm",
+    "glu_activation": "swiglu",
+    "disable_bias_linear": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0, "clip_grad": 0.0}
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Path:
+    with tarfile.open(ASSET) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "torch_dist_llama"
+
+
+def config_for(row: Row, folder: Path, **model: object) -> Config:
+    batch = {"micro_batch_size": row.micro_batch, "global_batch_size": BATCH}
+    sections = {"model": MODEL | model, "optimizer": OPTIMIZER, "batch": batch}
+    return config_of(row, **sections, checkpoint={"load": str(folder)})
+
+
+def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
+    """Loads the checkpoint and takes the next steps on Megatron-Core's batches."""
+    config, expected = config_for(row, folder), json.loads((folder / "expected.json").read_text())
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config, vocab_size=VOCAB)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    size, layout, losses = row.micro_batch, engine.layout, []
+    for batch in torch.tensor(expected["tokens"])[expected["steps"] :]:
+        firsts = range(layout.dp_rank * size, BATCH, layout.dp_size * size)
+        micro_batches = (MicroBatch.from_rows(batch[first : first + size], first) for first in firsts)
+        losses.append(engine.train_step(micro_batches, BATCH, expected["lr"]).item())
+    return checkpoint.state, losses
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize(
+    "row",
+    [Row(micro_batch=4), Row(tp=2, dp=2, zero=1), Row(tp=2, pp=2, micro_batch=2), Row(pp=2, dp=2, zero=1)],
+)
+def test_the_next_losses_are_those_of_megatron_core(row: Row, core: Path) -> None:
+    content = json.loads((core / "expected.json").read_text())
+    expected = content["losses"][content["steps"] :]
+    for state, losses in run_world(row.world_size, resume, row, core):
+        assert state == TrainingState(3, 3 * BATCH, 3 * BATCH * SEQ)
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def save_native(row: Row, folder: Path, target: Path) -> None:
+    """Loads the checkpoint and saves it in the native format."""
+    config = config_for(row, folder)
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    engine = build_engine(config, vocab_size=VOCAB)
+    load_checkpoint(engine, checkpoint, FINGERPRINT)
+    CheckpointManager(engine, target, VOCAB, None, FINGERPRINT).save(checkpoint.state)
+
+
+def test_what_is_written_are_the_tensors_of_megatron_core(core: Path, tmp_path: Path) -> None:
+    """Names, shapes and bits of weights and moments, and the optimizer's step."""
+    run_world(2, save_native, Row(tp=2), core, tmp_path / "native")
+    folder = tmp_path / "torch_dist"
+    words = ["--from", str(tmp_path / "native"), "--to", str(folder), "--format", "torch_dist"]
+    convert_checkpoint.run(words)
+    ours, theirs = DcpFolder(folder), DcpFolder(core)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key in theirs.tensors:
+        assert torch.equal(ours.read(key), theirs.read(key)), key
+    one, other = (torch.load(path / "common.pt", weights_only=False) for path in (folder, core))
+    assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+    assert one["optimizer"]["state"] == other["optimizer"]["state"]
+    assert (one["iteration"], vars(one["args"])["padded_vocab_size"]) == (3, VOCAB)
+
+
+def test_a_different_model_is_refused(core: Path) -> None:
+    with pytest.raises(UserError, match="--ffn-hidden-size was 64, is 96"):
+        find_checkpoint(config_for(Row(), core, ffn_hidden_size=96), VOCAB, FINGERPRINT)
+    with pytest.raises(UserError, match="the vocabulary had 64 rows with padding, and has 65 tokens"):
+        find_checkpoint(config_for(Row(), core), 65, FINGERPRINT)

@@ -1,0 +1,235 @@
+"""Conversions between formats: every state of every parameter keeps its bits, and nothing is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats.registry import format_of, open_reader
+from megatron.commands import convert_checkpoint
+from megatron.errors import UserError
+from megatron.files import HostileFileError
+from megatron.mpu.layout import TPGroup
+from tests.end_to_end.clone import commands_in
+from tests.end_to_end.command import ROOT
+from tests.support.layouts import Row, config_of
+from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
+from tests.unit.hostile import checked_sentence, refusal
+
+GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
+# A padded vocabulary, fused parts, grouped queries, an untied head, replicas of ZeRO, bf16.
+CONFIGS = {
+    "tied": config_of(Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")),
+    "untied": config_of(Row(tp=2, zero=0), model={**GATED, "untie_embeddings_and_output_weights": True}),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def native(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = CONFIGS[request.param]
+    return write_native(tmp_path / "native", config, random_wholes(config))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of several chunks and files, as large models have them."""
+    monkeypatch.setattr(dcp, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(dcp, "_BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(dcp, "_FILE_BYTES", 1 << 14)
+
+
+def convert(source: Path, target: Path, name: str, *flags: str) -> Path:
+    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name, *flags])
+    assert format_of(target) == name
+    return target
+
+
+def states_of(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    reader = open_reader(open_checkpoint(folder))
+    states = {
+        (name, kind): reader.read_unpadded(name, kind)
+        for name in reader.names
+        for kind in reader.state_names(name)
+    }
+    steps = {(name, "step"): torch.as_tensor(reader.optimizer_scalars(name)["step"]) for name in reader.names}
+    assert reader.verify()[1] == []
+    return states | steps
+
+
+def assert_equal(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    for key, tensor in ours.items():
+        assert torch.equal(tensor, theirs[key]), key
+
+
+@pytest.mark.parametrize(
+    "way", [("dcp",), ("torch_dist",), ("universal", "dcp"), ("torch_dist", "universal")]
+)
+def test_a_checkpoint_that_returns_to_the_native_format_has_its_bits(
+    way: tuple[str, ...], native: Path, tmp_path: Path, small_chunks: None
+) -> None:
+    names = ["native", *way, "native"]
+    folders = [native, *(tmp_path / f"{number}_{name}" for number, name in enumerate(names[1:]))]
+    for (source, target), name in zip(pairwise(folders), names[1:], strict=True):
+        convert(source, target, name)
+        assert_equal(states_of(target), states_of(native))
+    for layer in native.glob("layer_*"):
+        before, after = (torch.load(folder / layer.name) for folder in (native, folders[-1]))
+        assert before.keys() == after.keys()
+        for key, weight in before.items():
+            used = weight != 7.0  # the padding of the vocabulary
+            assert torch.equal(weight[used], after[key][used]), (layer.name, key)
+
+
+def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
+    native: Path, tmp_path: Path, small_chunks: None
+) -> None:
+    folder = convert(native, tmp_path / "dcp", "dcp")
+    ours, theirs = (open_reader(open_checkpoint(path)) for path in (folder, native))
+    for name, spec in theirs.specs.items():
+        for size in (1, 2):
+            for rank in range(size):
+                args = name, "exp_avg", spec, TPGroup(rank, size)
+                assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
+
+
+def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, small_chunks: None) -> None:
+    folder, output = convert(native, tmp_path / "dcp", "dcp"), tmp_path / "x.pt"
+    command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils"]
+    subprocess.run([*command, "dcp_to_torch", str(folder), str(output)], check=True, cwd=tmp_path)
+    content = torch.load(output)
+    found = {
+        key: content[key[0]] if key[1] == "fp32" else content["optimizer"][f"state.{key[0]}.{key[1]}"]
+        for key in states_of(native)
+    }
+    assert_equal(found, states_of(native))
+    assert len(content) - 1 + len(content["optimizer"]) == len(found)
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    config = CONFIGS["tied"]
+    native = write_native(tmp_path / "checkpoints", config, random_wholes(config))
+    for command in commands_in("docs/conversion.md"):
+        _, *words = command.split()
+        words = [str(ROOT / word) if word.startswith("tools/") else word for word in words]
+        subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
+    for name in ("dcp", "global_step5", "global_step5_universal"):
+        assert_equal(states_of(tmp_path / "exported" / name), states_of(native))
+    assert len(torch.load(tmp_path / "exported" / "states.pt")) > 1
+
+
+DAMAGED_FILES = {"native": "*mp_rank_00_*_states.pt", "universal": "zero/8.weight/fp32.pt"}
+
+
+@pytest.mark.parametrize("name", ("native", "universal", "dcp"))
+def test_damage_stops_a_conversion(name: str, native: Path, tmp_path: Path) -> None:
+    source = native if name == "native" else convert(native, tmp_path / "source", name)
+    if name == "dcp":
+        change_a_value(source)
+    else:
+        flip_a_byte(max(source.glob(DAMAGED_FILES[name]), key=lambda path: path.stat().st_size))
+    target = {"universal": "dcp", "dcp": "universal", "native": "dcp"}[name]
+    with pytest.raises(UserError, match="is damaged: its digest differs"):
+        convert(source, tmp_path / "target", target)
+    assert not (tmp_path / "target").exists()
+    convert(source, tmp_path / "target", target, "--no-verify-digests")
+
+
+def change_a_value(folder: Path) -> None:
+    """Changes one value of the first tensor in the folder."""
+    reader = open_reader(open_checkpoint(folder))
+    assert isinstance(reader, dcp.DcpReader)
+    name, tensor = next(iter(reader.stored.tensors.items()))
+    chunk = tensor.chunks[0]
+    path = folder / chunk.file
+    content = bytearray(path.read_bytes())
+    value = reader.stored.read(name).flatten()[:4].numpy().tobytes()
+    place = content.index(value, chunk.start)
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+# --- hostile and damaged folders ---
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch attacked",)
+
+
+def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def first_chunks(metadata: Metadata) -> list[ChunkStorageMetadata]:
+    return next(iter(metadata.state_dict_metadata.values())).chunks  # type: ignore[union-attr]
+
+
+def first_place(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+DAMAGES: dict[str, tuple[Callable[[Metadata], object], type[UserError], str]] = {
+    "code": (lambda m: setattr(m, "planner_data", Attack()), HostileFileError, "names posix.system"),
+    "path": (lambda m: setattr(first_place(m), "relative_path", "../x"), HostileFileError, "names a file"),
+    "huge": (
+        lambda m: setattr(first_chunks(m)[0], "sizes", torch.Size([1 << 60])),
+        UserError,
+        "not laid out",
+    ),
+    "missing chunk": (lambda m: first_chunks(m).clear(), UserError, "not laid out"),
+    "offset": (lambda m: setattr(first_place(m), "offset", -1), UserError, "not laid out"),
+    "other chunk": (lambda m: setattr(first_place(m), "offset", 1 << 40), UserError, "cannot be read"),
+    "no table": (lambda m: setattr(m, "storage_data", None), UserError, "not laid out"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_metadata_is_refused_in_one_sentence(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = CONFIGS["tied"]
+    native = write_native(tmp_path / "native", config, random_wholes(config))
+    folder = convert(native, tmp_path / "dcp", "dcp")
+    change, error, text = DAMAGES[kind]
+    change_metadata(folder, change)
+    sentence = refusal(lambda: states_of(folder), error)
+    assert text in sentence and str(folder) in sentence
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_truncated_metadata_is_refused_in_one_sentence(native: Path, tmp_path: Path) -> None:
+    folder = convert(native, tmp_path / "dcp", "dcp")
+    whole = (folder / ".metadata").read_bytes()
+    for length in range(0, len(whole), 997):
+        (folder / ".metadata").write_bytes(whole[:length])
+        with pytest.raises(UserError) as caught:
+            states_of(folder)
+        assert ".metadata" in checked_sentence(caught.value)
+
+
+def test_a_user_s_mistakes_name_what_to_change(native: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        convert(tmp_path / "none", tmp_path / "target", "dcp")
+    convert(native, tmp_path / "target", "dcp")
+    with pytest.raises(UserError, match="exists already: remove it, or give another folder"):
+        convert(native, tmp_path / "target", "dcp")
+    next((tmp_path / "target").glob("*.distcp")).unlink()
+    with pytest.raises(UserError, match=r"distcp is missing"):
+        convert(tmp_path / "target", tmp_path / "other", "native")
