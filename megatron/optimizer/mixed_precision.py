@@ -49,7 +49,9 @@ from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, Zer
 # Reads a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group. Result,
 # for this TP rank's shard: master weights (flat, fp32), moments by name (flat, fp32; may be read lazily), and
 # other state such as the step.
-SavedState = Callable[[str, ParameterSpec, TPGroup], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]]
+SavedState = Callable[
+    [str, ParameterSpec, TPGroup, slice], tuple[Tensor, Mapping[str, Tensor], dict[str, Any]]
+]
 
 
 class NonFiniteError(RuntimeError):
@@ -477,8 +479,11 @@ class MixedPrecisionOptimizer:
             loaded: dict[str, Any] = {}
             for parameter, start, length in flat.fragments():
                 offset = flat.first_element(parameter)
-                values, moments, others = saved(self.names[parameter], spec_of(parameter), self.tp_group)
-                flat.master.data[start : start + length].copy_(values[offset : offset + length])
+                part = slice(offset, offset + length)
+                values, moments, others = saved(
+                    self.names[parameter], spec_of(parameter), self.tp_group, part
+                )
+                flat.master.data[start : start + length].copy_(values)
                 del values  # moments are read lazily: only one tensor is in memory at a time
                 if with_moments:
                     for key in moments:
@@ -487,7 +492,7 @@ class MixedPrecisionOptimizer:
                             parameter,
                             start,
                             key,
-                            moments[key][offset : offset + length],
+                            moments[key],
                             before_rounding,
                         )
                     self._load_others(flat, index, self.names[parameter], others, loaded)

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ from megatron.training.writers import make_writers
 
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
+
+_LOG = logging.getLogger(__name__)
 
 # After a resume, a few consecutive fp16 overflows are normal: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
@@ -113,6 +116,7 @@ class Trainer:
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        local_interval = self.config.checkpoint.save_local_interval
         if training.no_train:
             return state
         saved = state
@@ -132,6 +136,8 @@ class Trainer:
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state, in_background=self.config.checkpoint.async_save)
                 saved = state
+            elif local_interval and state.iteration % local_interval == 0:
+                self.checkpoint_locally(state)
             self._announce_saves()
             self._evaluate_tasks(state)
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
@@ -139,7 +145,8 @@ class Trainer:
         with self.watchdog.phase(Phase.SAVE):
             last = self.checkpoints.finish_save()
         self._announce_saves()
-        if self.config.checkpoint.save and (saved != state or (last is not None and last.problem)):
+        has_failed = last is not None and last.problem and not last.is_local
+        if self.config.checkpoint.save and (saved != state or has_failed):
             self.checkpoint(state)
             with self.watchdog.phase(Phase.SAVE):
                 self.checkpoints.finish_save()  # waits until old checkpoints are deleted
@@ -254,18 +261,39 @@ class Trainer:
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
         )
 
+    def checkpoint_locally(self, state: TrainingState) -> None:
+        """Begins to save a local checkpoint, unless another save is in flight."""
+        self.exit_code = None
+        started = time.perf_counter()
+        with self.watchdog.phase(Phase.SAVE):
+            has_begun = self.checkpoints.save_local(state)
+        if has_begun:
+            self.metrics.print(
+                f"saving iteration {state.iteration} locally: training waited "
+                f"{time.perf_counter() - started:.1f} s"
+            )
+        else:
+            _LOG.info("iteration %d is not saved locally: a save is in flight", state.iteration)
+
     def _announce_saves(self) -> None:
         """Prints the saves in the background that have ended."""
         for outcome in self.checkpoints.background.take_outcomes():
+            if outcome.problem and outcome.is_local:
+                self.metrics.print(
+                    f"warning: local checkpoint {outcome.folder} was not saved ({outcome.problem})"
+                )
+                continue
             if outcome.problem:
                 self.metrics.print(
                     f"warning: checkpoint {outcome.folder} was not saved ({outcome.problem}): the next save "
                     "is not in the background"
                 )
                 continue
-            self._note_saved(outcome.iteration)
+            if not outcome.is_local:  # a local checkpoint may be lost
+                self._note_saved(outcome.iteration)
+            how = "on the nodes' disks" if outcome.is_local else "in the background"
             self.metrics.print(
-                f"saved {outcome.folder} in the background, {outcome.num_bytes / 1e6:,.1f} MB, "
+                f"saved {outcome.folder} {how}, {outcome.num_bytes / 1e6:,.1f} MB, "
                 f"{outcome.seconds:.1f} s after its begin"
             )
 

@@ -8,7 +8,7 @@ data-parallel ranks, form its tensor-parallel shard.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.names import check_parameter
+from megatron.checkpoint.names import check_parameter, check_plain
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.mapped_file import release_pages
@@ -42,6 +42,7 @@ _TIED_LAYER = 1
 _OPTIONAL_PREFIX = "bf16_"
 # Of the index in `run.json`. An index of another version is not used.
 INDEX_VERSION = 1
+WHOLE_SHARD = slice(None)
 # Where a file holds a parameter: number of the group of parameters, first element in it, number of elements.
 Place = tuple[int, int, int]
 
@@ -124,7 +125,8 @@ class FlatShard:
 class OptimizerFiles:
     """The optimizer state of all parameters. `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages.
 
-    With the index of `run.json` a file is read when something in it is needed; without it all files are read.
+    With the index of `run.json` a file is read when something in it is needed, and files that are not needed
+    may be missing; without it all files are read.
     """
 
     def __init__(self, folder: Path, tp_size: int, index: Mapping[str, Any] | None = None) -> None:
@@ -134,21 +136,55 @@ class OptimizerFiles:
         self.tp_size = tp_size
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
         self._states: dict[Path, dict] = {}
-        files = optimizer_files(folder)
+        self._index = _read_index(index, folder) if index is not None else None
+        present = {path.name for _, path, _ in optimizer_files(folder)}
+        names = present | (self._index or {}).keys()
+        files = _sorted_optimizer_files([folder / name for name in names])
         if not files:
             raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
-        _, self._first, key = files[0]
+        _, self._first, key = next((file for file in files if file[1].name in present), files[0])
         self.stage = int(key == "optimizer_state_dict")
-        self._index = _read_index(index, folder) if index is not None else None
-        first_holder: dict[tuple[int, str], int] = {}
+        # A tied parameter is in the files of two stages: the files of the first stage that are all present.
+        holders: dict[tuple[int, str], dict[int, list[_Fragment]]] = {}
         for model_rank, path, key in files:
             read = partial(self._read_state, path, key)
-            tp_rank = model_rank % tp_size
             for name, place in self._places(path, read).items():
-                # A tied parameter is in the files of two stages: the first one is enough.
-                if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
-                    fragment = _Fragment(path, read, *place)
-                    self._fragments[tp_rank].setdefault(name, []).append(fragment)
+                of_ranks = holders.setdefault((model_rank % tp_size, name), {})
+                of_ranks.setdefault(model_rank, []).append(_Fragment(path, read, *place))
+        for (tp_rank, name), of_ranks in holders.items():
+            complete = (one for one in of_ranks.values() if all(part.path.name in present for part in one))
+            self._fragments[tp_rank][name] = next(complete, next(iter(of_ranks.values())))
+
+    def elements(self, tp_rank: int, name: str, key: str, part: slice) -> Tensor:
+        """Returns consecutive elements of a TP rank's shard. With an index it reads only the files that hold
+        them. key and errors: see `shard`."""
+        if self._index is None or name not in self._fragments[tp_rank]:
+            return self.shard(tp_rank, name, key).whole()[part]
+        fragments, span = self._overlapping(tp_rank, name, part)
+        return self._shard(tp_rank, name, key, fragments).elements(span.start, span.stop)
+
+    def paths(self, tp_rank: int, name: str, part: slice = WHOLE_SHARD) -> set[Path]:
+        """Returns the files that hold a part of a TP rank's shard of a parameter."""
+        return {fragment.path for fragment in self._overlapping(tp_rank, name, part)[0]}
+
+    def _overlapping(self, tp_rank: int, name: str, part: slice) -> tuple[list[_Fragment], range]:
+        """Returns the fragments with a part of a shard, and the numbers of its elements in them."""
+        fragments = self._fragments[tp_rank][name]
+        span = range(sum(fragment.length for fragment in fragments))[part]
+        chosen, first, skipped = [], 0, 0
+        for fragment in fragments:
+            last = first + fragment.length
+            if first < span.stop and span.start < last:
+                chosen.append(fragment)
+            elif last <= span.start:
+                skipped = last
+            first = last
+        return chosen, range(span.start - skipped, span.stop - skipped)
+
+    @property
+    def first_path(self) -> Path:
+        """The file that `common` reads."""
+        return self._first
 
     def _places(self, path: Path, read: Callable[[], dict]) -> dict[str, Place]:
         """Returns the place of each parameter in a file, from the index if there is one."""
@@ -197,26 +233,39 @@ class OptimizerFiles:
 
     def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
         """Returns a TP rank's shard. key: VALUES or a moment. Raises UserError if this rank has none."""
+        return self._shard(tp_rank, name, key, self._fragments[tp_rank].get(name, []))
+
+    def _shard(self, tp_rank: int, name: str, key: str, fragments: Iterable[_Fragment]) -> FlatShard:
         try:
-            return FlatShard([fragment.piece(key) for fragment in self._fragments[tp_rank][name]])
+            pieces = [fragment.piece(key) for fragment in fragments]
         except KeyError:
+            pieces = []
+        if not pieces:
             raise UserError(
                 f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
                 "which others have: they are from different checkpoints"
-            ) from None
+            )
+        return FlatShard(pieces)
 
 
 def optimizer_files(folder: Path) -> list[tuple[int, Path, str]]:
     """Returns (model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
-    data-parallel ranks. Without ZeRO, the mp_rank files hold the optimizer."""
-    zero = [
-        (_ZERO_FILE.fullmatch(path.name), path) for path in folder.glob("*zero_pp_rank_*_optim_states.pt")
-    ]
-    found = sorted((int(match["data"]), int(match["model"]), path) for match, path in zero if match)
+    data-parallel ranks."""
+    return _sorted_optimizer_files([*folder.glob("*zero_pp_rank_*_optim_states.pt"), *model_files(folder)])
+
+
+def optimizer_file_names(names: Iterable[str]) -> list[str]:
+    """Returns the names of the optimizer's files, in the order of `optimizer_files`."""
+    return [path.name for _, path, _ in _sorted_optimizer_files(map(Path, names))]
+
+
+def _sorted_optimizer_files(paths: Iterable[Path]) -> list[tuple[int, Path, str]]:
+    """See `optimizer_files`. Without ZeRO, the mp_rank files hold the optimizer."""
+    matches = [(_ZERO_FILE.fullmatch(path.name), _MODEL_FILE.fullmatch(path.name), path) for path in paths]
+    found = sorted((int(zero["data"]), int(zero["model"]), path) for zero, _, path in matches if zero)
     if found:
         return [(model, path, "optimizer_state_dict") for _, model, path in found]
-    plain = [(_MODEL_FILE.fullmatch(path.name), path) for path in model_files(folder)]
-    return sorted((int(match["model"]), path, "optimizer") for match, path in plain if match)
+    return sorted((int(plain["model"]), path, "optimizer") for _, plain, path in matches if plain)
 
 
 def sharded_weight_files(folder: Path) -> list[Path]:
@@ -319,6 +368,11 @@ def file_index(places: Mapping[str, Mapping[str, Place]], parameters: Collection
     return {"version": INDEX_VERSION, "names": sorted(parameters), "files": files}
 
 
+def has_index(run: Mapping[str, Any]) -> bool:
+    """Returns whether `run.json` has an index that can be used."""
+    return run.get("index", {}).get("version") == INDEX_VERSION
+
+
 def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Place]] | None:
     """Returns the places of the parameters in each file; None for an index of another version."""
     with expect_layout(folder / "run.json", "an index of the optimizer's files"):
@@ -327,7 +381,7 @@ def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, P
         names = [check_parameter(name, folder / "run.json") for name in index["names"]]
         found: dict[str, dict[str, Place]] = {}
         for file, groups in index["files"].items():
-            places = found.setdefault(file, {})
+            places = found.setdefault(check_plain(file, folder / "run.json"), {})
             for group, text in enumerate(groups):
                 numbers = [int(word) for word in text.split()]
                 start = 0

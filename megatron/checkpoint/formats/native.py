@@ -7,7 +7,7 @@ are in the global tensor. Files are memory-mapped, so a rank reads only what it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -23,7 +23,9 @@ from megatron.checkpoint.formats.deepspeed_files import (
     VALUES,
     FlatShard,
     OptimizerFiles,
+    has_index,
     layer_files,
+    optimizer_file_names,
     unneeded_files,
 )
 from megatron.checkpoint.formats.state import (
@@ -120,14 +122,48 @@ class NativeReader(StateReader):
     def read_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
         """See `StateReader`. Reads only what overlaps with this rank's shard."""
         saved = self._saved_spec(spec)
-        if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
-            rank = 0 if spec.shard_dim is None else tp_group.rank
+        if (rank := self._rank_of_shard(spec, tp_group)) is not None:
             return self.files.shard(rank, name, state_name).whole()
 
         def saved_shard(rank: int) -> Tensor:
             return self.files.shard(rank, name, state_name).whole()
 
         return reshard(spec, tp_group, saved, self.tp_size, saved_shard).reshape(-1)
+
+    def read_part(
+        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup, part: slice
+    ) -> Tensor:
+        """See `StateReader`."""
+        if (rank := self._rank_of_shard(spec, tp_group)) is not None:
+            return self.files.elements(rank, name, state_name, part)
+        return super().read_part(name, state_name, spec, tp_group, part)
+
+    def files_of_parts(
+        self, parts: Iterable[tuple[str, ParameterSpec, slice]], tp_group: TPGroup
+    ) -> set[str]:
+        """Returns the names of the files that `read_part` reads for a rank's parts of parameters. The other
+        files of the optimizer may be missing."""
+        if not has_index(self.checkpoint.run):
+            return set(optimizer_file_names(self.checkpoint.run["files"]))
+        paths = {
+            path
+            for name, spec, part in parts
+            for path in self._paths(self._rank_of_shard(spec, tp_group), name, part)
+        }
+        return {path.name for path in paths or {self.files.first_path}}
+
+    def _paths(self, rank: int | None, name: str, part: slice) -> set[Path]:
+        """Returns the files with a part of a TP rank's shard, or with all shards if `rank` is None."""
+        if rank is not None:
+            return self.files.paths(rank, name, part)
+        return {path for one in range(self.tp_size) for path in self.files.paths(one, name)}
+
+    def _rank_of_shard(self, spec: ParameterSpec, tp_group: TPGroup) -> int | None:
+        """Returns the TP rank whose files hold a TP rank's shard of a parameter; None if several do."""
+        if spec.shard_dim is None:
+            return 0
+        is_equal = self._saved_spec(spec) == spec and self.tp_size == tp_group.size
+        return tp_group.rank if is_equal else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""

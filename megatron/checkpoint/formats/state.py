@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.files import file_problem
-from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.deepspeed_files import VALUES, WHOLE_SHARD
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import Config
 from megatron.errors import UserError
@@ -194,15 +194,23 @@ class StateReader(ABC):
         saved = replace(spec, global_shape=tuple(full.shape))
         return reshard(spec, tp_group, saved, 1, lambda _rank: full).reshape(-1)
 
-    def read_parameter(self, name: str, spec: ParameterSpec, tp_group: TPGroup) -> ParameterState:
-        """Returns this tensor-parallel rank's shard of all states of a parameter, as the optimizer loads
-        them. Moments are read when they are accessed. Raises UserError if the parameter is missing."""
+    def read_part(
+        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup, part: slice
+    ) -> Tensor:
+        """Returns consecutive elements of what `read_shard` returns."""
+        return self.read_shard(name, state_name, spec, tp_group)[part]
+
+    def read_parameter(
+        self, name: str, spec: ParameterSpec, tp_group: TPGroup, part: slice = WHOLE_SHARD
+    ) -> ParameterState:
+        """Returns a part of this tensor-parallel rank's shard of all states of a parameter, as the optimizer
+        loads them. Moments are read when they are accessed. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         # Values first: then the files with the moments are open.
-        values = self.read_shard(name, VALUES, spec, tp_group)
+        values = self.read_part(name, VALUES, spec, tp_group, part)
         moments = {
-            state_name: partial(self.read_shard, name, state_name, spec, tp_group)
+            state_name: partial(self.read_part, name, state_name, spec, tp_group, part)
             for state_name in self.state_names(name)
             if state_name != VALUES
         }
