@@ -307,7 +307,8 @@ class CheckpointManager:
         problem = next(
             (f"rank {n}: {result.problem}" for n, result in enumerate(results) if result.problem), ""
         )
-        run, files = None, {}
+        run: dict[str, Any] | None = None
+        files: Files = {}
         try:
             if not problem:
                 self._check_owner()
@@ -320,9 +321,10 @@ class CheckpointManager:
         except (OSError, FolderTakenError) as error:
             run, problem = None, str(error)
         try:
-            problem = self.local.commit(save.saving, run) or problem
+            failed = self.local.commit(save.saving, run)
         except OSError as error:
-            problem = str(error)
+            failed = str(error)
+        problem = problem or failed
         folder = save.saving.with_name(f"global_step{save.state.iteration}")
         num_bytes = sum(facts["bytes"] for facts in files.values())
         seconds = time.monotonic() - save.started

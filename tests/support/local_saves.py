@@ -45,7 +45,9 @@ def start(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> Star
     config = config_of(row, checkpoint={**places, "save_local_interval": 1, **settings})
     rank, options = dist.get_rank(), config.checkpoint
     found = find_checkpoint(config, VOCAB, FINGERPRINT) if rank == 0 else None
-    local = LocalCheckpoints.connect(options, nodes[rank], _get_default_store())
+    local = None
+    if options.save_local is not None:
+        local = LocalCheckpoints.connect(options, nodes[rank], _get_default_store())
     found = select_checkpoint(found, local, config, VOCAB, FINGERPRINT, lambda: None)
     manager = make_manager(build_engine(config), Path(save), local=local)
     lines: list[str] = []

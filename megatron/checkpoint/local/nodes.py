@@ -129,7 +129,7 @@ class FileTransfer:
         read, "" if it could: then the receiver gets other bytes, and finds that their digest differs."""
         problem = ""
         piece = torch.zeros(min(PIECE_BYTES, facts["bytes"]), dtype=torch.uint8)
-        content = memoryview(piece.numpy())
+        content = piece.numpy().data
         try:
             file = open_regular(path)
         except OSError as error:
@@ -164,7 +164,7 @@ class FileTransfer:
             count_bytes(count)
             try:
                 if file is not None and not problem:
-                    file.write(memoryview(piece.numpy())[:count])
+                    file.write(piece[:count].numpy())
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
         try:

@@ -171,8 +171,9 @@ def _intact_files(
 def fetch_files(
     checkpoint: Checkpoint, local: LocalCheckpoints, engine: GPTEngine, heartbeat: Callable[[], None]
 ) -> str:
-    """Copies to each node the files that its ranks read and its disk lacks. Returns a sentence on them; ""
-    if there are none. Collective.
+    """Copies to each node the files that its disk lacks and that its ranks read, or those of the node before
+    it: so a node may be lost before the next save. Returns a sentence on them; "" if there are none.
+    Collective.
 
     Raises OSError on every rank if a file cannot be copied. The next start then does not use the checkpoint.
     """
@@ -186,7 +187,7 @@ def fetch_files(
     of_ranks = gather_from_all_ranks(NativeReader(checkpoint).files_of_parts(parts, optimizer.tp_group))
     copies: list[tuple[str, int, int]] = []
     for node, ranks in enumerate(nodes.ranks):
-        needed = set().union(*(of_ranks[rank] for rank in ranks))
+        needed = set().union(*(of_ranks[rank] for rank in (*ranks, *nodes.ranks[node - 1])))
         for number, name in enumerate(sorted(needed - local.present[node])):
             holders = [other for other, files in enumerate(local.present) if name in files]
             sources = nodes.ranks[holders[number % len(holders)]]
