@@ -103,6 +103,8 @@ class CheckpointManager:
         store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
         self.background = BackgroundSaves(engine, vocab_size, store, heartbeat)
         self.local = local
+        # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
+        self.started_from_local = False
         self._deletion: threading.Thread | None = None
 
     def ownership_lost_reason(self) -> str | None:
@@ -115,6 +117,7 @@ class CheckpointManager:
         """Loads the checkpoint, or keeps the initial weights. Returns the training state. Collective."""
         options = self.engine.run_config.checkpoint
         if checkpoint is not None and checkpoint.is_local and self.local is not None:
+            self.started_from_local = True
             copied = fetch_files(checkpoint, self.local, self.engine, self.heartbeat)
             checkpoint = replace(checkpoint, unverified_note=copied)
         print_fn(describe_start(checkpoint, options.load))

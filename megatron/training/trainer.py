@@ -119,7 +119,7 @@ class Trainer:
         local_interval = self.config.checkpoint.save_local_interval
         if training.no_train:
             return state
-        saved = state
+        saved = None if self.checkpoints.started_from_local else state
         self.resumable_iteration = state.iteration
         self.watchdog.set_handled_signals(self.exits.install_handlers())
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
@@ -273,7 +273,12 @@ class Trainer:
                 f"{time.perf_counter() - started:.1f} s"
             )
         else:
-            _LOG.info("iteration %d is not saved locally: a save is in flight", state.iteration)
+            number = self.checkpoints.local.num_left_out if self.checkpoints.local is not None else 0
+            _LOG.info(
+                "iteration %d is not saved locally: a save is in flight (%d left out)",
+                state.iteration,
+                number,
+            )
 
     def _announce_saves(self) -> None:
         """Prints the saves in the background that have ended."""

@@ -24,6 +24,7 @@ from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
+from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config
@@ -207,9 +208,8 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
     if checkpoint is None:
         return RunIdentity()
     if checkpoint.is_local:
-        run_id, save, lineage = str(checkpoint.run_id), Path(str(config.save)), checkpoint.lineage
-        old = _checkpoints_without_run_id(save, lineage, read_record(save))
-        return RunIdentity(run_id, lineage, checkpoint.run.get("origin"), old)
+        old = _checkpoints_without_run_id(Path(str(config.save)), checkpoint.lineage, None)
+        return RunIdentity(str(checkpoint.run_id), checkpoint.lineage, checkpoint.run.get("origin"), old)
     # A converted checkpoint has the run.json of its source, but is not part of the source's lineage.
     converted = format_of(checkpoint.folder) != NATIVE
     lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
@@ -298,6 +298,8 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         return
     save = Path(options.save)
     found = checkpoints_of_other_runs(save, start_identity(checkpoint, options))
+    if options.load is None:  # the first local save of a new run would delete them
+        found += [f"local {entry.name}" for entry in read_local_entries(save)]
     remedy = (
         "give another --save, or pass --overwrite-checkpoints, which replaces a checkpoint once a new one of "
         "its name is complete"

@@ -8,8 +8,8 @@ process group of their own, because a thread sends them while training uses the 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.files import Files, HashedFile
+from megatron.errors import one_line
 from megatron.files import open_regular
 from megatron.mpu.world import gather_from_all_ranks
 
@@ -97,14 +98,21 @@ class FileTransfer:
         partner = nodes.partner_of(nodes.rank)
         if partner is None:
             return ""
+        problems: list[str] = []
+
+        def receive() -> None:
+            try:
+                for source in nodes.sources():
+                    problems.append(self._receive_files(folder, source, count_bytes))
+            except RuntimeError as error:
+                problems.append(one_line(error))
+
         # Both directions at once: in a ring nobody could begin to receive otherwise.
-        with ThreadPoolExecutor(1) as pool:
-            received = pool.submit(
-                lambda: [self._receive_files(folder, source, count_bytes) for source in nodes.sources()]
-            )
-            sent = self._send_files(folder, files, partner, count_bytes)
-            problems = [sent, *received.result()]
-        return next(filter(None, problems), "")
+        thread = threading.Thread(target=receive, name="mirror", daemon=True)
+        thread.start()
+        sent = self._send_files(folder, files, partner, count_bytes)
+        thread.join()
+        return next(filter(None, [sent, *problems]), "")
 
     def _send_files(self, folder: Path, files: Files, rank: int, count_bytes: Callable[[int], object]) -> str:
         content = bytearray(json.dumps(files).encode())

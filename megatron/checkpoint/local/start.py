@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ def _newest_complete(
             continue
         if not continues(checkpoint, shared, latest, local.options):
             continue
-        local.present = _intact_files(checkpoint, local, heartbeat)
         needed = optimizer_file_names(checkpoint.run["files"])
+        local.present = _intact_files(checkpoint, needed, local, heartbeat)
         if lacking := sorted(set(needed) - frozenset().union(*local.present)):
             reasons.append(
                 f"the local checkpoint {entry.name} is incomplete: no node has an intact copy of "
@@ -143,23 +143,21 @@ def continues(
     lineage = checkpoint.lineage
     digests = [entry.sha256 for entry in lineage]
     # If the newest one in the lineage is damaged, `shared` is older, and `latest` names the damaged one.
-    return shared.run["sha256"] in digests and (
-        digests[-1] == shared.run["sha256"] or lineage[-1].name == latest
-    )
+    digest = shared.run.get("sha256")
+    return digest is not None and digest in digests and (digests[-1] == digest or lineage[-1].name == latest)
 
 
 def _intact_files(
-    checkpoint: Checkpoint, local: LocalCheckpoints, heartbeat: Callable[[], None]
+    checkpoint: Checkpoint, names: Sequence[str], local: LocalCheckpoints, heartbeat: Callable[[], None]
 ) -> tuple[frozenset[str], ...]:
-    """Returns for each node the files on its disk with the size and digest in `run.json`. The ranks of a node
-    share the work. Collective."""
+    """Returns for each node which of the files are on its disk with the size and digest in `run.json`. The
+    ranks of a node share the work. Collective."""
     ranks = local.nodes.ranks[local.nodes.index]
-    files: Mapping[str, dict[str, Any]] = checkpoint.run["files"]
     own = set()
-    present = [name for name in sorted(files) if (checkpoint.folder / name).is_file()]
+    present = [name for name in names if (checkpoint.folder / name).is_file()]
     for name in present[ranks.index(local.nodes.rank) :: len(ranks)]:
         try:
-            if describe_file(checkpoint.folder / name) == files[name]:
+            if describe_file(checkpoint.folder / name) == checkpoint.run["files"][name]:
                 own.add(name)
         except OSError:
             pass  # another node may have a copy that can be read
