@@ -95,7 +95,8 @@ def test_one_lost_node_costs_no_step_and_two_adjacent_ones_only_the_local_checkp
 CHANGES = {
     "two ranks per node": (Row(tp=2, dp=2, zero=1), "aabb", "b", Row(tp=2, dp=2, zero=1), "aacc"),
     "fewer nodes": (Row(tp=2, dp=2, zero=1), "aabb", "b", Row(pp=2), "aa"),
-    "three nodes": (Row(pp=2), "ab", "a", Row(tp=2, pp=2), "bbcd"),
+    "more nodes": (Row(pp=2), "ab", "a", Row(tp=2, pp=2), "bbcd"),
+    "three nodes": (Row(pp=3), "abc", "b", Row(pp=3), "adc"),
     "unequal nodes": (Row(dp=4, zero=1), "aabc", "a", Row(tp=4), "dbce"),
     "ranks in turn": (Row(dp=4, zero=1), "abab", "a", Row(dp=2, pp=2), "bbbb"),
     "one rank": (Row(tp=2, pp=2), "abcd", "c", Row(), "a"),
@@ -133,6 +134,33 @@ def test_a_damaged_file_is_replaced_by_its_copy_and_two_damaged_copies_by_an_old
     step, line = resume(row, tmp_path, nodes)
     assert step == 4
     assert f"global_step5 is incomplete: no node has an intact copy of {name}" in line
+
+
+def save_without_index(*arguments: Any) -> None:
+    """As with so many files that the index does not fit into `run.json`."""
+    from megatron.checkpoint import manager
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_within_limit", lambda run, index: run)
+        run_on_nodes(*arguments)
+
+
+def test_without_an_index_a_node_gets_all_files(tmp_path: Path) -> None:
+    row = Row(dp=2, zero=1)
+    run_world(2, save_without_index, row, tmp_path, "ab", 5, SAVES)
+    shutil.rmtree(tmp_path / "disks" / "b")
+    step, line = resume(row, tmp_path, "ac")
+    assert step == 5 and line.endswith(". 2 of its files were copied from other nodes to c")
+
+
+def test_a_checkpoint_that_cannot_be_copied_is_not_tried_again(tmp_path: Path) -> None:
+    row = Row(dp=2, zero=1)
+    train_and_stop(row, tmp_path, "ab")
+    shutil.rmtree(disk(tmp_path, "b") / "global_step5")
+    (disk(tmp_path, "b") / "global_step5").write_text("no folder")
+    with pytest.raises(WorldError, match="global_step5: rank 1 cannot copy a file .*File exists"):
+        resume(row, tmp_path, "ab")
+    assert resume(row, tmp_path, "ab")[0] == 4
 
 
 # Saves, what happens then, the step of the next start.
