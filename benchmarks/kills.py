@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/kills.py              # 200 kills: 10 minutes
     .venv/bin/python benchmarks/kills.py --kills 20
     .venv/bin/python benchmarks/kills.py --async-save --kills 50
+    .venv/bin/python benchmarks/kills.py --local-save --kills 50
 
 A tiny model trains on two data-parallel ranks with ZeRO-1 and saves after every step. Repeatedly, a random
 rank is killed at a random time during a save, and the run is launched again. Each launch must find a
@@ -25,11 +26,18 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--async-save", action="store_true", help="save in the background, kill writers too")
+    parser.add_argument(
+        "--local-save",
+        action="store_true",
+        help="two of three saves are local, and one of the two nodes loses its disk before each start",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random times (default: 0)")
     arguments = parser.parse_args()
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
-        outcome = run_kill_test(Path(folder), arguments.kills, arguments.seed, arguments.async_save)
+        outcome = run_kill_test(
+            Path(folder), arguments.kills, arguments.seed, arguments.async_save, arguments.local_save
+        )
     print(
         f"{outcome.kills} kills, {outcome.unfinished} of them with an unfinished save; "
         f"{outcome.starts} launches, {outcome.good_resumes} good resumes over {outcome.steps} steps, "

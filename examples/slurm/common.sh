@@ -8,7 +8,8 @@
 #                       restart would fail again; exits with 75 if the run must be submitted again.
 #
 # Environment variables: REPO (this repository), PYTHON (its interpreter), MAX_RESTARTS, REQUEUE (yes or no), DRY_RUN,
-# and the variables at the top of each script. `DRY_RUN=1 bash SCRIPT` prints the commands and starts nothing, with or without
+# SAVE_LOCAL (a folder on each node's own disk, for local checkpoints every SAVE_LOCAL_INTERVAL iterations, by default
+# 25), and the variables at the top of each script. `DRY_RUN=1 bash SCRIPT` prints the commands and starts nothing, with or without
 # Slurm.
 
 usage_error() { # usage_error SENTENCE: an error that the user must correct
@@ -84,6 +85,9 @@ launch() {
     if [ -n "${SWEEP:-}" ] && [ -z "$DRY_RUN" ]; then
         launch_sweep_task "$@"
         return
+    fi
+    if [ -n "${SAVE_LOCAL:-}" ]; then
+        set -- "$@" --save-local "$SAVE_LOCAL" --save-local-interval "${SAVE_LOCAL_INTERVAL:-25}"
     fi
     if [ -n "$DRY_RUN" ]; then
         print_command "$PYTHON" -u -m torch.distributed.launch --nnodes "$NNODES" --node_rank "\$SLURM_PROCID" \

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -27,10 +27,11 @@ from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.save_files import BackgroundFiles
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.errors import one_line
 from megatron.mpu.world import broadcast_from_rank_0
 
 # How often rank 0 asks the store for the report of a rank.
-_POLL_S = 0.2
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class SaveOutcome:
     """Time from the begin of the save until the checkpoint has its final name."""
     mismatched: tuple[str, ...] = ()
     """Replicas that differ on several ranks."""
+    is_local: bool = False
+    """Whether it was a save to --save-local."""
 
 
 @dataclass
@@ -56,6 +59,12 @@ class RankResult:
     places: dict[str, dict[str, Place]]
     digests: RankDigests
     problem: str
+
+
+def problem_in(results: Sequence[RankResult]) -> str:
+    """Returns the first problem in the results of all ranks, with its rank; "" if there is none."""
+    problems = (f"rank {rank}: {result.problem}" for rank, result in enumerate(results) if result.problem)
+    return next(problems, "")
 
 
 @dataclass
@@ -69,6 +78,13 @@ class BackgroundSave:
     """The content of `run.json` without the files and the digests."""
     started: float
     """The clock (`time.monotonic`) at the begin of the save."""
+    before_report: Callable[[BackgroundSave, Files, str], str] | None = None
+    """For a local checkpoint: called with the files that this rank has written and with its problem. Returns
+    the problem to report."""
+    after_report: Callable[[BackgroundSave], None] | None = None
+    """For a local checkpoint: called on all ranks except rank 0."""
+    num_copied_bytes: int = 0
+    """Bytes that `before_report` has copied so far."""
     canary_loss: float = 0.0
     outcome: SaveOutcome | None = None
     """On rank 0, once the save has ended; on the others after `BackgroundSaves.finish`."""
@@ -76,6 +92,15 @@ class BackgroundSave:
     """Set once rank 0 has what this rank has contributed."""
     has_ended: threading.Event = field(default_factory=threading.Event)
     """Set on rank 0 once it has the outcome."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a save to --save-local."""
+        return self.before_report is not None
+
+    def count_bytes(self, count: int) -> None:
+        """Counts copied bytes: the heartbeats of `BackgroundSaves.finish` depend on them."""
+        self.num_copied_bytes += count
 
 
 class BackgroundSaves:
@@ -93,7 +118,7 @@ class BackgroundSaves:
         self.in_flight: BackgroundSave | None = None
         self.writer: BackgroundWriter | None = None
         self.last_has_failed = False
-        """Whether the last save that has ended has failed, on every rank."""
+        """Whether the last save to --save that has ended has failed, on every rank."""
         self._engine, self._vocab_size = engine, vocab_size
         self._store, self._heartbeat = store, heartbeat
         self._num_saves = 0
@@ -145,11 +170,12 @@ class BackgroundSaves:
         save = self.in_flight
         if save is None:
             return None
-        written = 0
+        before = 0
         while not save.is_reported.wait(1.0):
             # A heartbeat only if the writer progresses: the watchdog ends a run whose file system hangs.
-            if self.writer is not None and self.writer.num_written != written:
-                written = self.writer.num_written
+            written = self.writer.num_written if self.writer is not None else 0
+            if written + save.num_copied_bytes != before:
+                before = written + save.num_copied_bytes
                 self._heartbeat()
         dist.barrier()
         if dist.get_rank() == 0:
@@ -159,7 +185,9 @@ class BackgroundSaves:
         if dist.get_rank() != 0:
             save.outcome = outcome
             self._outcomes.put(outcome)
-        self.in_flight, self.last_has_failed = None, outcome.problem != ""
+        self.in_flight = None
+        if not outcome.is_local:
+            self.last_has_failed = outcome.problem != ""
         if outcome.problem and self.writer is not None:
             self.writer.close()
             self.writer = None
@@ -188,18 +216,26 @@ class BackgroundSaves:
         written = Written() if writer is None else writer.written()
         for name, digests in written.digests.items():
             result.digests.digests.setdefault(name, {}).update(digests)
-        result = replace(result, files=written.files, problem=result.problem or written.problem)
+        problem = result.problem or written.problem
+        if save.before_report is not None:
+            try:
+                problem = save.before_report(save, written.files, problem)
+            except Exception as error:  # a lost connection: nobody would see it in a thread
+                problem = problem or one_line(error)
+        result = replace(result, files=written.files, problem=problem)
         content: Any = pickle.dumps(result)  # the store accepts bytes, which its annotations do not say
         self._store.set(f"save {number} {dist.get_rank()}", content)
         save.is_reported.set()
         if dist.get_rank() != 0:
+            if save.after_report is not None:
+                save.after_report(save)
             return
         try:
             results = self._results(number)
             save.outcome = complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
             problem = f"{type(error).__name__}: {error}"
-            save.outcome = SaveOutcome(save.saving, save.state.iteration, problem)
+            save.outcome = SaveOutcome(save.saving, save.state.iteration, problem, is_local=save.is_local)
         self._outcomes.put(save.outcome)
         save.has_ended.set()
 
@@ -210,7 +246,7 @@ class BackgroundSaves:
             key = f"save {number} {rank}"
             # A long wait in the store would keep the other threads of this rank from using it.
             while not self._store.check([key]):
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
             results.append(pickle.loads(self._store.get(key)))
             self._store.delete_key(key)
         return results

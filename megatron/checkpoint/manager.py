@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.checkpoint.background_save import (
     BackgroundSaves,
     RankResult,
     SaveOutcome,
+    problem_in,
 )
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import UnquantizedDigests, combined
@@ -41,6 +42,8 @@ from megatron.checkpoint.integrity import (
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import may_replace, start_identity
+from megatron.checkpoint.local.saves import LocalCheckpoints
+from megatron.checkpoint.local.start import fetch_files
 from megatron.checkpoint.publishing import (
     clean_leftovers,
     delete_old_checkpoints,
@@ -73,7 +76,8 @@ class CheckpointManager:
     folder: --save, or any folder if the run does not save. vocab_size: without padding. eod: id of the
     end-of-document token, if known. fingerprint: identifies the data. owner: the ownership of the folder, on
     rank 0; None if no other job can write there. heartbeat: called after each file that is read or synced.
-    store: the store of the ranks, for saves in the background; None for a single process.
+    store: the store of the ranks, for saves in the background; None for a single process. local: the local
+    checkpoints; None without --save-local.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class CheckpointManager:
         owner: FolderOwner | None = None,
         heartbeat: Callable[[], None] = no_heartbeat,
         store: dist.Store | None = None,
+        local: LocalCheckpoints | None = None,
     ) -> None:
         self.engine = engine
         self.folder = Path(folder)
@@ -98,6 +103,9 @@ class CheckpointManager:
         self.identity: RunIdentity | None = None
         store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
         self.background = BackgroundSaves(engine, vocab_size, store, heartbeat)
+        self.local = local
+        # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
+        self.started_from_local = False
         self._deletion: threading.Thread | None = None
 
     def ownership_lost_reason(self) -> str | None:
@@ -109,13 +117,17 @@ class CheckpointManager:
     ) -> TrainingState:
         """Loads the checkpoint, or keeps the initial weights. Returns the training state. Collective."""
         options = self.engine.run_config.checkpoint
+        if checkpoint is not None and checkpoint.is_local and self.local is not None:
+            self.started_from_local = True
+            copied = fetch_files(checkpoint, self.local, self.engine, self.heartbeat)
+            checkpoint = replace(checkpoint, unverified_note=copied)
         print_fn(describe_start(checkpoint, options.load))
         with errors_of_rank_0(f"--save {options.save}"):
             if self.engine.global_rank == 0:
                 self.identity = start_identity(checkpoint, options)
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
-        if options.async_save and not self.engine.run_config.training.no_train:
+        if (options.async_save or self.local is not None) and not self.engine.run_config.training.no_train:
             # Its memory is taken now, not in the first save, which reports a failure.
             self.background.start_writer()
         if checkpoint is None:
@@ -128,6 +140,8 @@ class CheckpointManager:
         self.finish_save()
         checkpoint = self.newest_valid(self.engine.run_config.checkpoint.allow_replica_mismatch)
         if checkpoint is not None:
+            if self.local is not None and self.engine.global_rank == 0:
+                self.local.set_entries(())  # of the iterations that are given up
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
             if self.identity is not None:
                 self.identity = self.identity.rolled_back_to(checkpoint.folder.name)
@@ -205,20 +219,29 @@ class CheckpointManager:
         """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: each rank's files, and
         the places of parameters in them. Returns all files. Raises OSError, on every rank, if one is
         missing."""
-        files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
-        places = {name: place for _, own in of_ranks for name, place in own.items()}
-        if lacking := missing_files(files, run):
-            raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
+        run, files = self._with_files(run, of_ranks)
         if self.identity is not None:
             if problem := first_size_mismatch(saving, files):
                 raise OSError(f"{problem}, after all ranks have written")
-            run = {**run, "files": files, **self.identity.record()}
-            run = add_checksum(_within_limit(run, file_index(places, run["parameters"])))
             write_json(saving / RUN_FILE, run)
             name = f"global_step{state.iteration}"
             entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
             self.identity = publish(saving, entry, self.identity)
         return files
+
+    def _with_files(
+        self, run: dict[str, Any], of_ranks: Sequence[tuple[Files, dict[str, dict[str, Place]]]]
+    ) -> tuple[dict[str, Any], Files]:
+        """Returns the complete content of `run.json`, on rank 0, and all files. Raises OSError if a file is
+        missing."""
+        files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
+        places = {name: place for _, own in of_ranks for name, place in own.items()}
+        if lacking := missing_files(files, run):
+            raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
+        if self.identity is not None:
+            run = {**run, "files": files, **self.identity.record()}
+            run = add_checksum(_within_limit(run, file_index(places, run["parameters"])))
+        return run, files
 
     # --- saves in the background ---
 
@@ -235,11 +258,9 @@ class CheckpointManager:
         """Completes the checkpoint on rank 0. A failure is an outcome, since the other ranks train."""
         name = f"global_step{save.state.iteration}"
         folder = self.folder / name
-        problems = [f"rank {rank}: {result.problem}" for rank, result in enumerate(results) if result.problem]
-        if problems:
-            return SaveOutcome(folder, save.state.iteration, problems[0])
-        digests = combined([result.digests for result in results])
-        record = integrity_record(digests, save.canary_loss, self.engine.run_config)
+        if problem := problem_in(results):
+            return SaveOutcome(folder, save.state.iteration, problem)
+        record = _record_of(save, results, self.engine.run_config)
         try:
             self._check_owner()
             run = {**save.run, "certificate": record}
@@ -253,6 +274,62 @@ class CheckpointManager:
         num_bytes = sum(facts["bytes"] for facts in files.values())
         seconds = time.monotonic() - save.started
         return SaveOutcome(folder, save.state.iteration, "", num_bytes, seconds, mismatched)
+
+    def save_local(self, state: TrainingState) -> bool:
+        """Begins to save to --save-local, always in the background. Returns false if the save is left out,
+        because another one is in flight. Collective.
+
+        A failure is one of `background.take_outcomes`. It does not concern the saves to --save.
+        """
+        assert self.local is not None
+        if self.background.in_flight is not None:
+            if not broadcast_from_rank_0(self.background.in_flight.has_ended.is_set()):
+                self.local.num_left_out += 1
+                return False
+            self.finish_save()
+        started, name = time.monotonic(), ""
+        if self.engine.global_rank == 0:
+            self.identity = self.identity or RunIdentity()
+            name = saving_name(f"global_step{state.iteration}", self.identity)
+        run = self._run_record(state)
+        save = BackgroundSave(
+            self.local.begin(name),
+            state,
+            run,
+            started,
+            before_report=self.local.mirror,
+            after_report=self.local.follow,
+        )
+        extra = client_state(run[INFO_KEY], self.engine.run_config, asdict(state))
+        self.background.start(save, extra, self._complete_local)
+        return True
+
+    def _complete_local(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
+        """Completes a local checkpoint, or gives it up, on all nodes. Runs on rank 0."""
+        assert self.local is not None
+        problem = problem_in(results)
+        run: dict[str, Any] | None = None
+        files: Files = {}
+        try:
+            if not problem:
+                self._check_owner()
+                run, files = self._with_files(
+                    {**save.run, "certificate": _record_of(save, results, self.engine.run_config)},
+                    [(result.files, result.places) for result in results],
+                )
+                if unequal := run["certificate"]["unequal_copies"]:
+                    run, problem = None, f"replicas on several ranks are not equal: {'; '.join(unequal)}"
+        except (OSError, FolderTakenError) as error:
+            run, problem = None, str(error)
+        try:
+            failed = self.local.commit(save.saving, run)
+        except OSError as error:
+            failed = str(error)
+        problem = problem or failed
+        folder = save.saving.with_name(f"global_step{save.state.iteration}")
+        num_bytes = sum(facts["bytes"] for facts in files.values())
+        seconds = time.monotonic() - save.started
+        return SaveOutcome(folder, save.state.iteration, problem, num_bytes, seconds, is_local=True)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
@@ -331,6 +408,12 @@ class CheckpointManager:
     def _wait_for_deletion(self) -> None:
         if self._deletion is not None:
             self._deletion.join()
+
+
+def _record_of(save: BackgroundSave, results: Sequence[RankResult], config: Config) -> dict[str, Any]:
+    """Returns the integrity record of a save in the background."""
+    digests = combined([result.digests for result in results])
+    return integrity_record(digests, save.canary_loss, config)
 
 
 def _delete(folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:

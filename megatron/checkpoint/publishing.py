@@ -27,7 +27,7 @@ from megatron.files import HostileFileError, read_json, sync_file
 from megatron.text_table import first_few
 
 # Folder names of unfinished saves. The suffix is the job's attempt; older versions wrote none.
-_UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
+UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def clean_leftovers(folder: Path) -> None:
     owner of the folder may call it. Failures are logged, not raised."""
     for path in sorted(folder.iterdir()):
         try:
-            if _UNFINISHED.fullmatch(path.name):
-                _remove(path)
+            if UNFINISHED.fullmatch(path.name):
+                remove_checkpoint(path)
             elif path.name.endswith(REPLACED) and CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)):
                 _finish_replacement(path, path.with_name(path.name.removesuffix(REPLACED)))
         except OSError as error:
@@ -59,7 +59,7 @@ def _finish_replacement(replaced: Path, final: Path) -> None:
         open_checkpoint(final)
     except UserError:
         return  # the new one is damaged: keep the old one
-    _remove(replaced)
+    remove_checkpoint(replaced)
 
 
 def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIdentity:
@@ -75,7 +75,7 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     if final.exists():
         if not _is_in_lineage(folder, entry.name, identity):
             _LOG.warning("replacing %s, which belongs to another branch or run", final)
-        _remove(replaced)
+        remove_checkpoint(replaced)
         os.rename(final, replaced)
     os.rename(saving, final)
     identity = identity.with_checkpoint(entry)
@@ -85,7 +85,7 @@ def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIden
     except OSError as error:  # the checkpoint has its name: a resume finds it through `latest.json`
         _LOG.warning("%s is saved, but %s cannot be updated: %s", final, folder / LATEST_FILE, error)
     try:
-        _remove(replaced)
+        remove_checkpoint(replaced)
     except OSError as error:
         _LOG.warning("%s cannot be removed: %s", replaced, error)
     return identity
@@ -156,7 +156,7 @@ def delete_old_checkpoints(
             elif entry.name == protected or (interval and entry.iteration % interval == 0):
                 continue
             elif is_same_checkpoint(folder, entry, ()):
-                _remove(path)
+                remove_checkpoint(path)
         except OSError as error:
             _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
@@ -177,14 +177,14 @@ def is_same_checkpoint(
     return bool(found["sha256"] == entry.sha256)
 
 
-def _remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Deletes a checkpoint or an unfinished save. Raises OSError if it contains unlisted files."""
     if folder.is_symlink():
         folder.unlink()  # never delete the target of a link
     elif folder.exists():
         if unlisted := _unlisted(folder):
             raise OSError(f"it {_unlisted_text(unlisted)}")
-        if not _UNFINISHED.fullmatch(folder.name):
+        if not UNFINISHED.fullmatch(folder.name):
             # Deletion takes time. If the job is killed during it, `clean_leftovers` finds the rest.
             name = folder.name.removesuffix(REPLACED)
             folder = folder.rename(folder.with_name(f"{SAVING}{name}.{secrets.token_hex(4)}"))

@@ -56,6 +56,8 @@ class Checkpoint:
     """Whether its optimizer state is not loaded (--finetune, --no-load-optim)."""
     is_branch_point: bool = False
     """Whether a cooldown branch starts from it (--branch-at)."""
+    is_local: bool = False
+    """Whether its files are on the nodes' disks (--save-local): `folder` holds those of this rank's node."""
 
     @property
     def start_state(self) -> TrainingState:

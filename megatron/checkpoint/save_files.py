@@ -80,6 +80,13 @@ class BackgroundFiles(SavedFiles):
         self._has_optimizer_state = False
         self._problem = problem
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Creates a folder; called by DeepSpeed."""
+        try:
+            super().makedirs(path, exist_ok)
+        except OSError as error:
+            self._problem = self._problem or str(error)
+
     def write(self, file: Path, content: Any, optimizer_states: Sequence[dict[str, Any]]) -> None:
         """See `SavedFiles`. Returns once the content is copied."""
         fragments = [fragment for state in optimizer_states for fragment in self._fragments(state)]

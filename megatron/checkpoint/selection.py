@@ -55,16 +55,21 @@ def find_checkpoint(
         check_first_sample(checkpoint, config)
         check_remaining_batches(config, 0 if checkpoint is None else checkpoint.start_state.consumed_samples)
     if checkpoint is not None:
-        check_replicas(checkpoint, config)
-    if checkpoint is not None and checkpoint.is_external:
+        check_fits(checkpoint, config, vocab_size, fingerprint)
+    return checkpoint
+
+
+def check_fits(checkpoint: Checkpoint, config: Config, vocab_size: int, fingerprint: dict[str, Any]) -> None:
+    """Raises UserError if the run cannot start from a checkpoint because of its model, data or schedule."""
+    check_replicas(checkpoint, config)
+    if checkpoint.is_external:
         open_reader(checkpoint).check_external(config, vocab_size)
         check_external_schedule(checkpoint, config)
-    elif checkpoint is not None:
+    else:
         check_model(checkpoint, config, vocab_size)
         check_vocabulary(checkpoint, fingerprint)
         check_data(checkpoint, config, fingerprint)
         check_schedule(checkpoint, config)
-    return checkpoint
 
 
 def select_valid_checkpoint(

@@ -37,6 +37,7 @@ def validate(config: Config) -> None:
     check_precision(config.precision)
     check_finetuning(config)
     check_stability(config.stability, config.checkpoint)
+    check_local_saves(config.checkpoint)
     if config.curriculum is not None:
         check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     check_harness(config)
@@ -144,6 +145,18 @@ def check_finetuning(config: Config) -> None:
         raise ConfigError(
             f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: set another --save, or "
             f"remove {option} to resume. With one folder, each restart of the job would apply {option} again"
+        )
+
+
+def check_local_saves(checkpoint: CheckpointConfig) -> None:
+    """Raises ConfigError if --save-local is --save or lies inside it."""
+    if checkpoint.save is None or checkpoint.save_local is None:
+        return
+    save, local = Path(os.path.realpath(checkpoint.save)), Path(os.path.realpath(checkpoint.save_local))
+    if save in (local, *local.parents):
+        raise ConfigError(
+            f"--save-local {checkpoint.save_local} is {'' if local == save else 'inside '}--save "
+            f"{checkpoint.save}: set a folder outside it, on the disk of each node"
         )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -167,6 +167,12 @@ class GPTEngine(ScheduleExecutor):
                     state = {name: own_storage(value) for name, value in layer.state_dict().items()}
                     path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
                     self.checkpoint_engine.save(state_dict=state, path=path)
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Copies DeepSpeed's scripts beside the checkpoint; called by DeepSpeed. A failure must not end the
+        training, which goes on if a checkpoint in the background cannot be written."""
+        with suppress(OSError):
+            super()._copy_recovery_script(save_path)
 
     def _free_pipe_buffers(self) -> None:
         """Frees the activations of the last micro-batches, which include logits.

@@ -18,6 +18,7 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.run_export import check_export
 from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import check_save_is_outside_checkpoints
+from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
@@ -146,6 +147,7 @@ def build_trainer(
     fingerprint: dict[str, Any] | None = None,
     owner: FolderOwner | None = None,
     store: Store | None = None,
+    local: LocalCheckpoints | None = None,
     tasks: Any = None,
     data: Callable[[Config, ParallelLayout, RunLength, Vocabulary], RunData] = open_data,
     trainer: type[Trainer] = Trainer,
@@ -153,12 +155,12 @@ def build_trainer(
     """Returns the training loop around an engine, with its checkpoints and data.
 
     fingerprint: see `run_fingerprint`. owner: owner of --save. store: of all ranks, for saves in the
-    background. tasks: --eval-harness-tasks, on rank 0.
+    background. local: the local checkpoints. tasks: --eval-harness-tasks, on rank 0.
     """
     watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""
     checkpoints = CheckpointManager(
-        engine, saved_to, vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat, store
+        engine, saved_to, vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat, store, local
     )
     opened = data(config, engine.layout, length, vocab)
     return trainer(

@@ -10,6 +10,8 @@ from torch.distributed import Store
 from megatron.checkpoint import selection
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
+from megatron.checkpoint.local.saves import LocalCheckpoints
+from megatron.checkpoint.local.start import select_checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
@@ -68,9 +70,11 @@ def run(
         notes = [*notes, *check_kernels(config.training.require_kernels)]
         notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
-        checkpoint = selection.select_valid_checkpoint(
-            checkpoint, config, vocab.size, fingerprint, watchdog.heartbeat
-        )
+        local = None
+        if config.checkpoint.save_local:
+            local = LocalCheckpoints.connect(config.checkpoint, node_name(os.environ), store)
+            notes += local.notes()
+        checkpoint = select_checkpoint(checkpoint, local, config, vocab.size, fingerprint, watchdog.heartbeat)
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, length, batches, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
@@ -94,6 +98,7 @@ def run(
         fingerprint=fingerprint,
         owner=folder_owner,
         store=store,
+        local=local,
         tasks=tasks,
     )
     with watchdog.phase(Phase.LOAD):
@@ -126,10 +131,13 @@ def _connect(config: Config, watchdog: Watchdog) -> tuple[int, Store]:
 
 
 def make_output_folders(config: Config) -> None:
-    """Creates --save and, on rank 0, the folders of its logs. Raises ConfigError if a folder is not writable,
-    or if --wandb-project is set without wandb."""
+    """Creates --save and --save-local and, on rank 0, the folders of its logs. Raises ConfigError if a folder
+    is not writable, or if --wandb-project is set without wandb."""
     if config.checkpoint.save:
         _make_writable("--save", config.checkpoint.save)
+    if config.checkpoint.save_local:
+        node = node_name(os.environ)
+        _make_writable(f"node {node}: --save-local", config.checkpoint.local_folder(node))
     if not is_main_process():
         return
     logging, parallel = config.logging, config.parallel

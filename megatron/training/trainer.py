@@ -1,5 +1,6 @@
 """The training loop."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from megatron.training.writers import make_writers
 
 if TYPE_CHECKING:
     from megatron.training.harness.model import Tasks
+
+_LOG = logging.getLogger(__name__)
 
 # After a resume, a few consecutive fp16 overflows are normal: the loss scale has just grown.
 _MANY_SKIPPED_STEPS = 10
@@ -116,9 +119,10 @@ class Trainer:
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
+        local_interval = self.config.checkpoint.save_local_interval
         if training.no_train:
             return state
-        saved = state
+        saved = None if self.checkpoints.started_from_local else state
         self.resumable_iteration = state.iteration
         self.watchdog.set_handled_signals(self.exits.install_handlers())
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
@@ -135,6 +139,8 @@ class Trainer:
             if save_interval and state.iteration % save_interval == 0:
                 self.checkpoint(state, in_background=self.config.checkpoint.async_save)
                 saved = state
+            elif local_interval and state.iteration % local_interval == 0:
+                self.checkpoint_locally(state)
             self._export_if_due(state)
             self._announce_saves()
             self._evaluate_tasks(state)
@@ -143,7 +149,8 @@ class Trainer:
         with self.watchdog.phase(Phase.SAVE):
             last = self.checkpoints.finish_save()
         self._announce_saves()
-        if self.config.checkpoint.save and (saved != state or (last is not None and last.problem)):
+        has_failed = last is not None and last.problem and not last.is_local
+        if self.config.checkpoint.save and (saved != state or has_failed):
             self.checkpoint(state)
             with self.watchdog.phase(Phase.SAVE):
                 self.checkpoints.finish_save()  # waits until old checkpoints are deleted
@@ -258,6 +265,25 @@ class Trainer:
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
         )
 
+    def checkpoint_locally(self, state: TrainingState) -> None:
+        """Begins to save a local checkpoint, unless another save is in flight."""
+        self.exit_code = None
+        started = time.perf_counter()
+        with self.watchdog.phase(Phase.SAVE):
+            has_begun = self.checkpoints.save_local(state)
+        if has_begun:
+            self.metrics.print(
+                f"saving iteration {state.iteration} locally: training waited "
+                f"{time.perf_counter() - started:.1f} s"
+            )
+        else:
+            number = self.checkpoints.local.num_left_out if self.checkpoints.local is not None else 0
+            _LOG.info(
+                "iteration %d is not saved locally: a save is in flight (%d left out)",
+                state.iteration,
+                number,
+            )
+
     def _export_if_due(self, state: TrainingState) -> None:
         """Writes the model for Hugging Face transformers, if a flag asks for it at this iteration. A failure
         is a warning: the checkpoint has the weights too."""
@@ -290,15 +316,22 @@ class Trainer:
     def _announce_saves(self) -> None:
         """Prints the saves in the background that have ended."""
         for outcome in self.checkpoints.background.take_outcomes():
+            if outcome.problem and outcome.is_local:
+                self.metrics.print(
+                    f"warning: local checkpoint {outcome.folder} was not saved ({outcome.problem})"
+                )
+                continue
             if outcome.problem:
                 self.metrics.print(
                     f"warning: checkpoint {outcome.folder} was not saved ({outcome.problem}): the next save "
                     "is not in the background"
                 )
                 continue
-            self._note_saved(outcome.iteration)
+            if not outcome.is_local:  # a local checkpoint may be lost
+                self._note_saved(outcome.iteration)
+            how = "on the nodes' disks" if outcome.is_local else "in the background"
             self.metrics.print(
-                f"saved {outcome.folder} in the background, {outcome.num_bytes / 1e6:,.1f} MB, "
+                f"saved {outcome.folder} {how}, {outcome.num_bytes / 1e6:,.1f} MB, "
                 f"{outcome.seconds:.1f} s after its begin"
             )
 

@@ -4,9 +4,15 @@ import pytest
 
 from tests.support.kills import run_kill_test
 
+KINDS = {
+    "at once": {},
+    "in the background": {"async_save": True},
+    "on local disks, of which one is lost": {"local_save": True},
+}
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
-def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(async_save, tmp_path):
-    outcome = run_kill_test(tmp_path, kills=4, seed=1, async_save=async_save)
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(kind, tmp_path):
+    outcome = run_kill_test(tmp_path, kills=4, seed=1, **KINDS[kind])
     # How many of the kills hit an unfinished save is a matter of timing, so it is not checked.
     assert outcome.failures == [] and outcome.kills == 4

@@ -89,12 +89,20 @@ class Job:
 
     def rank(self, rank: int) -> int:
         """The process id of a rank, found by the variables of Slurm and the launcher."""
-        words = {f"SLURM_CONF={self.env['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}", f"RANK={rank}"}
+        found = self.processes(f"RANK={rank}")
+        if not found:
+            raise LookupError(f"job {self.number} has no rank {rank}")
+        return found[0]
+
+    def processes(self, variable: str) -> list[int]:
+        """The ids of the job's processes with this in their environment."""
+        words = {f"SLURM_CONF={self.env['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}", variable}
+        found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if words <= set(path.read_text(errors="replace").split("\0")):
-                    return int(path.parent.name)
-        raise LookupError(f"job {self.number} has no rank {rank}")
+                    found.append(int(path.parent.name))
+        return found
 
     def control(self, *command: str) -> str:
         """Runs a command of Slurm's on the job."""

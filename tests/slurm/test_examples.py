@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -165,6 +169,49 @@ def test_104b_resumes_after_failures(
     assert "TP 1 x PP 2 x DP 2" in job.log()
     assert steps(job.log()) == [17]
     assert (tmp_path / "runs" / "tr8-104B-tp1-pp2" / "checkpoints" / "latest").read_text() == "global_step17"
+
+
+def lose_node(slurm: dict[str, str], job: Job, node: str, disks: Path) -> None:
+    """Ends the daemon and the tasks of a node and wipes its disk. Slurm marks the node as down, and it comes
+    back empty."""
+    pid_file = Path(slurm["SLURM_TEST_FOLDER"], "pid", f"slurmd-{node}")
+    daemon = psutil.Process(int(pid_file.read_text()))
+    daemon.kill()
+    while daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.1)
+    pid_file.unlink()
+    for process in job.processes(f"SLURMD_NODENAME={node}"):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    shutil.rmtree(disks / node)
+    down = ["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost"]
+    subprocess.run(down, env=slurm, check=True)
+    subprocess.run([CLUSTER, "start"], env=slurm, check=True, timeout=HANG_TIMEOUT_S)
+
+
+@pytest.mark.full
+def test_a_requeued_job_resumes_from_the_local_checkpoint_that_a_lost_node_leaves(
+    submit: Submit, places: dict[str, object], slurm: dict[str, str], tmp_path: Path
+) -> None:
+    variables = {**TINY, **places, "RAMPUP_BATCH_SIZE": "", "TRAIN_SAMPLES": 1_000_000}
+    local = {"SAVE_LOCAL": tmp_path / "disks" / "{node}", "SAVE_LOCAL_INTERVAL": 2}
+    job = submit("tr8-104B.slurm", options=ON_BOTH_NODES, **variables, **local)
+    job.wait_for(" on the nodes' disks, ", times=2)
+    lose_node(slurm, job, "n2", tmp_path / "disks")
+    job.wait_for("checkpoint verification")
+    job.wait_for(" on the nodes' disks, ", times=3)
+    job.control("scancel")
+    job.end()
+    first, line, second = re.split("^(starting from .*)", job.log(), flags=re.MULTILINE)
+    saved = [int(step) for step in re.findall(r"^saved \S*global_step(\d+) on the nodes' disks", first, re.M)]
+    words = (
+        r"starting from \S*/disks/n1/\S*global_step(\d+), iteration \1 \(local checkpoint, no checkpoint in"
+    )
+    found = re.match(rf"{words} --save\)\. \d+ of its files were copied from other nodes to n2$", line)
+    assert found and int(found[1]) >= saved[-1], line
+    assert "initializing from scratch" in first and min(losses(second)) == int(found[1]) + 1
+    common = losses(first).keys() & losses(second).keys()
+    assert all(losses(first)[step] == losses(second)[step] for step in common)
 
 
 def losses(log: str) -> dict[int, str]:

@@ -10,6 +10,7 @@ from tests.support.layouts import EOD, GLOBAL_BATCH, SEQ, VOCAB, Row, build_engi
 
 if TYPE_CHECKING:
     from megatron.checkpoint.lineage.owner import FolderOwner
+    from megatron.checkpoint.local.saves import LocalCheckpoints
     from megatron.checkpoint.manager import CheckpointManager
     from megatron.engine.pipeline_engine import GPTEngine
 
@@ -22,14 +23,19 @@ def state_after(steps: int) -> TrainingState:
     return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
 
 
-def make_manager(engine: GPTEngine, folder: Path, owner: FolderOwner | None = None) -> CheckpointManager:
+def make_manager(
+    engine: GPTEngine,
+    folder: Path,
+    owner: FolderOwner | None = None,
+    local: LocalCheckpoints | None = None,
+) -> CheckpointManager:
     """Returns a manager that saves checkpoints of the engine to the folder, and loads them."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     from megatron.checkpoint.manager import CheckpointManager
 
     store = _get_default_store()
-    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner, store=store)
+    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner, store=store, local=local)
 
 
 def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:

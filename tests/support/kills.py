@@ -1,10 +1,12 @@
-"""A run whose processes are killed repeatedly during saves, and what each resume found."""
+"""A run whose processes are killed repeatedly during saves, and what each resume found. With local saves each
+rank is a node, and a random node loses its disk before each start."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -13,14 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of, train, train_layout
+from tests.support.checkpoints import state_after
+from tests.support.layouts import Row, train, train_layout
+from tests.support.local_saves import start
 from tests.support.pool import WorldError, run_world
 
 if TYPE_CHECKING:
     from megatron.checkpoint.manager import CheckpointManager
 
 ROW = Row(dp=2, zero=1)
+NODES = ("a", "b")
+NOT_LOCAL = {"save_local": None, "save_local_interval": None}
 # A start is killed in its first, second or third save, so that the run progresses.
 SAVES = 3
 
@@ -38,6 +43,8 @@ class Plan:
     instant_s: float
     """How long after the begin of the save."""
     async_save: bool
+    local_save: bool
+    """Whether two of three saves are local."""
 
 
 @dataclass
@@ -54,25 +61,30 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
 
-def run_kill_test(folder: Path, kills: int, seed: int, async_save: bool = False) -> Outcome:
+def run_kill_test(
+    folder: Path, kills: int, seed: int, async_save: bool = False, local_save: bool = False
+) -> Outcome:
     """Kills and resumes until `kills` are reached or a resume fails. async_save: saves are in the background,
-    and half of the victims are the processes that write."""
+    and half of the victims are the processes that write. local_save: two of three saves are local."""
     started = time.monotonic()
     rng, outcome = random.Random(seed), Outcome()
-    checkpoints, journal = folder / "checkpoints", folder / "journal"
+    checkpoints, journal = folder / "save", folder / "journal"
     expected = run_world(2, train_layout, ROW, kills * SAVES + 1, timeout=3600.0)[0]
     complete, save_s = 0, 0.2
     while outcome.kills < kills and not outcome.failures:
         journal.unlink(missing_ok=True)
         plan = Plan(
             victim=rng.randrange(2),
-            is_writer=async_save and rng.random() < 0.5,
+            is_writer=(async_save or local_save) and rng.random() < 0.5,
             attempt=rng.randrange(SAVES),
             instant_s=rng.uniform(0.0, 1.1 * save_s),
             async_save=async_save,
+            local_save=local_save,
         )
+        if local_save:
+            shutil.rmtree(folder / "disks" / NODES[rng.randrange(2)], ignore_errors=True)
         try:
-            run_world(2, start_and_be_killed, checkpoints, journal, plan)
+            run_world(2, start_and_be_killed, folder, journal, plan)
             outcome.kills += plan.is_writer
         except WorldError as error:
             outcome.kills += 1
@@ -100,19 +112,12 @@ def run_kill_test(folder: Path, kills: int, seed: int, async_save: bool = False)
     return outcome
 
 
-def start_and_be_killed(checkpoints: Path, journal: Path, plan: Plan) -> None:
+def start_and_be_killed(folder: Path, journal: Path, plan: Plan) -> None:
     """Resumes, then trains and saves after each step; the plan's victim dies. Rank 0 records its actions in
     the journal. Inside `run_world`."""
-    from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
-
-    folders = {"load": str(checkpoints), "save": str(checkpoints)}
-    config = config_of(ROW, checkpoint={**folders, "keep_last": 2})
-    checkpoints.mkdir(exist_ok=True)
-    found = find_checkpoint(config, VOCAB, FINGERPRINT)
-    found = select_valid_checkpoint(found, config, VOCAB, FINGERPRINT)
-    engine = build_engine(config)
-    manager = make_manager(engine, checkpoints)
-    state = manager.restore_or_init(found, lambda text: None)
+    started = start(ROW, folder, NODES, keep_last=2, **({} if plan.local_save else NOT_LOCAL))
+    manager, state = started.manager, started.state
+    engine = manager.engine
     with open(journal if engine.global_rank == 0 else "/dev/null", "a") as file:
 
         def note(*entry: object) -> None:
@@ -138,8 +143,13 @@ def start_and_be_killed(checkpoints: Path, journal: Path, plan: Plan) -> None:
                 signal.setitimer(signal.ITIMER_REAL, max(plan.instant_s, 1e-6))
             if is_time and plan.is_writer:
                 threading.Timer(plan.instant_s, kill_writer, [manager]).start()
-            began = time.monotonic()
-            saved = manager.save(state, plan.async_save)
+            began, saved = time.monotonic(), None
+            if plan.local_save and attempt < SAVES - 1:
+                manager.finish_save()
+                note_saved()
+                assert manager.save_local(state)
+            else:
+                saved = manager.save(state, plan.async_save)
             note_saved()
             if saved is not None:
                 note("saved", step, time.monotonic() - began)

@@ -70,6 +70,12 @@ def test_a_dry_run_prints_the_whole_command_and_does_nothing_else(script: str, t
     assert command[-2:] == ["--exit-interval", "7"]
 
 
+@pytest.mark.parametrize("script", NAMES)
+def test_a_variable_adds_the_flags_of_local_checkpoints(script: str, tmp_path: Path) -> None:
+    printed = dry_run(script, folder=tmp_path, SAVE_LOCAL="/disk/{node}", SAVE_LOCAL_INTERVAL="7")
+    assert commands(printed)[-1][-4:] == ["--save-local", "/disk/{node}", "--save-local-interval", "7"]
+
+
 def settings_of(config: Config) -> dict[str, Any]:
     """'section.field' -> value; of files and folders only whether they are given."""
     settings = {

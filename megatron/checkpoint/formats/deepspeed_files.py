@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.names import check_parameter
+from megatron.checkpoint.names import check_parameter, check_plain
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.mapped_file import release_pages
@@ -145,7 +145,8 @@ class FlatShard:
 class OptimizerFiles:
     """The optimizer state of all parameters. `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages.
 
-    With the index of `run.json` a file is read when something in it is needed; without it all files are read.
+    With the index of `run.json` a file is read when something in it is needed, and files that are not needed
+    may be missing; without it all files are read.
     """
 
     def __init__(
@@ -154,29 +155,49 @@ class OptimizerFiles:
         tp_size: int,
         index: Mapping[str, Any] | None = None,
         names: Collection[str] | None = None,
+        present: Collection[str] | None = None,
     ) -> None:
         """tp_size: tensor-parallel size of the run that saved. index: see `file_index`. names: the files of
-        the checkpoint; None to list the folder. Raises UserError for a file that is damaged or has an unknown
-        layout."""
+        the checkpoint; None to list the folder. present: those that are in the folder; None if all are.
+        Raises UserError for a file that is damaged or has an unknown layout."""
         self.folder = folder
         self.tp_size = tp_size
         self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
         self._states: dict[Path, dict] = {}
+        self._index = _read_index(index, folder) if index is not None else None
         files = optimizer_files(folder, names)
         if not files:
             raise UserError(f"checkpoint {folder} holds no optimizer state: use another checkpoint")
-        _, self._first, key = files[0]
+
+        def is_present(path: Path) -> bool:
+            return present is None or path.name in present
+
+        _, self._first, key = next((file for file in files if is_present(file[1])), files[0])
         self.stage = int(key == "optimizer_state_dict")
-        self._index = _read_index(index, folder) if index is not None else None
-        first_holder: dict[tuple[int, str], int] = {}
+        # A tied parameter is in the files of two stages: the files of the first stage that are all present.
+        holders: dict[tuple[int, str], dict[int, list[_Fragment]]] = {}
         for model_rank, path, key in files:
             read = partial(self._read_state, path, key)
-            tp_rank = model_rank % tp_size
             for name, place in self._places(path, read).items():
-                # A tied parameter is in the files of two stages: the first one is enough.
-                if first_holder.setdefault((tp_rank, name), model_rank) == model_rank:
-                    fragment = _Fragment(path, read, *place)
-                    self._fragments[tp_rank].setdefault(name, []).append(fragment)
+                of_ranks = holders.setdefault((model_rank % tp_size, name), {})
+                of_ranks.setdefault(model_rank, []).append(_Fragment(path, read, *place))
+        for (tp_rank, name), of_ranks in holders.items():
+            complete = (one for one in of_ranks.values() if all(is_present(part.path) for part in one))
+            self._fragments[tp_rank][name] = next(complete, next(iter(of_ranks.values())))
+
+    def paths(self, tp_rank: int, name: str, start: int = 0, stop: int | None = None) -> set[Path]:
+        """Returns the files that hold elements start to stop - 1 of a TP rank's shard of a parameter."""
+        paths, first = set(), 0
+        for fragment in self._fragments[tp_rank][name]:
+            if start < first + fragment.length and (stop is None or first < stop):
+                paths.add(fragment.path)
+            first += fragment.length
+        return paths
+
+    @property
+    def first_path(self) -> Path:
+        """The file that `common` reads."""
+        return self._first
 
     def _places(self, path: Path, read: Callable[[], dict]) -> dict[str, Place]:
         """Returns the place of each parameter in a file, from the index if there is one."""
@@ -354,6 +375,11 @@ def file_index(places: Mapping[str, Mapping[str, Place]], parameters: Collection
     return {"version": INDEX_VERSION, "names": sorted(parameters), "files": files}
 
 
+def has_index(run: Mapping[str, Any]) -> bool:
+    """Returns whether `run.json` has an index that can be used."""
+    return run.get("index", {}).get("version") == INDEX_VERSION
+
+
 def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Place]] | None:
     """Returns the places of the parameters in each file; None for an index of another version."""
     with expect_layout(folder / "run.json", "an index of the optimizer's files"):
@@ -362,7 +388,7 @@ def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, P
         names = [check_parameter(name, folder / "run.json") for name in index["names"]]
         found: dict[str, dict[str, Place]] = {}
         for file, groups in index["files"].items():
-            places = found.setdefault(file, {})
+            places = found.setdefault(check_plain(file, folder / "run.json"), {})
             for group, text in enumerate(groups):
                 numbers = [int(word) for word in text.split()]
                 start = 0

@@ -7,7 +7,8 @@ are in the global tensor. Files are memory-mapped, so a rank reads only what it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -23,7 +24,9 @@ from megatron.checkpoint.formats.deepspeed_files import (
     VALUES,
     FlatShard,
     OptimizerFiles,
+    has_index,
     layer_files,
+    optimizer_files,
     unneeded_files,
 )
 from megatron.checkpoint.formats.state import (
@@ -78,7 +81,8 @@ class NativeReader(StateReader):
     def files(self) -> OptimizerFiles:
         """The optimizer's files."""
         run = self.checkpoint.run
-        return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"))
+        present = os.listdir(self.folder) if self.checkpoint.is_local else None
+        return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"), present)
 
     @cached_property
     def layers(self) -> LayerFiles:
@@ -130,8 +134,7 @@ class NativeReader(StateReader):
     ) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""
         saved = self._saved_spec(spec)
-        if spec.shard_dim is None or (saved == spec and self.tp_size == tp_group.size):
-            rank = 0 if spec.shard_dim is None else tp_group.rank
+        if (rank := self._rank_of_shard(spec, tp_group)) is not None:
             shard = self._shard(rank, name, state_name, saved)
             return shard.elements(start, shard.numel if stop is None else stop, out)
 
@@ -139,6 +142,29 @@ class NativeReader(StateReader):
             return self._shard(rank, name, state_name, saved).elements(first, last)
 
         return reshard(spec, tp_group, saved, self.tp_size, saved_elements, start, stop, out)
+
+    def files_of_parts(
+        self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
+    ) -> set[str]:
+        """Returns the names of the files that a rank reads for its parts of parameters. The other files of
+        the optimizer may be missing. parts: name, spec, first element and end in the rank's shard."""
+        run = self.checkpoint.run
+        if not has_index(run):
+            return {path.name for _, path, _ in optimizer_files(self.folder, run["files"])}
+        paths: set[Path] = set()
+        for name, spec, start, stop in parts:
+            if (rank := self._rank_of_shard(spec, tp_group)) is not None:
+                paths |= self.files.paths(rank, name, start, stop)
+            else:  # of all shards, which is more than it reads
+                paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, name)}
+        return {path.name for path in paths or {self.files.first_path}}
+
+    def _rank_of_shard(self, spec: ParameterSpec, tp_group: TPGroup) -> int | None:
+        """Returns the TP rank whose files hold a TP rank's shard of a parameter; None if several do."""
+        if spec.shard_dim is None:
+            return 0
+        is_equal = self._saved_spec(spec) == spec and self.tp_size == tp_group.size
+        return tp_group.rank if is_equal else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""

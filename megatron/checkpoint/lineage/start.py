@@ -24,6 +24,7 @@ from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES, unnee
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
+from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config
@@ -69,7 +70,7 @@ def check_load_folder(config: Config) -> None:
         return
     if config.training.no_train:
         raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
-    if save is None or not (_is_same_path(load, save) or _continuation(config.checkpoint, None)):
+    if save is None or not (is_same_path(load, save) or _continuation(config.checkpoint, None)):
         raise UserError(
             f"--load {load} does not exist: pass an existing folder, or remove --load; to "
             "start from scratch and resume later, pass one folder as both --load and --save"
@@ -104,7 +105,7 @@ def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | Non
     )
     if config.save is None or format_of(Path(config.save)) != NATIVE:
         return given
-    if not config.universal_checkpoint and _is_same_path(load, config.save):
+    if not config.universal_checkpoint and is_same_path(load, config.save):
         return given
     try:
         own = find_latest(config.save, damaged)
@@ -126,7 +127,7 @@ def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
 def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
     """Returns the newest checkpoint in --save if its run was started from --load, according to the path that
     its `origin` records; otherwise None. Returns None also if --load and --save are one folder."""
-    if config.load is None or config.save is None or _is_same_path(config.load, config.save):
+    if config.load is None or config.save is None or is_same_path(config.load, config.save):
         return None
     try:
         own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
@@ -185,7 +186,7 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
         # Checkpoints without digests, such as those of other frameworks, are distinguished by name and path.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
-    if config.universal_checkpoint or _is_same_path(given.folder, config.load):
+    if config.universal_checkpoint or is_same_path(given.folder, config.load):
         return False
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
 
@@ -202,9 +203,13 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
 
     The run is continued if the checkpoint is the newest in --save, or if a user has set `latest` to it. A
     start from a different folder, or with --finetune, begins a new run with the checkpoint as its origin.
+    A local checkpoint continues its run, and is not part of the lineage.
     """
     if checkpoint is None:
         return RunIdentity()
+    if checkpoint.is_local:
+        old = _checkpoints_without_run_id(Path(str(config.save)), checkpoint.lineage, None)
+        return RunIdentity(str(checkpoint.run_id), checkpoint.lineage, checkpoint.run.get("origin"), old)
     # A converted checkpoint has the run.json of its source, but is not part of the source's lineage.
     converted = format_of(checkpoint.folder) != NATIVE
     lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
@@ -213,7 +218,7 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
         return RunIdentity(lineage=lineage, origin=origin)
     save = Path(config.save)
     record = read_record(save)
-    resumes = not checkpoint.weights_only and _is_same_path(checkpoint.folder.parent, save)
+    resumes = not checkpoint.weights_only and is_same_path(checkpoint.folder.parent, save)
     if resumes and (converted or _is_current(checkpoint, config)):
         run_id = checkpoint.run_id or RunIdentity().run_id
         if not converted:
@@ -228,13 +233,13 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
 
 def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
     """Returns whether a resume from --save would select this checkpoint."""
-    if not _is_same_path(checkpoint.folder, config.load or ""):
+    if not is_same_path(checkpoint.folder, config.load or ""):
         return True
     try:
         current = find_latest(str(config.save))
     except MissingCheckpointError:
         return False
-    return current is not None and _is_same_path(current.folder, checkpoint.folder)
+    return current is not None and is_same_path(current.folder, checkpoint.folder)
 
 
 def _checkpoints_without_run_id(
@@ -293,16 +298,18 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         return
     save = Path(options.save)
     found = checkpoints_of_other_runs(save, start_identity(checkpoint, options))
+    if options.load is None:  # the first local save of a new run would delete them
+        found += [f"local {entry.name}" for entry in read_local_entries(save)]
     remedy = (
         "give another --save, or pass --overwrite-checkpoints, which replaces a checkpoint once a new one of "
         "its name is complete"
     )
-    if checkpoint is None and options.load is not None and not _is_same_path(options.load, options.save):
+    if checkpoint is None and options.load is not None and not is_same_path(options.load, options.save):
         raise UserError(
             f"--load {options.load} holds no checkpoint, and --save is {save}: pass a folder with "
             "a checkpoint, or remove --load to start from scratch"
         )
-    if checkpoint is None or checkpoint.weights_only or not _is_same_path(checkpoint.folder.parent, save):
+    if checkpoint is None or checkpoint.weights_only or not is_same_path(checkpoint.folder.parent, save):
         start = "a new run" if checkpoint is None else f"a start from {checkpoint.folder}"
         if checkpoint is not None and checkpoint.weights_only:
             start += " with --finetune"
@@ -317,7 +324,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
     newer = [name for name in found if step_of(name) > checkpoint.state.iteration]
     if newer:
         name = checkpoint.folder.name
-        is_named = _is_same_path(checkpoint.folder, options.load)
+        is_named = is_same_path(checkpoint.folder, options.load)
         first = f"to resume that run write {name} into {save / 'latest'}" if is_named else "move them away"
         raise UserError(
             f"--save {save} holds checkpoints of another run ({first_few(newer)}) ahead of {name}, "
@@ -325,7 +332,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
         )
 
 
-def _is_same_path(one: str | Path, other: str | Path | None) -> bool:
+def is_same_path(one: str | Path, other: str | Path | None) -> bool:
     """Returns whether two paths name the same folder, which need not exist."""
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 

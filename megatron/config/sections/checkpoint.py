@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from typing import ClassVar
@@ -44,13 +45,35 @@ class CheckpointConfig(Section):
         "process beside each rank writes the files. A run ends when its last save is complete",
         needs={"checkpoint.save_interval": "set the interval, or remove --async-save"},
     )
+    save_local: str | None = flag(
+        None,
+        metavar="FOLDER",
+        help="folder on each node's own disk for local checkpoints, which are saved in the background every "
+        "--save-local-interval iterations; each node also keeps a copy of the files of the node before it. A "
+        "restart loads the newest one if it is complete and newer than the checkpoint in --save. In the "
+        "path, {node} stands for the node's name",
+        needs={
+            "checkpoint.save": "set --save to a shared folder, or remove --save-local",
+            "checkpoint.save_local_interval": "set the interval, or remove --save-local",
+        },
+        excludes={"training.no_train": "an evaluation (--eval-only) does not save; remove --save-local"},
+    )
+    save_local_interval: int | None = flag(
+        None,
+        at_least=1,
+        help="iterations between local checkpoints",
+        needs={"checkpoint.save_local": "set --save-local to a folder, or remove --save-local-interval"},
+    )
     async_save_memory_gb: float | None = flag(
         None,
         above=0.0,
-        help="host memory per rank, in GB, for the copy of --async-save; with less than the state needs, "
-        "training waits longer",
+        help="host memory per rank, in GB, for the copy of --async-save and --save-local; with less than the "
+        "state needs, training waits longer",
         derived="as much as the state needs",
-        needs={"checkpoint.async_save": "set --async-save, or remove --async-save-memory-gb"},
+        needs={
+            "checkpoint.async_save|checkpoint.save_local": "set --async-save or --save-local, or remove "
+            "--async-save-memory-gb"
+        },
     )
     save_hf_interval: int | None = flag(
         None,
@@ -153,3 +176,11 @@ class CheckpointConfig(Section):
             return False
         load = os.path.realpath(self.load)
         return os.path.realpath(self.save) in (load, os.path.dirname(load))
+
+    def local_folder(self, node: str) -> str:
+        """Returns the folder of this run's local checkpoints on a node, by the name of the node. Runs with
+        different --save folders have different ones."""
+        save = os.path.abspath(str(self.save))
+        digest = hashlib.sha256(save.encode(errors="surrogateescape")).hexdigest()[:8]
+        folder = str(self.save_local).replace("{node}", node)
+        return os.path.join(os.path.abspath(folder), f"{os.path.basename(save)[:100]}-{digest}")

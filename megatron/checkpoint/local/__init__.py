@@ -1,0 +1,1 @@
+"""Checkpoints on the disks of the nodes, mirrored to a partner node."""

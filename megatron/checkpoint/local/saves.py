@@ -1,0 +1,201 @@
+"""Saves to --save-local: each node's disk gets the files of its own ranks and of the node before it.
+
+Such a checkpoint is a native checkpoint whose files are on several disks. Each node has `run.json`. A save
+is always in the background. Once all files are written and mirrored, rank 0 sends `run.json` to the first
+rank of each node, which gives its part of the checkpoint the final name. When all have answered, rank 0
+records the checkpoint in `latest_local`: only then a restart may use it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.background_save import POLL_S, BackgroundSave
+from megatron.checkpoint.files import Files
+from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry
+from megatron.checkpoint.local.nodes import FileTransfer, Nodes
+from megatron.checkpoint.local.record import LocalRecord, write_local_record
+from megatron.checkpoint.publishing import UNFINISHED, remove_checkpoint
+from megatron.checkpoint.ranks import first_problem_of_ranks
+from megatron.checkpoint.record import RUN_FILE
+from megatron.config import CheckpointConfig
+from megatron.errors import UserError
+from megatron.files import rename_synced, sync_file, write_json
+from megatron.mpu.world import broadcast_from_rank_0
+
+# A restart uses the newest one; the one before is for the case that the newest is damaged.
+NUM_KEPT = 2
+
+
+@dataclass
+class LocalCheckpoints:
+    """A run's local checkpoints, as one rank sees them.
+
+    options: with --save and --save-local. folder: of the local checkpoints, on this rank's node. store: of
+    all ranks.
+    """
+
+    options: CheckpointConfig
+    folder: Path
+    nodes: Nodes
+    transfer: FileTransfer
+    store: dist.Store
+    entries: tuple[LineageEntry, ...] = ()
+    """The checkpoints in `latest_local`, oldest first; on rank 0."""
+    present: tuple[frozenset[str], ...] = ()
+    """The intact files of the checkpoint that the run starts from, of each node."""
+    num_left_out: int = 0
+    """Saves that were due while another save was in flight."""
+    _num_saves: int = field(default=0, init=False)
+
+    @classmethod
+    def connect(cls, options: CheckpointConfig, node: str, store: dist.Store) -> LocalCheckpoints:
+        """Returns the local checkpoints of the run. node: the name of this rank's node. Collective.
+
+        Raises UserError on every rank if a node cannot write to its folder, or if nodes share a disk.
+        """
+        nodes = Nodes.connect(node)
+        folder = Path(options.local_folder(node))
+        _check_disks(options, folder, nodes)
+        return cls(options, folder, nodes, FileTransfer(), dist.PrefixStore("local checkpoints", store))
+
+    def notes(self) -> list[str]:
+        """Returns a sentence if nothing is mirrored."""
+        if len(self.nodes.names) > 1:
+            return []
+        return ["--save-local: the run has one node, so its local checkpoints are not mirrored"]
+
+    # --- a save ---
+
+    def begin(self, saving_name: str) -> Path:
+        """Returns the folder of a new save on this node, under its temporary name. Collective."""
+        self._num_saves += 1
+        return self.folder / broadcast_from_rank_0(saving_name)
+
+    def mirror(self, save: BackgroundSave, files: Files, problem: str) -> str:
+        """Copies this rank's files to the partner. Returns the first problem. Runs in a thread of each
+        rank. problem: why this rank's files are not complete; "" if they are."""
+        copied = self.transfer.mirror(save.saving, {} if problem else files, self.nodes, save.count_bytes)
+        return problem or copied
+
+    def commit(self, saving: Path, run: dict[str, Any] | None) -> str:
+        """Completes a save on all nodes. Returns the first problem. Runs in a thread of rank 0.
+
+        saving: the folder on rank 0's node. run: the content of `run.json`; None if the save has failed.
+        """
+        entries = self.entries
+        if run is not None:
+            name = f"global_step{run['state']['iteration']}"
+            entry = LineageEntry(name, run["state"]["iteration"], run["run_id"], run["sha256"])
+            before = [other for other in self.entries if other.name != name]
+            entries = (*before, entry)[-NUM_KEPT:]
+        kept = [entry.name for entry in entries]
+        self.store.set(self._key("decision"), json.dumps([run, kept]))
+        problems = [self._commit_on_node(saving, run, kept)]
+        leaders = [ranks[0] for ranks in self.nodes.ranks[1:]]
+        problems += [_take(self.store, self._key(rank)) for rank in leaders]
+        self.store.delete_key(self._key("decision"))
+        problem = next(filter(None, problems), "")
+        if run is not None and not problem:
+            self.set_entries(entries)
+        return problem
+
+    def follow(self, save: BackgroundSave) -> None:
+        """Does on this node what rank 0 has decided. Runs in a thread of each node's first rank."""
+        if not self.nodes.leads:
+            return
+        run, kept = json.loads(_wait_for(self.store, self._key("decision")))
+        self.store.set(self._key(self.nodes.rank), self._commit_on_node(save.saving, run, kept))
+
+    def set_entries(self, entries: tuple[LineageEntry, ...]) -> None:
+        """Writes `latest_local`, on rank 0. Raises OSError if it cannot."""
+        record = LocalRecord(entries, str(self.options.save_local), self.nodes.names)
+        write_local_record(Path(str(self.options.save)), record)
+        self.entries = entries
+
+    def _key(self, what: object) -> str:
+        # No rank begins a save before the one before has ended.
+        return f"{self._num_saves} {what}"
+
+    def _commit_on_node(self, saving: Path, run: dict[str, Any] | None, kept: list[str]) -> str:
+        """Gives this node's part of a checkpoint its name, and deletes all others except `kept`. Returns the
+        problem; "" if there is none."""
+        try:
+            if run is not None:
+                final = saving.with_name(f"global_step{run['state']['iteration']}")
+                write_json(saving / RUN_FILE, run)
+                sync_file(saving)
+                remove_checkpoint(final)  # of an earlier start that was not resumed from it
+                rename_synced(saving, final)
+            for path in sorted(self.folder.iterdir()):
+                is_old = CHECKPOINT_NAME.fullmatch(path.name) is not None and path.name not in kept
+                if is_old or UNFINISHED.fullmatch(path.name):
+                    remove_checkpoint(path)
+        except OSError as error:
+            return f"node {self.nodes.name}: {error}"
+        return ""
+
+
+def _wait_for(store: dist.Store, key: str) -> str:
+    # A long wait in the store would keep the other threads of this rank from using it.
+    while not store.check([key]):
+        time.sleep(POLL_S)
+    return store.get(key).decode()
+
+
+def _take(store: dist.Store, key: str) -> str:
+    text = _wait_for(store, key)
+    store.delete_key(key)
+    return text
+
+
+def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
+    """Raises UserError on every rank unless the ranks of a node share a folder, and nodes have different
+    ones. Collective."""
+    token = f".node-{broadcast_from_rank_0(secrets.token_hex(8))}"
+    own = folder / f"{token}-{nodes.index}"
+    problem = None
+    if nodes.leads:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        except OSError as error:
+            problem = (
+                f"--save-local {options.save_local} is not writable on node {nodes.name} ({error.strerror})"
+            )
+    _raise_on_all_ranks(problem)
+    try:
+        found = {path.name for path in folder.glob(f"{token}-*")}
+        if others := sorted(found - {own.name}):
+            other = nodes.names[int(others[0].rpartition("-")[2])]
+            problem = (
+                f"--save-local {options.save_local}: nodes {other} and {nodes.name} have one folder, "
+                "expected one on the disk of each node: set another folder, or put {node} into the path, "
+                "which stands for the node's name"
+            )
+        elif own.name not in found:
+            problem = (
+                f"--save-local {options.save_local}: rank {nodes.rank} does not see the files of rank "
+                f"{nodes.ranks[nodes.index][0]}, although both are on node {nodes.name}: set a folder that "
+                "all processes of a node share"
+            )
+    except OSError as error:
+        problem = f"--save-local {options.save_local} cannot be read on node {nodes.name} ({error.strerror})"
+    try:
+        _raise_on_all_ranks(problem)
+    finally:
+        if nodes.leads:
+            os.unlink(own)
+
+
+def _raise_on_all_ranks(problem: str | None) -> None:
+    if (found := first_problem_of_ranks(problem)) is not None:
+        raise UserError(found[1])

@@ -1,0 +1,223 @@
+"""Starts a run from the newest complete checkpoint of --save and the nodes' disks.
+
+A local checkpoint is used if it continues the checkpoint that would be loaded otherwise, and if the disks of
+all nodes together hold all its files. Each rank then reads its files from its own node's disk. A node that
+lacks a file, because it replaces a lost node or because the layout has changed, gets it from a node that has
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import describe_file
+from megatron.checkpoint.formats.deepspeed_files import optimizer_files
+from megatron.checkpoint.formats.native import NativeReader
+from megatron.checkpoint.lineage.identity import LineageEntry, read_latest
+from megatron.checkpoint.lineage.start import is_same_path, origin_matches
+from megatron.checkpoint.local.record import read_local_entries
+from megatron.checkpoint.local.saves import LocalCheckpoints
+from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
+from megatron.checkpoint.record import RUN_FILE, Checkpoint
+from megatron.checkpoint.selection import check_fits, select_valid_checkpoint
+from megatron.config import CheckpointConfig, Config
+from megatron.engine.pipeline_engine import GPTEngine
+from megatron.errors import UserError
+from megatron.files import sync_file, write_json
+from megatron.mpu.parameters import spec_of
+from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+from megatron.text_table import first_few
+
+
+def select_checkpoint(
+    shared: Checkpoint | None,
+    local: LocalCheckpoints | None,
+    config: Config,
+    vocab_size: int,
+    fingerprint: dict[str, Any],
+    heartbeat: Callable[[], None],
+) -> Checkpoint | None:
+    """Returns the checkpoint that the run starts from, on all ranks; None if it initializes from scratch.
+
+    shared: what `find_checkpoint` has returned on rank 0; other ranks may pass None. Its files are read only
+    if no local checkpoint is newer. local: None without --save-local. Collective.
+    """
+    if local is None or config.checkpoint.load is None:
+        return select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat)
+
+    def newest_local(other: Checkpoint | None) -> tuple[Checkpoint | None, list[str]]:
+        checkpoint, reasons = _newest_complete(other, local, heartbeat)
+        with errors_of_rank_0():
+            if checkpoint is not None and dist.get_rank() == 0:
+                check_fits(checkpoint, config, vocab_size, fingerprint)
+        return checkpoint, reasons
+
+    shared = broadcast_from_rank_0(shared)
+    checkpoint, reasons = newest_local(shared)
+    if checkpoint is None:
+        valid = select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat)
+        if shared is not None and (valid is None or valid.folder != shared.folder):
+            checkpoint, reasons = newest_local(valid)  # the damaged one may have been newer
+        if checkpoint is None and valid is not None:
+            return replace(valid, skip_reason="; ".join(filter(None, [valid.skip_reason, *reasons])))
+    return checkpoint
+
+
+def _newest_complete(
+    shared: Checkpoint | None, local: LocalCheckpoints, heartbeat: Callable[[], None]
+) -> tuple[Checkpoint | None, list[str]]:
+    """Returns the newest complete local checkpoint that continues `shared`, and why newer local ones are not
+    used. Collective."""
+    entries: tuple[LineageEntry, ...] = ()
+    latest = None
+    save = Path(str(local.options.save))
+    with errors_of_rank_0(f"--save {save}"):
+        if dist.get_rank() == 0:
+            entries, latest = read_local_entries(save), read_latest(save)
+    entries, latest = broadcast_from_rank_0((entries, latest))
+    is_in_save = shared is not None and is_same_path(shared.folder.parent, save)
+    reasons: list[str] = []
+    for number, entry in reversed(list(enumerate(entries))):
+        if is_in_save and shared is not None and entry.iteration <= shared.state.iteration:
+            break
+        folder = local.folder / entry.name
+        checkpoint = _open_on_a_node(folder, entry)
+        if checkpoint is None:
+            reasons.append(f"no node has {RUN_FILE} of the local checkpoint {entry.name}")
+            continue
+        if not continues(checkpoint, shared, latest, local.options):
+            continue
+        needed = [path.name for _, path, _ in optimizer_files(checkpoint.folder, checkpoint.run["files"])]
+        local.present = _intact_files(checkpoint, needed, local, heartbeat)
+        if lacking := sorted(set(needed) - frozenset().union(*local.present)):
+            reasons.append(
+                f"the local checkpoint {entry.name} is incomplete: no node has an intact copy of "
+                f"{first_few(lacking, 1)}"
+            )
+            continue
+        local.entries = entries[: number + 1]
+        instead = "no checkpoint in --save" if shared is None else f"newer than {shared.folder}"
+        why = "; ".join([f"local checkpoint, {instead}", *reasons])
+        return replace(checkpoint, skip_reason=why), reasons
+    return None, reasons
+
+
+def _open_on_a_node(folder: Path, entry: LineageEntry) -> Checkpoint | None:
+    """Returns the local checkpoint of an entry, from the first rank whose node has its `run.json`, with the
+    folder of this rank's node. Collective."""
+    own: Checkpoint | None = None
+    try:
+        own = open_checkpoint(folder, with_files=False, retry_delays_s=())
+    except (UserError, OSError):
+        pass
+    has = own is not None and own.run["sha256"] == entry.sha256
+    holder = next((rank for rank, found in enumerate(gather_from_all_ranks(has)) if found), None)
+    if holder is None:
+        return None
+    shared = [own]
+    dist.broadcast_object_list(shared, src=holder)
+    assert shared[0] is not None
+    return replace(shared[0], folder=folder, is_local=True)
+
+
+def continues(
+    checkpoint: Checkpoint, shared: Checkpoint | None, latest: str | None, options: CheckpointConfig
+) -> bool:
+    """Returns whether a local checkpoint continues the run that would start from `shared`, or from scratch if
+    that is None. latest: the name in `latest` of --save.
+
+    A local checkpoint that was saved before a newer one in --save does not, nor does one that was saved after
+    it if a user has set `latest` to an older one.
+    """
+    save = str(options.save)
+    if shared is None:
+        return is_same_path(str(options.load), save) and not (checkpoint.lineage or checkpoint.origin)
+    if not is_same_path(shared.folder.parent, save):
+        return origin_matches(checkpoint.origin, shared, options)
+    lineage = checkpoint.lineage
+    digests = [entry.sha256 for entry in lineage]
+    # If the newest one in the lineage is damaged, `shared` is older, and `latest` names the damaged one.
+    digest = shared.run.get("sha256")
+    return digest is not None and digest in digests and (digests[-1] == digest or lineage[-1].name == latest)
+
+
+def _intact_files(
+    checkpoint: Checkpoint, names: Sequence[str], local: LocalCheckpoints, heartbeat: Callable[[], None]
+) -> tuple[frozenset[str], ...]:
+    """Returns for each node which of the files are on its disk with the size and digest in `run.json`. The
+    ranks of a node share the work. Collective."""
+    ranks = local.nodes.ranks[local.nodes.index]
+    own = set()
+    present = [name for name in names if (checkpoint.folder / name).is_file()]
+    for name in present[ranks.index(local.nodes.rank) :: len(ranks)]:
+        try:
+            if describe_file(checkpoint.folder / name) == checkpoint.run["files"][name]:
+                own.add(name)
+        except OSError:
+            pass  # another node may have a copy that can be read
+        heartbeat()
+    of_ranks = gather_from_all_ranks(own)
+    return tuple(frozenset().union(*(of_ranks[rank] for rank in node)) for node in local.nodes.ranks)
+
+
+def fetch_files(
+    checkpoint: Checkpoint, local: LocalCheckpoints, engine: GPTEngine, heartbeat: Callable[[], None]
+) -> str:
+    """Copies to each node the files that its disk lacks and that its ranks read, or those of the node before
+    it: so a node may be lost before the next save. Returns a sentence on them; "" if there are none.
+    Collective.
+
+    Raises OSError on every rank if a file cannot be copied. The next start then does not use the checkpoint.
+    """
+    optimizer, nodes = engine.optimizer, local.nodes
+    parts = [
+        (optimizer.names[parameter], spec_of(parameter), first, first + length)
+        for flat in optimizer.flat
+        for parameter, _, length in flat.fragments()
+        for first in [flat.first_element(parameter)]
+    ]
+    of_ranks = gather_from_all_ranks(NativeReader(checkpoint).files_of_parts(parts, optimizer.tp_group))
+    copies: list[tuple[str, int, int]] = []
+    for node, ranks in enumerate(nodes.ranks):
+        needed = set().union(*(of_ranks[rank] for rank in (*ranks, *nodes.ranks[node - 1])))
+        for number, name in enumerate(sorted(needed - local.present[node])):
+            holders = [other for other, files in enumerate(local.present) if name in files]
+            sources = nodes.ranks[holders[number % len(holders)]]
+            copies.append((name, sources[number % len(sources)], ranks[number % len(ranks)]))
+    problem: str | None = None
+    try:
+        checkpoint.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = str(error)
+    # In one order on all ranks, so that no two ranks wait for each other.
+    for name, source, target in copies:
+        path, facts = checkpoint.folder / name, checkpoint.run["files"][name]
+        found = ""
+        if nodes.rank == source:
+            found = local.transfer.send(path, facts, target, lambda count: heartbeat())
+        if nodes.rank == target:
+            found = local.transfer.receive(path, facts, source, lambda count: heartbeat())
+        problem = problem or found or None
+    try:
+        if nodes.leads and not problem and not (checkpoint.folder / RUN_FILE).exists():
+            write_json(checkpoint.folder / RUN_FILE, checkpoint.run)
+            sync_file(checkpoint.folder.parent)
+    except OSError as error:
+        problem = str(error)
+    if (failed := first_problem_of_ranks(problem)) is not None:
+        if nodes.rank == 0:
+            local.set_entries(local.entries[:-1])
+        raise OSError(
+            f"local checkpoint {checkpoint.folder.name}: rank {failed[0]} cannot copy a file ({failed[1]}): "
+            "the next start uses an older checkpoint"
+        )
+    receivers = sorted({nodes.names[nodes.node_of(target)] for _, _, target in copies})
+    return (
+        f"{len(copies)} of its files were copied from other nodes to {first_few(receivers)}" if copies else ""
+    )

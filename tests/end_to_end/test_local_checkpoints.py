@@ -1,0 +1,75 @@
+"""Local checkpoints through the command line. What they do on several nodes is in `tests/distributed`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.command import pretrain
+from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+
+
+def flags_of(folder: Path, data: list[str]) -> list[str]:
+    save = str(folder / "save")
+    local = ["--save-local", str(folder / "disk"), "--save-local-interval", "5"]
+    return [*MODEL, *ABSOLUTE, *SHORT, *data, "--save", save, "--load", save, *local]
+
+
+def test_a_run_that_resumes_from_a_local_checkpoint_at_its_end_still_saves(
+    data: list[str], tmp_path: Path
+) -> None:
+    """As after a crash between the last local save and the save to --save."""
+    flags, save = flags_of(tmp_path, data), tmp_path / "save"
+    first = pretrain(flags, processes=2).ok()
+    assert "global_step5 on the nodes' disks, " in first.stdout
+    assert (
+        "note: --save-local: the run has one node, so its local checkpoints are not mirrored" in first.stdout
+    )
+    shutil.rmtree(save / "global_step5")
+    (save / "latest").unlink()
+    (save / "latest.json").unlink()
+    again = pretrain(flags, processes=2).ok()
+    assert "global_step5, iteration 5 (local checkpoint, no checkpoint in --save)" in again.stdout
+    assert again.steps == [] and (save / "latest").read_text() == "global_step5"
+    third = pretrain(flags, processes=2).ok()
+    assert f"starting from {save}/global_step5, iteration 5\n" in third.stdout
+
+
+def test_a_new_run_does_not_delete_the_local_checkpoints_of_another(data: list[str], tmp_path: Path) -> None:
+    flags, save = flags_of(tmp_path, data), tmp_path / "save"
+    pretrain(flags).ok()
+    shutil.rmtree(save / "global_step5")
+    load = flags.index("--load")
+    refused = pretrain(flags[:load] + flags[load + 2 :])
+    assert refused.exit_code == 2
+    (error,) = refused.errors
+    assert f"--save {save} holds checkpoints of another run (local global_step5), and this is a new" in error
+
+
+MISTAKES = {
+    "no interval": ["--save", "{folder}/save", "--save-local", "{folder}/disk"],
+    "no folder": ["--save", "{folder}/save", "--save-local-interval", "5"],
+    "no --save": ["--save-local", "{folder}/disk", "--save-local-interval", "5"],
+    "inside --save": ["--save", "{folder}", "--save-local", "{folder}/disk", "--save-local-interval", "5"],
+    "--save itself": ["--save", "{folder}", "--save-local", "{folder}/x/..", "--save-local-interval", "5"],
+    "a file": ["--save", "{folder}/save", "--save-local", "{folder}/file", "--save-local-interval", "5"],
+}
+SENTENCES = {
+    "no interval": "--save-local {folder}/disk without --save-local-interval: set the interval, or remove",
+    "no folder": "--save-local-interval 5 without --save-local: set --save-local to a folder, or remove",
+    "no --save": "--save-local {folder}/disk without --save: set --save to a shared folder, or remove",
+    "inside --save": "--save-local {folder}/disk is inside --save {folder}: set a folder outside it",
+    "--save itself": "--save-local {folder}/x/.. is --save {folder}: set a folder outside it",
+    "a file": ": --save-local {folder}/file/save-",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(name: str, data: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    given = [flag.format(folder=tmp_path) for flag in MISTAKES[name]]
+    run = pretrain([*MODEL, *ABSOLUTE, *SHORT, *data, *given], processes=2)
+    assert run.exit_code == 2 and len(run.errors) == 1
+    assert SENTENCES[name].format(folder=tmp_path) in run.errors[0]
