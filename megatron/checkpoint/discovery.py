@@ -279,7 +279,8 @@ def open_checkpoint(
     with_files: compare the sizes of all files with those in `run.json`. Contents are not read.
     """
     path = Path(folder) / RUN_FILE
-    is_native = format_of(path.parent) == NATIVE
+    name = format_of(path.parent)
+    is_native = name == NATIVE
     if not path.is_file() and not is_native:
         return reader_class(path.parent).open_external(path.parent)
     check_program(path.parent)
@@ -288,7 +289,7 @@ def open_checkpoint(
         check_run(run, path)
         if not has_valid_checksum(run):
             raise ValueError("its checksum does not match")
-        checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run)
+        checkpoint = Checkpoint(path.parent, TrainingState(**run["state"]), run, format=name)
         parse_run_id(run.get("run_id"))
         parse_lineage(run.get("lineage", []))
         unneeded = unneeded_files(run) if is_native and with_files else frozenset()

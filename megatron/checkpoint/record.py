@@ -56,6 +56,8 @@ class Checkpoint:
     """Whether its optimizer state is not loaded (--finetune, --no-load-optim)."""
     is_branch_point: bool = False
     """Whether a cooldown branch starts from it (--branch-at)."""
+    format: str = ""
+    """The name of its format in `formats.registry`; "" if it must be found from the files."""
     is_local: bool = False
     """Whether its files are on the nodes' disks (--save-local): `folder` holds those of this rank's node."""
 

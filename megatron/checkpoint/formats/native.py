@@ -7,7 +7,6 @@ are in the global tensor. Files are memory-mapped, so a rank reads only what it 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -81,7 +80,7 @@ class NativeReader(StateReader):
     def files(self) -> OptimizerFiles:
         """The optimizer's files."""
         run = self.checkpoint.run
-        present = os.listdir(self.folder) if self.checkpoint.is_local else None
+        present = {path.name for path in self.folder.glob("*")} if self.checkpoint.is_local else None
         return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"), present)
 
     @cached_property

@@ -99,7 +99,8 @@ def reader_class(folder: Path) -> type[StateReader]:
 
 def open_reader(checkpoint: Checkpoint) -> StateReader:
     """Returns the reader of a checkpoint. It opens files when they are first read."""
-    return reader_class(checkpoint.folder)(checkpoint)
+    found: type[StateReader] = FORMATS.load(checkpoint.format or format_of(checkpoint.folder))
+    return found(checkpoint)
 
 
 def writer_class(name: str) -> type[CheckpointWriter]:

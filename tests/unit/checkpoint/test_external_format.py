@@ -49,7 +49,7 @@ class OneFileReader(StateReader):
 
 @pytest.fixture(autouse=True)
 def one_file_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = registry.CheckpointFormat("one file", f"{__name__}:OneFileReader", marker=FILE)
+    entry = registry.CheckpointFormat("one file", f"{__name__}:OneFileReader", markers=(FILE,))
     monkeypatch.setattr(registry, "FORMATS", Registry("format", {**registry.FORMATS, "one_file": entry}))
 
 
