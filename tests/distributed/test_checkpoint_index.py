@@ -96,6 +96,7 @@ def test_a_checkpoint_opens_without_an_index_and_not_with_a_wrong_one(saved: Pat
         ({"version": 99, "files": "of a later version"}, ""),
         ({**index, "files": {**files, first: files[second], second: files[first]}}, "holds other parameters"),
         ({**index, "files": {}}, "the index in run.json lacks"),
+        ({**index, "files": {**files, f"../{first}": files[first]}}, "run.json names a file '../"),
         ({**index, "files": {**files, first: ["0 x"]}}, malformed),
         ({**index, "files": {**files, first: ["999999 1"]}}, malformed),
         ({**index, "files": {**files, first: [[]]}}, malformed),

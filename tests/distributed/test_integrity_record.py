@@ -199,6 +199,7 @@ def save_with_short_canary(row, folder, options):
     return train(engine, [2])
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     "row, options, compared",
     [

@@ -94,6 +94,7 @@ def fail_on_one_rank(row: Row, folder: Path, victim: int) -> str:
     return ""
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_cannot_write_is_named_on_every_rank_and_nothing_is_left(
     victim: int, tmp_path: Path

@@ -11,6 +11,7 @@ KINDS = {
 }
 
 
+@pytest.mark.gate(rows=1, also=["in the background"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(kind, tmp_path):
     outcome = run_kill_test(tmp_path, kills=4, seed=1, **KINDS[kind])
