@@ -140,8 +140,10 @@ class CheckpointManager:
         self.finish_save()
         checkpoint = self.newest_valid(self.engine.run_config.checkpoint.allow_replica_mismatch)
         if checkpoint is not None:
-            if self.local is not None and self.engine.global_rank == 0:
-                self.local.set_entries(())  # of the iterations that are given up
+            with errors_of_rank_0():
+                if self.local is not None and self.engine.global_rank == 0:
+                    self.check_owner()
+                    self.local.set_entries(())  # of the iterations that are given up
             load_checkpoint(self.engine, checkpoint, self.fingerprint)
             if self.identity is not None:
                 self.identity = self.identity.rolled_back_to(checkpoint.folder.name)
@@ -179,7 +181,7 @@ class CheckpointManager:
             run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
-                self._check_owner()
+                self.check_owner()
             self._publish(saving, state, run, of_ranks)
         except (OSError, RuntimeError) as error:
             if not _is_write_error(error):
@@ -245,13 +247,14 @@ class CheckpointManager:
 
     # --- saves in the background ---
 
-    def finish_save(self) -> SaveOutcome | None:
+    def finish_save(self, waits_for_deletion: bool = True) -> SaveOutcome | None:
         """Waits for the save in flight, and until old checkpoints are deleted. Returns how the save ended, on
         all ranks; None if there is none. Collective."""
         outcome = self.background.finish()
         if outcome is not None and outcome.mismatched:
             self._delete_old(outcome.folder.name, list(outcome.mismatched))
-        self._wait_for_deletion()
+        if waits_for_deletion and self._deletion is not None:
+            self._deletion.join()
         return outcome
 
     def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
@@ -262,7 +265,7 @@ class CheckpointManager:
             return SaveOutcome(folder, save.state.iteration, problem)
         record = _record_of(save, results, self.engine.run_config)
         try:
-            self._check_owner()
+            self.check_owner()
             run = {**save.run, "certificate": record}
             of_ranks = [(result.files, result.places) for result in results]
             files = self._publish(save.saving, save.state, run, of_ranks)
@@ -286,7 +289,7 @@ class CheckpointManager:
             if not broadcast_from_rank_0(self.background.in_flight.has_ended.is_set()):
                 self.local.num_left_out += 1
                 return False
-            self.finish_save()
+            self.finish_save(waits_for_deletion=False)
         started, name = time.monotonic(), ""
         if self.engine.global_rank == 0:
             self.identity = self.identity or RunIdentity()
@@ -312,7 +315,7 @@ class CheckpointManager:
         files: Files = {}
         try:
             if not problem:
-                self._check_owner()
+                self.check_owner()
                 run, files = self._with_files(
                     {**save.run, "certificate": _record_of(save, results, self.engine.run_config)},
                     [(result.files, result.places) for result in results],
@@ -359,7 +362,7 @@ class CheckpointManager:
         saving = ""
         with errors_of_rank_0():
             if self.identity is not None:
-                self._check_owner()
+                self.check_owner()
                 options = self.engine.run_config.checkpoint
                 if not (options.overwrite_checkpoints or may_replace(self.folder, name, self.identity)):
                     raise FolderTakenError(
@@ -371,7 +374,7 @@ class CheckpointManager:
                 saving = saving_name(name, self.identity)
         return broadcast_from_rank_0(saving)
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
         """Raises FolderTakenError if another job has taken over the folder."""
         problem = self.owner.problem() if self.owner is not None else None
         if problem is not None:
@@ -385,18 +388,14 @@ class CheckpointManager:
         """
         protected: Checkpoint | None = None
         if mismatched:
-            self._warn_of_mismatch(name, mismatched)
+            if self.engine.global_rank == 0:
+                facts = (self.folder / name, "; ".join(mismatched))
+                _LOG.warning("%s: replicas on several ranks are not equal: %s", *facts)
             if self.engine.run_config.checkpoint.keep_last is not None:
                 protected = self.newest_valid(allow_replica_mismatch=False)
                 if protected is None:
                     return
         self._delete_in_background(protected.folder.name if protected is not None else None)
-
-    def _warn_of_mismatch(self, name: str, mismatched: list[str]) -> None:
-        if self.engine.global_rank == 0:
-            _LOG.warning(
-                "%s: replicas on several ranks are not equal: %s", self.folder / name, "; ".join(mismatched)
-            )
 
     def _delete_in_background(self, protected: str | None) -> None:
         """Starts to delete old checkpoints, on rank 0: terabytes take minutes. protected: is kept."""
@@ -404,10 +403,6 @@ class CheckpointManager:
             facts = (self.folder, self.identity, self.engine.run_config.checkpoint, protected)
             self._deletion = threading.Thread(target=_delete, args=facts, name="deletion of checkpoints")
             self._deletion.start()
-
-    def _wait_for_deletion(self) -> None:
-        if self._deletion is not None:
-            self._deletion.join()
 
 
 def _record_of(save: BackgroundSave, results: Sequence[RankResult], config: Config) -> dict[str, Any]:

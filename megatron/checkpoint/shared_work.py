@@ -90,7 +90,7 @@ class SharedWork:
         arrive. Returns when this process has found each item done, by itself or by a living process.
 
         names: the items of this kind, the largest first. is_done: returns False for the result of an item
-        that must stay undone: when this process ends, another process tries the item.
+        that must stay undone: then another process tries the item.
         """
         own = names[self._rank % self._num_tasks :: self._num_tasks]
         waiting = dict.fromkeys([*own, *names])
@@ -114,6 +114,8 @@ class SharedWork:
                         name, result = running.pop(future), future.result()
                         if is_done(result):
                             self._lock(fcntl.LOCK_EX, kind, name, done=True)
+                        else:  # others would wait for it, and this process for theirs
+                            self._unlock(kind, name)
                         yield result
                 elif waiting:
                     if idle_since is not None and time.monotonic() - idle_since >= REPORT_AFTER_S:
@@ -126,8 +128,12 @@ class SharedWork:
     def _is_done(self, kind: str, name: str) -> bool:
         if not self._lock(fcntl.LOCK_SH, kind, name, done=True):
             return True
-        fcntl.lockf(self._file or 0, fcntl.LOCK_UN, 1, _offset(kind, name, True))
+        self._unlock(kind, name, done=True)
         return False
+
+    def _unlock(self, kind: str, name: str, done: bool = False) -> None:
+        if self._file is not None:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _offset(kind, name, done))
 
     def _lock(self, mode: int, kind: str, name: str, done: bool = False) -> bool:
         """Returns whether this process has the lock. Only the exclusive lock of an item that is done waits:

@@ -23,6 +23,7 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
 from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import model_iteration_flops, recomputes_scores
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
@@ -119,7 +120,8 @@ class Trainer:
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        local_interval = self.config.checkpoint.save_local_interval
+        options = self.config.checkpoint
+        local_interval, hf_interval = options.save_local_interval, options.save_hf_interval
         if training.no_train:
             return state
         saved = None if self.checkpoints.started_from_local else state
@@ -141,7 +143,8 @@ class Trainer:
                 saved = state
             elif local_interval and state.iteration % local_interval == 0:
                 self.checkpoint_locally(state)
-            self._export_if_due(state)
+            if hf_interval and state.iteration % hf_interval == 0:
+                self._export(state)
             self._announce_saves()
             self._evaluate_tasks(state)
             self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
@@ -154,6 +157,8 @@ class Trainer:
             self.checkpoint(state)
             with self.watchdog.phase(Phase.SAVE):
                 self.checkpoints.finish_save()  # waits until old checkpoints are deleted
+        if options.save_hf_at_end and state.iteration >= self.length.iterations:
+            self._export(state, replace_folder=False)
         self._print_exit_reason()
         return state
 
@@ -284,23 +289,20 @@ class Trainer:
                 number,
             )
 
-    def _export_if_due(self, state: TrainingState) -> None:
-        """Writes the model for Hugging Face transformers, if a flag asks for it at this iteration. A failure
-        is a warning: the checkpoint has the weights too."""
-        options, iteration = self.config.checkpoint, state.iteration
-        is_end = options.save_hf_at_end and iteration >= self.length.iterations
-        if options.save is None or not (
-            is_end or (options.save_hf_interval and iteration % options.save_hf_interval == 0)
-        ):
-            return
+    def _export(self, state: TrainingState, replace_folder: bool = True) -> None:
+        """Writes the model for Hugging Face transformers. A failure is a warning: the checkpoint has the
+        weights too. replace_folder: whether to write it if the folder exists."""
         self.exit_code = None
-        started = time.perf_counter()
-        folder, manager = Path(options.save) / f"huggingface_step{iteration}", self.checkpoints
+        started, manager = time.perf_counter(), self.checkpoints
+        folder = Path(str(self.config.checkpoint.save)) / f"huggingface_step{state.iteration}"
+        if not (replace_folder or broadcast_from_rank_0(not folder.exists())):
+            return
+        arguments = (manager.vocab_size, manager.eod, self.watchdog.heartbeat, manager.check_owner)
         try:
             with self.watchdog.phase(Phase.SAVE):
-                written = export_model(
-                    self.engine, folder, manager.vocab_size, manager.eod, self.watchdog.heartbeat
-                )
+                written = export_model(self.engine, folder, *arguments)
+        except FolderTakenError as error:
+            raise RunStopped(str(error)) from error
         except UserError as error:
             self.metrics.print(
                 f"warning: {error}: the run continues; tools/convert_huggingface.py writes the model of a "

@@ -3,6 +3,7 @@ name."""
 
 import json
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -192,10 +193,10 @@ def save_with_short_canary(row, folder, options):
     """Returns the losses of a run that saves after two steps, with a canary shorter than its sequences."""
     from megatron.checkpoint import integrity
 
-    integrity.CANARY_TOKENS = 6
-    engine = build_engine(config_of(row, parallel=options))
-    train(engine, range(2))
-    make_manager(engine, folder).save(state_after(2))
+    with patch.object(integrity, "CANARY_TOKENS", 6):
+        engine = build_engine(config_of(row, parallel=options))
+        train(engine, range(2))
+        make_manager(engine, folder).save(state_after(2))
     return train(engine, [2])
 
 

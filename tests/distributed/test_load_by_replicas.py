@@ -121,6 +121,6 @@ def test_only_rank_0_asks_for_the_size_of_every_file(tmp_path: Path) -> None:
     ManyRanks(config_of(row, model={"num_layers": 12}, batch=batch), shard_of).save(tmp_path)
     first, leader, other = run_world(3, accesses_of_a_start, tmp_path)
     files, _, _, _, stats = first
-    assert files > 384 and files <= stats < 1.1 * files
+    assert files > 384 and files <= stats < 1.2 * files
     assert leader[1:4] == (1, 1, 1) and leader[4] <= 8  # run.json, one list of the folder
     assert other[1:] == (0, 0, 0, 0)

@@ -33,7 +33,7 @@ from megatron.checkpoint.to_universal import check_space
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine, share_out
-from megatron.errors import UserError
+from megatron.errors import UserError, one_line
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
@@ -64,19 +64,26 @@ def check_export(config: Config) -> None:
 
 
 def export_model(
-    engine: GPTEngine, folder: Path, vocab_size: int, eod: int | None, heartbeat: Callable[[], None]
+    engine: GPTEngine,
+    folder: Path,
+    vocab_size: int,
+    eod: int | None,
+    heartbeat: Callable[[], None],
+    check_owner: Callable[[], None] = lambda: None,
 ) -> Exported:
     """Writes the model in the precision of the run to `folder`, which then replaces an existing folder of
     that name. Collective.
 
-    vocab_size: without padding. heartbeat: called after each layer. Raises UserError on every rank, and
-    leaves nothing behind, if the folder cannot be written.
+    vocab_size: without padding. heartbeat: called after each layer. check_owner: called on rank 0; raises an
+    error if another job has taken over --save. Raises UserError on every rank, and leaves nothing behind, if
+    the folder cannot be written.
     """
     config = engine.run_config
     precision = config.precision.name
     temporary = folder.with_name(folder.name + _UNFINISHED)
     with errors_of_rank_0(str(folder)):
         if dist.get_rank() == 0:
+            check_owner()
             _begin(config, temporary, engine, vocab_size, eod)
     prefix = f"stage-{engine.layout.pipeline_stage}-replica-{engine.layout.dp_rank}-part"
     writer = HuggingFaceWriter(temporary, config.model, precision, MAX_FILE_BYTES, prefix)
@@ -92,6 +99,7 @@ def export_model(
                     raise UserError(f"{folder} cannot be written: rank {found[0]}: {found[1]}")
                 write_digests(temporary, number_files(temporary, files))
                 sync_tree(temporary)
+                check_owner()
                 _replace(temporary, folder)
             except (OSError, UserError):
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -107,6 +115,15 @@ def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, 
     elements = sum(prod(spec_of(parameter).valid_shape) for parameter in engine.module.parameters())
     stages = config.parallel.pipeline_model_parallel_size
     check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
+    try:
+        _write_settings_and_tokenizer(config, temporary, vocab_size, eod)
+    except (OSError, UserError):
+        raise
+    except Exception as error:  # transformers raises many kinds, and the other ranks wait
+        raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
+
+
+def _write_settings_and_tokenizer(config: Config, temporary: Path, vocab_size: int, eod: int | None) -> None:
     write_settings(config, vocab_size, eod, config.precision.name, temporary)
     if fitting_tokenizer_types(config.data):
         # Imported only here: transformers' tokenizers take seconds.
@@ -169,7 +186,7 @@ def _collect(shard: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor | 
 def _problem_of(write: Callable[[], None]) -> str | None:
     try:
         write()
-    except (OSError, UserError, SafetensorError) as error:
+    except (OSError, UserError, SafetensorError, RuntimeError, MemoryError) as error:
         return str(error)
     return None
 

@@ -9,9 +9,10 @@ records the checkpoint in `latest_local`: only then a restart may use it.
 from __future__ import annotations
 
 import json
-import os
+import logging
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron.errors import UserError
 from megatron.files import rename_synced, sync_file, write_json
 from megatron.mpu.world import broadcast_from_rank_0
 
+_LOG = logging.getLogger(__name__)
 # A restart uses the newest one; the one before is for the case that the newest is damaged.
 NUM_KEPT = 2
 
@@ -126,21 +128,27 @@ class LocalCheckpoints:
         return f"{self._num_saves} {what}"
 
     def _commit_on_node(self, saving: Path, run: dict[str, Any] | None, kept: list[str]) -> str:
-        """Gives this node's part of a checkpoint its name, and deletes all others except `kept`. Returns the
-        problem; "" if there is none."""
+        """Gives this node's part of a checkpoint its name, and deletes all others except `kept`. Without
+        `run` it deletes only the failed save: the folder may belong to the next job of the run by now.
+        Returns the problem of the save; "" if there is none."""
         try:
-            if run is not None:
-                final = saving.with_name(f"global_step{run['state']['iteration']}")
-                write_json(saving / RUN_FILE, run)
-                sync_file(saving)
-                remove_checkpoint(final)  # of an earlier start that was not resumed from it
-                rename_synced(saving, final)
-            for path in sorted(self.folder.iterdir()):
-                is_old = CHECKPOINT_NAME.fullmatch(path.name) is not None and path.name not in kept
-                if is_old or UNFINISHED.fullmatch(path.name):
-                    remove_checkpoint(path)
+            if run is None:
+                remove_checkpoint(saving)
+                return ""
+            final = saving.with_name(f"global_step{run['state']['iteration']}")
+            write_json(saving / RUN_FILE, run)
+            sync_file(saving)
+            remove_checkpoint(final)  # of an earlier start that was not resumed from it
+            rename_synced(saving, final)
         except OSError as error:
             return f"node {self.nodes.name}: {error}"
+        for path in sorted(self.folder.iterdir()):
+            is_old = CHECKPOINT_NAME.fullmatch(path.name) is not None and path.name not in kept
+            if is_old or UNFINISHED.fullmatch(path.name):
+                try:
+                    remove_checkpoint(path)
+                except OSError as error:  # the new checkpoint is complete
+                    _LOG.warning("the local checkpoint %s cannot be deleted: %s", path, error)
         return ""
 
 
@@ -171,7 +179,19 @@ def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
             problem = (
                 f"--save-local {options.save_local} is not writable on node {nodes.name} ({error.strerror})"
             )
-    _raise_on_all_ranks(problem)
+    try:
+        _raise_on_all_ranks(problem)
+        _check_sharing(options, folder, nodes, token)
+    finally:
+        if nodes.leads:
+            with suppress(OSError):
+                own.unlink()
+
+
+def _check_sharing(options: CheckpointConfig, folder: Path, nodes: Nodes, token: str) -> None:
+    """Raises UserError on every rank unless exactly the leader of this node has a file in this folder. token:
+    begins the names of these files."""
+    own, problem = folder / f"{token}-{nodes.index}", None
     try:
         found = {path.name for path in folder.glob(f"{token}-*")}
         if others := sorted(found - {own.name}):
@@ -189,11 +209,7 @@ def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
             )
     except OSError as error:
         problem = f"--save-local {options.save_local} cannot be read on node {nodes.name} ({error.strerror})"
-    try:
-        _raise_on_all_ranks(problem)
-    finally:
-        if nodes.leads:
-            os.unlink(own)
+    _raise_on_all_ranks(problem)
 
 
 def _raise_on_all_ranks(problem: str | None) -> None:

@@ -8,7 +8,9 @@ it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,13 +156,14 @@ def _intact_files(
     ranks of a node share the work. Collective."""
     ranks = local.nodes.ranks[local.nodes.index]
     own = set()
-    present = [name for name in names if (checkpoint.folder / name).is_file()]
+    on_disk: set[str] = set()
+    with suppress(OSError):  # a disk that fails, or a node without the folder: others may have copies
+        on_disk = set(os.listdir(checkpoint.folder))
+    present = [name for name in names if name in on_disk]
     for name in present[ranks.index(local.nodes.rank) :: len(ranks)]:
-        try:
+        with suppress(OSError):
             if describe_file(checkpoint.folder / name) == checkpoint.run["files"][name]:
                 own.add(name)
-        except OSError:
-            pass  # another node may have a copy that can be read
         heartbeat()
     of_ranks = gather_from_all_ranks(own)
     return tuple(frozenset().union(*(of_ranks[rank] for rank in node)) for node in local.nodes.ranks)
@@ -205,7 +208,7 @@ def fetch_files(
             found = local.transfer.receive(path, facts, source, lambda count: heartbeat())
         problem = problem or found or None
     try:
-        if nodes.leads and not problem and not (checkpoint.folder / RUN_FILE).exists():
+        if nodes.leads and not problem:  # a node that was lost may have the one of another checkpoint
             write_json(checkpoint.folder / RUN_FILE, checkpoint.run)
             sync_file(checkpoint.folder.parent)
     except OSError as error:
