@@ -125,3 +125,20 @@ def test_more_tasks_than_parameters_and_a_late_one_print_one_result(tmp_path):
     assert files_in(target) == files_in(tmp_path / "at once")
     left = {path.name for path in tmp_path.iterdir()}
     assert not left & {"universal.partial", "universal.partial.locks"}
+
+
+DAMAGED = """
+import sys
+from pathlib import Path
+from megatron.checkpoint.shared_work import SharedWork
+
+with SharedWork(Path(sys.argv[1]), int(sys.argv[2]), 2) as shared:
+    print(sorted(shared.share("file", ["a", "b"], str, 1, lambda _: False)))
+"""
+
+
+def test_tasks_do_not_wait_for_files_that_others_have_found_damaged(tmp_path):
+    commands = [[sys.executable, "-c", DAMAGED, str(tmp_path / "locks"), rank] for rank in "01"]
+    tasks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for command in commands]
+    for task in tasks:
+        assert task.communicate(timeout=HANG_TIMEOUT_S)[0] == "['a', 'b']\n"
