@@ -122,5 +122,5 @@ def test_only_rank_0_asks_for_the_size_of_every_file(tmp_path: Path) -> None:
     first, leader, other = run_world(3, accesses_of_a_start, tmp_path)
     files, _, _, _, stats = first
     assert files > 384 and files <= stats < 1.2 * files
-    assert leader[1:4] == (1, 1, 1) and leader[4] <= 8  # run.json, one list of the folder
+    assert leader[1:4] == (1, 1, 1) and leader[4] <= 12  # run.json, one list of the folder, its format
     assert other[1:] == (0, 0, 0, 0)
