@@ -84,7 +84,7 @@ def print_saves(script: str, layers: int, rounds: int) -> None:
             median["start"],
             share_of(median, "start", "save", "copy"),
         ),
-        ("the same, until the checkpoint is complete", median["durable"], ""),
+        ("save in the background, until the checkpoint is complete", median["durable"], ""),
         ("a step", median["step"], ""),
         (
             "a step while a save is written",

@@ -17,7 +17,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from megatron.checkpoint.background_writer import BackgroundWriter, Written, ring_bytes
 from megatron.checkpoint.digests import RankDigests, rank_digests
@@ -30,8 +29,8 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
 from megatron.mpu.world import broadcast_from_rank_0
 
-# How often rank 0 asks the store for the report of a rank.
-POLL_S = 0.2
+# How often a thread asks the store for the value of another rank.
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,7 @@ class BackgroundSaves:
         """Starts the writer process, if there is none. Returns why it cannot be started; "" if it can."""
         try:
             if self.writer is None:
-                layers = (f for f in self._engine.module.forward_funcs if isinstance(f, nn.Module))
-                sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+                sizes = [*self._engine.layer_sizes.values()]
                 self.writer = BackgroundWriter(ring_bytes(sizes, self._engine.run_config), self._heartbeat)
         except OSError as error:
             return f"the checkpoint writer cannot be started ({error})"
@@ -244,9 +242,14 @@ class BackgroundSaves:
         results = []
         for rank in range(dist.get_world_size()):
             key = f"save {number} {rank}"
-            # A long wait in the store would keep the other threads of this rank from using it.
-            while not self._store.check([key]):
-                time.sleep(POLL_S)
-            results.append(pickle.loads(self._store.get(key)))
+            results.append(pickle.loads(wait_for_value(self._store, key)))
             self._store.delete_key(key)
         return results
+
+
+def wait_for_value(store: dist.Store, key: str) -> bytes:
+    """Waits until another rank has set a key, and returns its value. For threads: a long wait in the store
+    would keep the other threads of this rank from using it."""
+    while not store.check([key]):
+        time.sleep(_POLL_S)
+    return store.get(key)

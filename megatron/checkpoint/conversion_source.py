@@ -61,12 +61,6 @@ class Source:
         digest = self.run["sha256"] if self.run is not None else _digest_of_names(self.folder)
         return json.dumps([str(self.folder.resolve()), digest])
 
-    def step(self, name: str) -> float | None:
-        """Returns the optimizer's step of a parameter; None if it has none."""
-        step = self.reader.optimizer_scalars(name).get("step")
-        with expect_layout(self.folder, "the optimizer's step"):
-            return None if step is None else float(step)
-
 
 def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False) -> Source:
     """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.

@@ -87,7 +87,7 @@ class SharedWork:
         is_done: Callable[[T], bool] = lambda _: True,
     ) -> Iterator[T]:
         """Calls `work` in threads for each item that no other process does; yields the results as they
-        arrive. Returns when this process has found each item done, by itself or by a living process.
+        arrive. Returns when each item is done: by this process, or by one that lives.
 
         names: the items of this kind, the largest first. is_done: returns False for the result of an item
         that must stay undone: then another process tries the item.
@@ -151,6 +151,6 @@ class SharedWork:
 
 
 def _offset(kind: str, name: str, done: bool) -> int:
-    # From the name, so that processes need not agree on a list. Byte 0 only tells whether there are locks.
+    # From the name, so that processes need not agree on a list. Byte 0 tests if the file system has locks.
     digest = hashlib.sha256(f"{kind} {name}".encode(errors="surrogateescape")).digest()
     return 2 + 2 * int.from_bytes(digest[:7], "big") + done

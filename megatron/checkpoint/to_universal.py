@@ -50,6 +50,7 @@ from megatron.checkpoint.formats.universal import (
     UNFINISHED_FOLDER,
     UniversalWriter,
 )
+from megatron.checkpoint.formats.writing import step_of_optimizer
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.checkpoint.shared_work import SharedWork
@@ -218,7 +219,7 @@ def _convert_parameter(
 ) -> Converted | None:
     """Returns None if an earlier conversion has finished the parameter."""
     mismatch = ReplicaMismatch()
-    reader, spec, step = source.reader, source.reader.specs[name], source.step(name)
+    reader, spec, step = source.reader, source.reader.specs[name], step_of_optimizer(source.reader, name)
     if writer.has_parameter(name, spec, reader.state_names(name), step):
         _mark(writer.folder / KEPT_FOLDER, name)
         return None

@@ -129,6 +129,7 @@ def check_direction(arguments: argparse.Namespace) -> None:
 def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
     """Returns a function that writes the tokenizer into a folder; None with --no-tokenizer, or if the run had
     no tokenizer."""
+    from megatron.checkpoint.huggingface.exporter import max_length_of
     from megatron.checkpoint.reading import find_tokenizer
     from megatron.config.sections.data import fitting_tokenizer_types
     from megatron.tokenizer.hugging_face import save_as_hugging_face
@@ -141,8 +142,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
     if not fitting_tokenizer_types(flags):
         return None
     kind = find_tokenizer(flags, checkpoint).name
-    model = checkpoint.config.model
-    max_length = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
+    max_length = max_length_of(checkpoint.config.model)
     return lambda folder: save_as_hugging_face(kind, flags, folder, max_length)
 
 

@@ -1,6 +1,5 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -23,7 +22,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import own_storage, spec_of
+from megatron.mpu.parameters import own_storage
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
@@ -151,6 +150,21 @@ class GPTEngine(ScheduleExecutor):
         finally:
             self.checkpoint_engine = before
 
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The layers of this rank, by their position in the rank's part of the layer list."""
+        return {i: f for i, f in enumerate(self.module.forward_funcs) if isinstance(f, nn.Module)}
+
+    @property
+    def layer_sizes(self) -> dict[int, int]:
+        """The number of parameters of each of `layers`, on one tensor-parallel rank."""
+        return {i: sum(p.numel() for p in layer.parameters()) for i, layer in self.layers.items()}
+
+    @property
+    def layer_writers(self) -> dict[int, int]:
+        """The data-parallel rank that writes each of `layers`, so that all write about as many bytes."""
+        return share_out(self.layer_sizes, self.layout.dp_size)
+
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Writes the layer files; called by DeepSpeed's `save_checkpoint`.
 
@@ -159,9 +173,8 @@ class GPTEngine(ScheduleExecutor):
         """
         self.optimizer.wait_for_params()
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
-        layers = {i: f for i, f in enumerate(self.module.forward_funcs) if isinstance(f, nn.Module)}
-        writers = share_out({i: _num_elements(layer) for i, layer in layers.items()}, self.layout.dp_size)
-        for position, layer in layers.items():
+        writers = self.layer_writers
+        for position, layer in self.layers.items():
             with self.optimizer.gathered_params(layer):
                 if self.layout.dp_rank == writers[position]:
                     state = {name: own_storage(value) for name, value in layer.state_dict().items()}
@@ -170,7 +183,7 @@ class GPTEngine(ScheduleExecutor):
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """Copies DeepSpeed's scripts beside the checkpoint; called by DeepSpeed. A failure must not end the
-        training, which goes on if a checkpoint in the background cannot be written."""
+        training, which continues if a checkpoint in the background cannot be written."""
         with suppress(OSError):
             super()._copy_recovery_script(save_path)
 
@@ -213,11 +226,6 @@ def share_out(sizes: Mapping[int, int], shares: int) -> dict[int, int]:
         chosen[item] = sums.index(min(sums))
         sums[chosen[item]] += sizes[item]
     return chosen
-
-
-def _num_elements(layer: nn.Module) -> int:
-    """The number of elements of a layer's global parameters."""
-    return sum(math.prod(spec_of(parameter).global_shape) for parameter in layer.parameters())
 
 
 def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimizer:

@@ -82,6 +82,11 @@ def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
     return f"fix this, then the run resumes from iteration {iteration}{load}"
 
 
+def is_due(interval: int | None, state: TrainingState) -> bool:
+    """Returns whether something with this interval in iterations is due; never if it is None."""
+    return interval is not None and state.iteration % interval == 0
+
+
 @dataclass
 class Trainer:
     """Trains, evaluates and saves with the objects that `megatron.training.run` creates."""
@@ -119,9 +124,7 @@ class Trainer:
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
-        training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        options = self.config.checkpoint
-        local_interval, hf_interval = options.save_local_interval, options.save_hf_interval
+        training, options = self.config.training, self.config.checkpoint
         if training.no_train:
             return state
         saved = None if self.checkpoints.started_from_local else state
@@ -138,12 +141,12 @@ class Trainer:
             self.watchdog.report.set_iteration(state.iteration)
             if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
                 state = self._evaluate_interval(state, len(self.data.valid))
-            if save_interval and state.iteration % save_interval == 0:
-                self.checkpoint(state, in_background=self.config.checkpoint.async_save)
+            if is_due(options.save_interval, state):
+                self.checkpoint(state, in_background=options.async_save)
                 saved = state
-            elif local_interval and state.iteration % local_interval == 0:
+            elif is_due(options.save_local_interval, state):
                 self.checkpoint_locally(state)
-            if hf_interval and state.iteration % hf_interval == 0:
+            if is_due(options.save_hf_interval, state):
                 self._export(state)
             self._announce_saves()
             self._evaluate_tasks(state)
@@ -153,7 +156,7 @@ class Trainer:
             last = self.checkpoints.finish_save()
         self._announce_saves()
         has_failed = last is not None and last.problem and not last.is_local
-        if self.config.checkpoint.save and (saved != state or has_failed):
+        if options.save and (saved != state or has_failed):
             self.checkpoint(state)
             with self.watchdog.phase(Phase.SAVE):
                 self.checkpoints.finish_save()  # waits until old checkpoints are deleted
@@ -282,12 +285,9 @@ class Trainer:
                 f"{time.perf_counter() - started:.1f} s"
             )
         else:
-            number = self.checkpoints.local.num_left_out if self.checkpoints.local is not None else 0
-            _LOG.info(
-                "iteration %d is not saved locally: a save is in flight (%d left out)",
-                state.iteration,
-                number,
-            )
+            assert self.checkpoints.local is not None
+            facts = (state.iteration, self.checkpoints.local.num_left_out)
+            _LOG.info("iteration %d is not saved locally: a save is in flight (%d left out)", *facts)
 
     def _export(self, state: TrainingState, replace_folder: bool = True) -> None:
         """Writes the model for Hugging Face transformers. A failure is a warning: the checkpoint has the

@@ -2,7 +2,6 @@
 is what megatron-core 0.16.1 has written with TP 2 and PP 2 (`tests/reference/write_torch_dist.py`)."""
 
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from megatron.commands import convert_checkpoint
 from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.errors import UserError
+from tests.support.assets import unpack
 from tests.support.checkpoints import FINGERPRINT
 from tests.support.layouts import Row, build_engine, config_of
 from tests.support.pool import run_world
 
-ASSET = Path(__file__).parents[1] / "assets" / "torch_dist_llama.tar.gz"
 VOCAB, BATCH, SEQ = 64, 4, 32
 MODEL = {
     "num_layers": 2,
@@ -39,9 +38,7 @@ OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0, "clip_g
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
-    with tarfile.open(ASSET) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "torch_dist_llama"
+    return unpack("torch_dist_llama", tmp_path)
 
 
 def config_for(row: Row, folder: Path, **model: object) -> Config:

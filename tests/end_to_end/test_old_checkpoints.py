@@ -6,16 +6,15 @@ to a universal checkpoint by the same version; the losses below are those of its
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from tests.end_to_end.command import ROOT, pretrain
+from tests.end_to_end.command import pretrain
+from tests.support.assets import unpack
 
-ASSET = ROOT / "tests/assets/checkpoints_2026_11_21.tar.gz"
 FLAGS = """
     --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
     --vocab-size 100 --make-vocab-size-divisible-by 4 --micro-batch-size 1 --global-batch-size 4
@@ -27,8 +26,7 @@ LOSSES = [4.599300, 4.609995, 4.603704]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With the checkpoints and the token files that the run read."""
-    with tarfile.open(ASSET) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack("checkpoints_2026_11_21", tmp_path)
     with IndexedDatasetBuilder(tmp_path / "tokens", np.uint16) as builder:
         builder.add_documents(np.random.RandomState(0).randint(1, 100, 4000), [100] * 40)
         builder.finalize()

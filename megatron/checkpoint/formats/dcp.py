@@ -105,21 +105,8 @@ class DcpReader(StateReader):
         self._checked_shape(name, state_name, spec)
         return self.region_of(name, state_name, None).float()
 
-    def read_shard(
-        self,
-        name: str,
-        state_name: str,
-        spec: ParameterSpec,
-        tp_group: TPGroup,
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `StateReader`. Reads only the chunks that overlap with this rank's shard."""
-        values = self._shard(name, state_name, spec, tp_group)[start:stop]
-        return values if out is None else out.copy_(values)
-
-    def _shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    def stored_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+        """See `StateReader`. Reads only the chunks that overlap with the shard."""
         dim = spec.shard_dim
         shape = self._checked_shape(name, state_name, spec)
         if dim is None:
@@ -182,11 +169,8 @@ class DcpFiles:
         """Writes (offsets, values) of each chunk of a declared tensor into one file."""
         file_name, file = self._take_file()
         for offsets, values in chunks:
-            file.write(bytes(-file.tell() % _ALIGNMENT))
-            start = file.tell()
             is_view = values.untyped_storage().nbytes() > values.nbytes
-            torch.save(values.clone() if is_view else values, cast(Any, file))
-            info = _StorageInfo(file_name, start, file.tell() - start)
+            info = _append(file_name, file, values.clone() if is_view else values)
             with self._lock:
                 found = self._tensors[name].chunks
                 index = MetadataIndex(name, offsets, len(found))
@@ -198,15 +182,13 @@ class DcpFiles:
             self.files[file_name] = file.close()
 
     def write_object(self, name: str, value: Any) -> None:
-        """Writes an object that is no tensor."""
+        """Writes an object other than a tensor."""
         file_name, file = self._take_file()
-        file.write(bytes(-file.tell() % _ALIGNMENT))
-        start = file.tell()
-        torch.save(value, cast(Any, file))
+        info = _append(file_name, file, value)
         with self._lock:
             self._tensors[name] = BytesStorageMetadata()
             self._paths[name] = (name,)
-            self._places[MetadataIndex(name)] = _StorageInfo(file_name, start, file.tell() - start)
+            self._places[MetadataIndex(name)] = info
         self._free.put((file_name, file))
 
     def _take_file(self) -> tuple[str, HashedFile]:
@@ -233,6 +215,14 @@ class DcpFiles:
         )
         write_atomically(self.folder / METADATA_FILE, pickle.dumps(metadata))
         return self.files
+
+
+def _append(file_name: str, file: HashedFile, value: Any) -> _StorageInfo:
+    """Writes an archive of torch.save at the end of a file. Returns its place."""
+    file.write(bytes(-file.tell() % _ALIGNMENT))
+    start = file.tell()
+    torch.save(value, cast(Any, file))
+    return _StorageInfo(file_name, start, file.tell() - start)
 
 
 class DcpWriter(ParameterWriter):

@@ -54,7 +54,7 @@ class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name. Each access reads the tensor again: none is kept in memory."""
 
     def __init__(self, read: Mapping[str, Callable[..., Tensor]]) -> None:
-        """read: functions that read the tensors. Their argument `out` is that of `StateReader.read_shard`."""
+        """read: functions that read the tensors. Their argument `out`: see `StateReader.read_shard`."""
         self._read = read
 
     def __getitem__(self, key: str) -> Tensor:
@@ -206,6 +206,8 @@ class StateReader(ABC):
         """Returns elements start to stop - 1 of this TP rank's shard of one state, flat. stop: None for the
         end of the shard. out: a flat fp32 tensor in host memory that gets the elements, and is returned.
         Without it the result may share memory with the file."""
+        if (shard := self.stored_shard(name, state_name, spec, tp_group)) is not None:
+            return shard[start:stop] if out is None else out.copy_(shard[start:stop])
         full = self.read(name, state_name, spec)
         flat = full.reshape(-1)
         if spec.shard_dim is None:
@@ -214,6 +216,13 @@ class StateReader(ABC):
         return reshard(
             spec, tp_group, saved, 1, lambda _rank, first, last: flat[first:last], start, stop, out
         )
+
+    def stored_shard(
+        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
+    ) -> Tensor | None:
+        """Returns this TP rank's shard of one state, flat, fp32, if the format can read it without the other
+        shards; None if `read_shard` must read the whole parameter."""
+        return None
 
     def read_parameter(
         self,

@@ -111,6 +111,12 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
     GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
 
 
+def max_length_of(model: ModelConfig) -> int | None:
+    """Returns the most tokens that a model accepts, for its tokenizer; None if its positions are not
+    learned."""
+    return model.max_position_embeddings if model.position_embedding_type == "absolute" else None
+
+
 def _needs_master_weights(config: Config, precision: str) -> bool:
     """Returns whether the weights in the precision of the run are less precise than the output."""
     return precision == "fp32" and config.precision.name != "fp32"

@@ -67,16 +67,9 @@ class HuggingFaceReader(StateReader):
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
 
-    def read_shard(
-        self,
-        name: str,
-        state_name: str,
-        spec: ParameterSpec,
-        tp_group: TPGroup,
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def stored_shard(
+        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
+    ) -> Tensor | None:
         """See `StateReader`. Reads only a slice of the stored tensors if the slice makes this rank's shard.
         Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for query groups that
         cannot be divided evenly among the ranks."""
@@ -85,7 +78,7 @@ class HuggingFaceReader(StateReader):
         has_one_rank = ranks == 1 or spec.shard_dim is None
         splits_groups = transform.needs_whole_groups and self._model.model.query_groups % ranks
         if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
-            return super().read_shard(name, state_name, spec, tp_group, start, stop, out)
+            return None
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._model.parts(name)]
         of_rank = self._model.model
         if transform.needs_whole_groups:
@@ -95,8 +88,7 @@ class HuggingFaceReader(StateReader):
                 group_query_attention=True,
                 num_query_groups=of_rank.query_groups // ranks,
             )
-        values = self._converted(name, slices, of_rank).reshape(-1)[start:stop]
-        return values if out is None else out.copy_(values)
+        return self._converted(name, slices, of_rank).reshape(-1)
 
     def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
         values = self._model.parameters[name].transform.to_megatron(parts, model).float()

@@ -1,6 +1,6 @@
 """Writes the model of a running job as a Hugging Face folder (--save-hf-interval, --save-hf-at-end).
 
-The ranks write files of weights at the same time, and no rank holds the model: each layer is written by the
+The ranks write files of weights at once, and no rank holds the model: each layer is written by the
 first tensor-parallel rank of one replica of its stage, which receives the other ranks' shards one by one.
 Rank 0 adds the index, the configuration, the tokenizer and the digests.
 """
@@ -10,18 +10,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.huggingface.exporter import (
     MAX_FILE_BYTES,
     HuggingFaceWriter,
+    max_length_of,
     number_files,
     write_settings,
 )
@@ -32,7 +34,7 @@ from megatron.checkpoint.record import REPLACED
 from megatron.checkpoint.to_universal import check_space
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
-from megatron.engine.pipeline_engine import GPTEngine, share_out
+from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
 from megatron.files import rename_synced, sync_tree
 from megatron.model.gpt_model import PARAMETER_DTYPES
@@ -130,9 +132,8 @@ def _write_settings_and_tokenizer(config: Config, temporary: Path, vocab_size: i
         from megatron.tokenizer import build_tokenizer
         from megatron.tokenizer.hugging_face import save_as_hugging_face
 
-        model = config.model
-        max_length = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
-        save_as_hugging_face(build_tokenizer(config.data).name, config.data, temporary, max_length)
+        kind, max_length = build_tokenizer(config.data).name, max_length_of(config.model)
+        save_as_hugging_face(kind, config.data, temporary, max_length)
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
@@ -145,12 +146,10 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
     for stage, held in sorted(gather_from_all_ranks(own)):
         for name in held:
             stage_of.setdefault(name, stage)  # a tied embedding is written by its first stage
-    layers = {i: f for i, f in enumerate(module.forward_funcs) if isinstance(f, nn.Module)}
-    sizes = {i: sum(p.numel() for p in layer.parameters()) for i, layer in layers.items()}
-    writers = share_out(sizes, layout.dp_size)
+    writers = engine.layer_writers
     written: set[str] = set()
     problem: str | None = None
-    for position, layer in layers.items():
+    for position, layer in engine.layers.items():
         with engine.optimizer.gathered_params(layer):
             if layout.dp_rank == writers[position]:
                 for parameter in layer.parameters():
@@ -162,7 +161,7 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
                     values = _collect(parameter.detach(), spec, engine.tp_group)
                     if values is not None and problem is None:
                         blocks = {VALUES: iter([values[: spec.num_valid_rows]])}
-                        problem = _problem_of(lambda: writer.write_parameter(name, spec, blocks))  # noqa: B023
+                        problem = _problem_of(partial(writer.write_parameter, name, spec, blocks))
         heartbeat()
     return problem
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.background_save import POLL_S, BackgroundSave
+from megatron.checkpoint.background_save import BackgroundSave, wait_for_value
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry
 from megatron.checkpoint.local.nodes import FileTransfer, Nodes
@@ -103,8 +102,9 @@ class LocalCheckpoints:
         self.store.set(self._key("decision"), json.dumps([run, kept]))
         problems = [self._commit_on_node(saving, run, kept)]
         leaders = [ranks[0] for ranks in self.nodes.ranks[1:]]
-        problems += [_take(self.store, self._key(rank)) for rank in leaders]
-        self.store.delete_key(self._key("decision"))
+        problems += [wait_for_value(self.store, self._key(rank)).decode() for rank in leaders]
+        for what in ("decision", *leaders):
+            self.store.delete_key(self._key(what))
         problem = next(filter(None, problems), "")
         if run is not None and not problem:
             self.set_entries(entries)
@@ -114,7 +114,7 @@ class LocalCheckpoints:
         """Does on this node what rank 0 has decided. Runs in a thread of each node's first rank."""
         if not self.nodes.leads:
             return
-        run, kept = json.loads(_wait_for(self.store, self._key("decision")))
+        run, kept = json.loads(wait_for_value(self.store, self._key("decision")))
         self.store.set(self._key(self.nodes.rank), self._commit_on_node(save.saving, run, kept))
 
     def set_entries(self, entries: tuple[LineageEntry, ...]) -> None:
@@ -150,19 +150,6 @@ class LocalCheckpoints:
                 except OSError as error:  # the new checkpoint is complete
                     _LOG.warning("the local checkpoint %s cannot be deleted: %s", path, error)
         return ""
-
-
-def _wait_for(store: dist.Store, key: str) -> str:
-    # A long wait in the store would keep the other threads of this rank from using it.
-    while not store.check([key]):
-        time.sleep(POLL_S)
-    return store.get(key).decode()
-
-
-def _take(store: dist.Store, key: str) -> str:
-    text = _wait_for(store, key)
-    store.delete_key(key)
-    return text
 
 
 def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:

@@ -172,8 +172,8 @@ def _intact_files(
 def fetch_files(
     checkpoint: Checkpoint, local: LocalCheckpoints, engine: GPTEngine, heartbeat: Callable[[], None]
 ) -> str:
-    """Copies to each node the files that its disk lacks and that its ranks read, or those of the node before
-    it: so a node may be lost before the next save. Returns a sentence on them; "" if there are none.
+    """Copies to each node the files that its disk lacks and that its ranks, or the ranks of the node before
+    it, read: so a node may be lost before the next save. Returns a sentence on them; "" if there are none.
     Collective.
 
     Raises OSError on every rank if a file cannot be copied. The next start then does not use the checkpoint.

@@ -8,7 +8,6 @@ Megatron-DeepSpeed itself wrote.
 
 from __future__ import annotations
 
-import tarfile
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,10 +20,10 @@ from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.config import Config
 from tests.reference.plain_gpt import plain_gpt_logits
+from tests.support import assets
 from tests.support.layouts import VOCAB
 
 STEP = 5
-ASSETS = Path(__file__).parents[2] / "assets"
 ASSET_VOCAB = 128
 SEQ = 16
 _SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "kv_channels": None}
@@ -171,8 +170,7 @@ def unpack(folder: Path) -> None:
                     also converted by DeepSpeed's ds_to_universal.py
     """
     for name in ("megatron_deepspeed", "megatron_deepspeed_llama"):
-        with tarfile.open(ASSETS / f"{name}.tar.gz") as archive:
-            archive.extractall(folder, filter="data")
+        assets.unpack(name, folder)
 
 
 def plain_loss(folder: Path, name: str, samples: torch.Tensor) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
+from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import megatron_logits
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.checkpoint.test_load_huggingface import load_flags
 
-ASSET = Path(__file__).parents[2] / "assets" / "torchtitan_llama.tar.gz"
 LLAMA = {
     "position_embedding_type": "rotary",
     "normalization": "RMSNorm",
@@ -38,9 +37,7 @@ HEADS, GROUPS, HEAD_DIM = 4, 2, 8
 
 @pytest.fixture
 def titan(tmp_path: Path) -> Path:
-    with tarfile.open(ASSET) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "torchtitan_llama"
+    return unpack("torchtitan_llama", tmp_path)
 
 
 def convert(source: Path, target: Path, name: str) -> Path:

@@ -1,0 +1,13 @@
+"""The archives in tests/assets."""
+
+import tarfile
+from pathlib import Path
+
+ASSETS = Path(__file__).parents[1] / "assets"
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """Unpacks an archive into a folder. Returns the folder of the archive's name in it."""
+    with tarfile.open(ASSETS / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
