@@ -67,7 +67,7 @@ def test_a_sweep_runs_and_reports(
     assert "2 of 2 runs are done" in capsys.readouterr().out
     with pytest.raises(SystemExit) as refused:
         sweep.main(words(folder, data, repeats=1, lr="2e-3"))
-    assert refused.value.code == 2 and "another base command" in capsys.readouterr().err
+    assert refused.value.code == 2 and "a different base command" in capsys.readouterr().err
 
 
 @pytest.mark.full
