@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.conversion.to_universal import PARTIAL, SOURCE_FILE
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import Files, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import missing_files
@@ -29,7 +30,6 @@ from megatron.checkpoint.formats.state import ParameterRecord, StateReader
 from megatron.checkpoint.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
-from megatron.checkpoint.to_universal import PARTIAL, SOURCE_FILE
 from megatron.config.model import model_summary
 from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import HostileFileError

@@ -19,13 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.background_save import (
-    BackgroundSave,
-    BackgroundSaves,
-    RankResult,
-    SaveOutcome,
-    problem_in,
-)
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import UnquantizedDigests, combined
 from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
@@ -44,16 +37,23 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import may_replace, start_identity
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import fetch_files
-from megatron.checkpoint.publishing import (
+from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0, no_heartbeat
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
+from megatron.checkpoint.saving.background import (
+    BackgroundSave,
+    BackgroundSaves,
+    RankResult,
+    SaveOutcome,
+    problem_in,
+)
+from megatron.checkpoint.saving.files import DirectFiles
+from megatron.checkpoint.saving.publishing import (
     clean_leftovers,
     delete_old_checkpoints,
     is_same_checkpoint,
     publish,
     saving_name,
 )
-from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0, no_heartbeat
-from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.save_files import DirectFiles
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine

@@ -75,7 +75,7 @@ def open_source(folder: Path, universal: bool = False) -> StateReader:
 
     Raises UserError if there is no checkpoint, or if it was made by another framework.
     """
-    from megatron.checkpoint import conversion_source
+    from megatron.checkpoint.conversion import source as native_source
     from megatron.checkpoint.formats.universal_info import recorded_spec
     from megatron.checkpoint.reading import read_checkpoint
     from megatron.checkpoint.record import RUN_FILE
@@ -83,7 +83,7 @@ def open_source(folder: Path, universal: bool = False) -> StateReader:
 
     checkpoint = read_checkpoint(folder, universal)
     if format_of(checkpoint.folder) == NATIVE:
-        return conversion_source.open_source(checkpoint.folder, derive_patterns=True).reader
+        return native_source.open_source(checkpoint.folder, derive_patterns=True).reader
     reader = open_reader(checkpoint)
     with expect_layout(checkpoint.folder / RUN_FILE, "the record of a checkpoint of this program"):
         records = checkpoint.run["parameters"]

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.checkpoint.conversion_source import Source, open_source
+from megatron.checkpoint.conversion.shared_work import SharedWork
+from megatron.checkpoint.conversion.source import Source, open_source
+from megatron.checkpoint.conversion.to_universal import PARTIAL, convert, is_published
 from megatron.checkpoint.files import Files, file_problem
-from megatron.checkpoint.shared_work import SharedWork
-from megatron.checkpoint.to_universal import PARTIAL, convert, is_published
 from megatron.cluster.launch import decimal_number, rank_of, world_size_of
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable

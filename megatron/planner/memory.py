@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
-from megatron.checkpoint.background_writer import ring_bytes
+from megatron.checkpoint.saving.writer import ring_bytes
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.engine.instructions import pipeline_schedule

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from megatron.checkpoint.conversion_source import open_source
-from megatron.checkpoint.to_universal import convert
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
@@ -165,7 +165,7 @@ def test_an_external_source_with_changed_files_is_another_source(tmp_path):
 def test_a_conversion_that_was_killed_before_latest_universal_is_finished(tmp_path, monkeypatch):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     (tmp_path / "latest_universal").write_text("an older one")
-    monkeypatch.setattr("megatron.checkpoint.to_universal._announce", lambda _: None)
+    monkeypatch.setattr("megatron.checkpoint.conversion.to_universal._announce", lambda _: None)
     converted(source, target)
     monkeypatch.undo()
     other = saved(tmp_path / "other", Row(), {})
@@ -209,7 +209,7 @@ def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monk
     monkeypatch.setattr("shutil.disk_usage", lambda _: argparse.Namespace(free=1e5))
     assert "has 0.0 GB free and" in refused("--no_strict")
     monkeypatch.undo()
-    monkeypatch.setattr("megatron.checkpoint.to_universal._available_memory", lambda: 10**6)
+    monkeypatch.setattr("megatron.checkpoint.conversion.to_universal._available_memory", lambda: 10**6)
     assert "4 workers need 8 MB of memory and 1 MB are available" in refused("--no_strict")
     monkeypatch.undo()
     ds_to_universal.main([*flags, "--no_strict", "--keep_temp_folder"])

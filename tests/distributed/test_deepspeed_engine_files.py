@@ -12,11 +12,11 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.checkpoint.to_universal import convert
 from megatron.model.single_process import model_specs
 from tests.support.checkpoints import FINGERPRINT
 from tests.support.layouts import EOD, VOCAB, Row, config_of

@@ -6,12 +6,12 @@ from tempfile import mkdtemp
 
 import pytest
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.checkpoint.to_universal import convert
 from tests.reference.plain_gpt import train_plain_gpt
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
 from tests.support.layouts import (

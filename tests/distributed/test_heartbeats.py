@@ -24,7 +24,7 @@ def test_every_stage_has_a_heartbeat_per_micro_batch():
 
 
 def files_verified(folder: Path):
-    from megatron.checkpoint.save_files import DirectFiles
+    from megatron.checkpoint.saving.files import DirectFiles
 
     saved: list[str] = []
     loaded: list[str] = []

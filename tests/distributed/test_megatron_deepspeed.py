@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.checkpoint.to_universal import convert
 from megatron.commands import ds_to_universal
 from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import ParallelLayout

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.checkpoint.to_universal import convert
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits

@@ -130,7 +130,7 @@ def test_more_tasks_than_parameters_and_a_late_one_print_one_result(tmp_path):
 DAMAGED = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.shared_work import SharedWork
+from megatron.checkpoint.conversion.shared_work import SharedWork
 
 with SharedWork(Path(sys.argv[1]), int(sys.argv[2]), 2) as shared:
     print(sorted(shared.share("file", ["a", "b"], str, 1, lambda _: False)))

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
-from megatron.checkpoint.to_universal import convert
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

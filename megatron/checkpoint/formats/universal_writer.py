@@ -35,8 +35,8 @@ class UniversalCheckpointWriter(ParameterWriter):
     def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
         """See `CheckpointWriter`. Native checkpoints are converted as by tools/ds_to_universal.py."""
         # Imported only here: `to_universal` imports this package.
-        from megatron.checkpoint.conversion_source import Source
-        from megatron.checkpoint.to_universal import convert
+        from megatron.checkpoint.conversion.source import Source
+        from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
             problems = reader.verify()[1] if options.verify else []

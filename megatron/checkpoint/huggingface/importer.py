@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron.checkpoint.conversion.to_universal import PARTIAL, move_into_place
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER, TORCHTITAN, format_of
@@ -39,7 +40,6 @@ from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.checkpoint.record import RUN_FILE, TrainingState
-from megatron.checkpoint.to_universal import PARTIAL, move_into_place
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line

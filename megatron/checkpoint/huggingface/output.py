@@ -16,9 +16,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from megatron.checkpoint.conversion.to_universal import check_space
 from megatron.checkpoint.files import content_problem, describe_file, read_with_retries
 from megatron.checkpoint.names import check_file
-from megatron.checkpoint.to_universal import check_space
 from megatron.errors import UserError, one_line
 from megatron.files import read_small
 from megatron.text_table import first_few

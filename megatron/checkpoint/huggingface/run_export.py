@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron.checkpoint.conversion.to_universal import check_space
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.huggingface.exporter import (
     MAX_FILE_BYTES,
@@ -31,7 +32,6 @@ from megatron.checkpoint.huggingface.family import family_of
 from megatron.checkpoint.huggingface.output import write_digests
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
 from megatron.checkpoint.record import REPLACED
-from megatron.checkpoint.to_universal import check_space
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine

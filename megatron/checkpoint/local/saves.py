@@ -18,14 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.background_save import BackgroundSave, wait_for_value
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry
 from megatron.checkpoint.local.nodes import FileTransfer, Nodes
 from megatron.checkpoint.local.record import LocalRecord, write_local_record
-from megatron.checkpoint.publishing import UNFINISHED, remove_checkpoint
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE
+from megatron.checkpoint.saving.background import BackgroundSave, wait_for_value
+from megatron.checkpoint.saving.publishing import UNFINISHED, remove_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_file, write_json

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from megatron.checkpoint import files as checkpoint_files
-from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.lineage.identity import LineageEntry
@@ -20,6 +19,7 @@ from megatron.checkpoint.lineage.start import (
     start_identity,
 )
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.saving import publishing
 from megatron.config import CheckpointConfig
 from tests.support.layouts import Row, config_of
 

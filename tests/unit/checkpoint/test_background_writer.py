@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.background_writer import BackgroundWriter, StoredFragment
 from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.names import check_file, check_parameter, check_plain, read_name
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.checkpoint.to_universal import convert
 from megatron.commands import ds_to_universal, generate, inspect_checkpoint
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json

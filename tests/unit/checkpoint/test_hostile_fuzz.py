@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, find_universal
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.registry import open_reader
@@ -23,7 +24,6 @@ from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import overview_text
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.checkpoint.to_universal import convert
 from megatron.config import read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

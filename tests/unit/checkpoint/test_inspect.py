@@ -13,12 +13,12 @@ import torch
 
 from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import inspect
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
-from megatron.checkpoint.to_universal import convert
 from megatron.commands import inspect_checkpoint as tool
 from megatron.errors import UserError
 from tests.support.layouts import EOD, VOCAB, Row, config_of

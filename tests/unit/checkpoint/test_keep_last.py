@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
+from megatron.checkpoint.saving import publishing
 from megatron.config import CheckpointConfig
 from tests.unit.checkpoint.saved_runs import FILE, Killed, Run, make_unreadable, steps_in
 from tests.unit.hostile import snapshot

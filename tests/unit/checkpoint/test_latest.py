@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import files as checkpoint_files
-from megatron.checkpoint import publishing
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import identity as identity_module
 from megatron.checkpoint.lineage.identity import read_record
 from megatron.checkpoint.record import describe_start
+from megatron.checkpoint.saving import publishing
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError
@@ -67,8 +67,8 @@ def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resume
         raise Killed
 
     where = {
-        "rename": "megatron.checkpoint.publishing.os.rename",
-        "latest": "megatron.checkpoint.publishing.set_latest",
+        "rename": "megatron.checkpoint.saving.publishing.os.rename",
+        "latest": "megatron.checkpoint.saving.publishing.set_latest",
         "record": "megatron.checkpoint.lineage.identity._write",
     }[at]
     entry = run.write(4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.inspect import inspect_checkpoint

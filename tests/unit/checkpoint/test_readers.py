@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import files as checkpoint_files
-from megatron.checkpoint.conversion_source import open_source
+from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import (
@@ -19,7 +20,6 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
-from megatron.checkpoint.to_universal import convert
 from megatron.commands import convert_checkpoint
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native

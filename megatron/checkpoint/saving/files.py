@@ -17,10 +17,10 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch import Tensor
 from torch.utils.serialization import config as serialization
 
-from megatron.checkpoint.background_writer import BackgroundWriter, StoredFragment
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, HashedFile
 from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, places_in
+from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.optimizer.zero import LocalParamState
 
 # The keys under which DeepSpeed stores the optimizer's state, with ZeRO and without.

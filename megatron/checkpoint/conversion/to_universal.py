@@ -34,7 +34,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.conversion_source import Source
+from megatron.checkpoint.conversion.shared_work import SharedWork
+from megatron.checkpoint.conversion.source import Source
 from megatron.checkpoint.discovery import read_name
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import (
@@ -53,7 +54,6 @@ from megatron.checkpoint.formats.universal import (
 from megatron.checkpoint.formats.writing import step_of_optimizer
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
-from megatron.checkpoint.shared_work import SharedWork
 from megatron.errors import UserError
 from megatron.files import (
     open_regular,

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.background_writer import BackgroundWriter, Written, ring_bytes
 from megatron.checkpoint.digests import RankDigests, rank_digests
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.formats.deepspeed_files import Place
 from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.save_files import BackgroundFiles
+from megatron.checkpoint.saving.files import BackgroundFiles
+from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
 from megatron.mpu.world import broadcast_from_rank_0
