@@ -6,14 +6,12 @@ newest checkpoint. No random state is saved: dropout and initial weights are fun
 global sample numbers, and the learning rate is a function of the iteration.
 """
 
-import json
 import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from megatron.checkpoint.digests import UnquantizedDigests, combined
 from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import Place, file_index, missing_files
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
+from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state
 from megatron.checkpoint.integrity import (
     Check,
     integrity_record,
@@ -54,14 +52,14 @@ from megatron.checkpoint.saving.publishing import (
     publish,
     saving_name,
 )
+from megatron.checkpoint.saving.run_record import all_specs, run_record, within_limit
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, stop_at_access_error
-from megatron.files import MAX_JSON_BYTES, write_json
-from megatron.mpu.parameters import ParameterSpec, spec_of
+from megatron.files import write_json
+from megatron.mpu.parameters import ParameterSpec
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
-from megatron.optimizer.eight_bit import rule_record
 
 _LOG = logging.getLogger(__name__)
 
@@ -107,6 +105,7 @@ class CheckpointManager:
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
+        self._specs: dict[str, ParameterSpec] | None = None
 
     def ownership_lost_reason(self) -> str | None:
         """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
@@ -194,22 +193,11 @@ class CheckpointManager:
         return folder / name
 
     def _run_record(self, state: TrainingState) -> dict[str, Any]:
-        """Returns the content of `run.json` without the files, the integrity record and the run's identity.
-        Collective."""
-        config, specs = self.engine.run_config, _all_specs(self.engine)
-        return {
-            "state": asdict(state),
-            "config": config.to_dict(),
-            "layout": layout_record(config),
-            "optimizer_state": _optimizer_state_record(config),
-            "stages": self.engine.module.stages_record(),
-            "versions": {name: version(name) for name in ("torch", "deepspeed")},
-            "vocab_size": self.vocab_size,
-            "eod": self.eod,
-            "data": self.fingerprint,
-            "parameters": {name: spec_record(spec) for name, spec in specs.items()},
-            INFO_KEY: derive_info(specs, self.vocab_size),
-        }
+        """See `run_record`. Collective at the first call."""
+        if self._specs is None:
+            self._specs = all_specs(self.engine)
+        facts = (self.vocab_size, self.eod, self.fingerprint)
+        return run_record(self.engine, self._specs, *facts, state)
 
     def _publish(
         self,
@@ -242,7 +230,7 @@ class CheckpointManager:
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
         if self.identity is not None:
             run = {**run, "files": files, **self.identity.record()}
-            run = add_checksum(_within_limit(run, file_index(places, run["parameters"])))
+            run = add_checksum(within_limit(run, file_index(places, run["parameters"])))
         return run, files
 
     # --- saves in the background ---
@@ -416,41 +404,6 @@ def _delete(folder: Path, identity: RunIdentity, options: CheckpointConfig, prot
         delete_old_checkpoints(folder, identity, options, protected)
     except OSError as error:
         _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
-
-
-def _within_limit(run: dict[str, Any], index: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of `run.json` with the index, or without it if no reader would accept its size:
-    then all files are read. Raises OSError if the content is too large without it."""
-    for content in ({**run, "index": index}, run):
-        # The checksum is added later.
-        if (size := len(json.dumps(content, indent=2)) + 100) <= MAX_JSON_BYTES:
-            return content
-    raise OSError(f"{RUN_FILE} would have {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
-
-
-def layout_record(config: Config) -> dict[str, Any]:
-    """Returns the layout as `run.json` records it, for users and tools."""
-    parallel = config.parallel
-    return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        "data_parallel_size": parallel.data_parallel_size,
-        "zero_stage": parallel.zero_stage,
-        "cpu_offload": parallel.cpu_offload,
-        "precision": config.precision.name,
-        "optimizer": config.optimizer.optimizer,
-    }
-
-
-def _optimizer_state_record(config: Config) -> dict[str, Any]:
-    """Returns the precision of the moments in memory. The files always hold them in fp32."""
-    return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
-
-
-def _all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
-    """Returns the spec of every parameter of the model, by name. Collective."""
-    own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
-    return {name: spec for specs in gather_from_all_ranks(own) for name, spec in specs.items()}
 
 
 def _is_write_error(error: OSError | RuntimeError) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import file_index
-from megatron.checkpoint.manager import _within_limit, load_checkpoint
+from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.saving.run_record import within_limit
 from megatron.errors import UserError
 from megatron.files import MAX_JSON_BYTES
 from tests.support.checkpoints import FINGERPRINT, save_midway
@@ -125,13 +126,13 @@ def test_the_record_of_a_thousand_ranks_is_within_the_limit_of_its_reader() -> N
         for model in range(8)
     }
     run = {"parameters": dict.fromkeys(names, {"shape": [1, 2]})}
-    content = _within_limit(run, file_index(places, names))
+    content = within_limit(run, file_index(places, names))
     assert "index" in content and len(json.dumps(content, indent=2)) < MAX_JSON_BYTES / 4
-    assert _within_limit(
+    assert within_limit(
         run | {"data": "x" * (MAX_JSON_BYTES - 400_000)}, file_index(places, names)
     ).keys() == {
         "parameters",
         "data",
     }
     with pytest.raises(OSError, match="run.json would have"):
-        _within_limit({"data": "x" * MAX_JSON_BYTES}, {})
+        within_limit({"data": "x" * MAX_JSON_BYTES}, {})

@@ -141,7 +141,7 @@ def save_without_index(*arguments: Any) -> None:
     from megatron.checkpoint import manager
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "_within_limit", lambda run, index: run)
+        patch.setattr(manager, "within_limit", lambda run, index: run)
         run_on_nodes(*arguments)
 
 

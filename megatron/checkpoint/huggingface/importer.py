@@ -37,9 +37,9 @@ from megatron.checkpoint.huggingface.family import (
 )
 from megatron.checkpoint.huggingface.output import temporary_folder
 from megatron.checkpoint.huggingface.rope import check_numbers
-from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.checkpoint.record import RUN_FILE, TrainingState
+from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line

@@ -16,8 +16,8 @@ import torch
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.universal_info import spec_record
-from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.record import TrainingState
+from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.lineage.start import choose_checkpoint
-from megatron.checkpoint.manager import layout_record
 from megatron.checkpoint.saved_config import read_saved_config
+from megatron.checkpoint.saving.run_record import layout_record
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import Config, parse_args, read_command_line
 from megatron.errors import UserError

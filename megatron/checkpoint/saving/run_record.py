@@ -1,0 +1,82 @@
+"""The content of `run.json`: what a save records of the run beside its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.formats.universal_info import INFO_KEY, derive_info, spec_record
+from megatron.checkpoint.record import RUN_FILE, TrainingState
+from megatron.config import Config
+from megatron.files import MAX_JSON_BYTES
+from megatron.mpu.parameters import ParameterSpec, spec_of
+from megatron.mpu.world import gather_from_all_ranks
+from megatron.optimizer.eight_bit import rule_record
+
+if TYPE_CHECKING:
+    from megatron.engine.pipeline_engine import GPTEngine
+
+
+def run_record(
+    engine: GPTEngine,
+    specs: dict[str, ParameterSpec],
+    vocab_size: int,
+    eod: int | None,
+    fingerprint: dict[str, Any],
+    state: TrainingState,
+) -> dict[str, Any]:
+    """Returns the content of `run.json` without the files, the integrity record and the run's identity.
+
+    specs: of all parameters of the model. See `CheckpointManager` for the other arguments.
+    """
+    config = engine.run_config
+    return {
+        "state": asdict(state),
+        "config": config.to_dict(),
+        "layout": layout_record(config),
+        "optimizer_state": _optimizer_state_record(config),
+        "stages": engine.module.stages_record(),
+        "versions": {name: version(name) for name in ("torch", "deepspeed")},
+        "vocab_size": vocab_size,
+        "eod": eod,
+        "data": fingerprint,
+        "parameters": {name: spec_record(spec) for name, spec in specs.items()},
+        INFO_KEY: derive_info(specs, vocab_size),
+    }
+
+
+def layout_record(config: Config) -> dict[str, Any]:
+    """Returns the layout as `run.json` records it, for users and tools."""
+    parallel = config.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "zero_stage": parallel.zero_stage,
+        "cpu_offload": parallel.cpu_offload,
+        "precision": config.precision.name,
+        "optimizer": config.optimizer.optimizer,
+    }
+
+
+def _optimizer_state_record(config: Config) -> dict[str, Any]:
+    """Returns the precision of the moments in memory. The files always hold them in fp32."""
+    return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
+
+
+def all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
+    """Returns the spec of every parameter of the model, by name. Collective."""
+    own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
+    return {name: spec for specs in gather_from_all_ranks(own) for name, spec in specs.items()}
+
+
+def within_limit(run: dict[str, Any], index: dict[str, Any]) -> dict[str, Any]:
+    """Returns the content of `run.json` with the index, or without it if no reader would accept its size:
+    then all files are read. Raises OSError if the content is too large without it."""
+    for content in ({**run, "index": index}, run):
+        # The checksum is added later.
+        if (size := len(json.dumps(content, indent=2)) + 100) <= MAX_JSON_BYTES:
+            return content
+    raise OSError(f"{RUN_FILE} would have {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")
