@@ -151,18 +151,13 @@ class GPTEngine(ScheduleExecutor):
             self.checkpoint_engine = before
 
     @property
-    def layers(self) -> dict[int, nn.Module]:
-        """The layers of this rank, by their position in the rank's part of the layer list."""
-        return {i: f for i, f in enumerate(self.module.forward_funcs) if isinstance(f, nn.Module)}
-
-    @property
     def layer_sizes(self) -> dict[int, int]:
-        """The number of parameters of each of `layers`, on one tensor-parallel rank."""
-        return {i: sum(p.numel() for p in layer.parameters()) for i, layer in self.layers.items()}
+        """The number of parameters of each of the module's `layers`, on one tensor-parallel rank."""
+        return {i: sum(p.numel() for p in layer.parameters()) for i, layer in self.module.layers.items()}
 
     @property
     def layer_writers(self) -> dict[int, int]:
-        """The data-parallel rank that writes each of `layers`, so that all write about as many bytes."""
+        """The data-parallel rank that writes each layer, so that they write about as many bytes."""
         return share_out(self.layer_sizes, self.layout.dp_size)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
@@ -174,11 +169,11 @@ class GPTEngine(ScheduleExecutor):
         self.optimizer.wait_for_params()
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
         writers = self.layer_writers
-        for position, layer in self.layers.items():
+        for index, layer in self.module.layers.items():
             with self.optimizer.gathered_params(layer):
-                if self.layout.dp_rank == writers[position]:
+                if self.layout.dp_rank == writers[index]:
                     state = {name: own_storage(value) for name, value in layer.state_dict().items()}
-                    path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
+                    path = self.module.layer_path(self._curr_ckpt_path, index)
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
     def _copy_recovery_script(self, save_path: str) -> None:

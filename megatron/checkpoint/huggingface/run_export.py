@@ -149,9 +149,9 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
     writers = engine.layer_writers
     written: set[str] = set()
     problem: str | None = None
-    for position, layer in engine.layers.items():
+    for index, layer in module.layers.items():
         with engine.optimizer.gathered_params(layer):
-            if layout.dp_rank == writers[position]:
+            if layout.dp_rank == writers[index]:
                 for parameter in layer.parameters():
                     name = names[parameter]
                     if stage_of[name] != layout.pipeline_stage or name in written:
