@@ -39,12 +39,12 @@ class UniversalCheckpointWriter(ParameterWriter):
         from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
-            problems = reader.verify()[1] if options.verify else []
-            if problems:
+            verify = options.verify and not reader.tensor_digests
+            if verify and (problems := reader.verify()[1]):
                 raise UserError(
                     f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one"
                 )
-            for parameter in convert(Source(reader), target, options.workers):
+            for parameter in convert(Source(reader), target, options.workers, verify_digests=options.verify):
                 yield parameter.name
             return
         yield from super().write_checkpoint(reader, target, options)
