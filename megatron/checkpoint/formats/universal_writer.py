@@ -39,8 +39,12 @@ class UniversalCheckpointWriter(ParameterWriter):
         from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
-            verify = options.verify and not reader.tensor_digests
-            if verify and (problems := reader.verify()[1]):
+            has_all_digests = all(
+                name in reader.tensor_digests.get(state, {})
+                for name in reader.specs
+                for state in reader.state_names(name)
+            )
+            if options.verify and not has_all_digests and (problems := reader.verify()[1]):
                 raise UserError(
                     f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one"
                 )
