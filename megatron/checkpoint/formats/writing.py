@@ -25,7 +25,6 @@ from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, Stat
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree, write_json
-from megatron.mapped_file import advise_huge_pages
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 
@@ -167,9 +166,7 @@ def rows_of(blocks: Iterable[Tensor], row_shape: tuple[int, ...], max_bytes: int
             if length == limit:  # without a copy
                 yield flat[first : first + limit].view(-1, *row_shape)
             else:
-                if not buffer.numel():
-                    buffer = torch.empty(limit)
-                    advise_huge_pages(buffer.data_ptr(), buffer.nbytes)
+                buffer = torch.empty(limit) if not buffer.numel() else buffer
                 buffer[held : held + length].copy_(flat[first : first + length])
                 held += length
             if held == limit:
