@@ -28,8 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
 from megatron.model.gpt_model import (
-    PARAMETER_DTYPES,
-    TIED_EMBEDDING,
     LMHeadPipe,
     ParallelTransformerLayerPipe,
     head_input,
@@ -37,6 +35,7 @@ from megatron.model.gpt_model import (
     pipeline_layers,
 )
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
+from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients

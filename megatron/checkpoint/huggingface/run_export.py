@@ -37,7 +37,7 @@ from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
 from megatron.files import rename_synced, sync_tree
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
