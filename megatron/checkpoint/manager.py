@@ -431,7 +431,7 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     now = engine.run_config
     reader = open_reader(checkpoint)
     same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
-    with_moments = not checkpoint.no_optimizer and reader.moments_kind == now.optimizer.moments_kind
+    with_moments = not checkpoint.no_optimizer and reader.moments == now.optimizer.moments
     unquantized = UnquantizedDigests()
     with errors_of_all_ranks():
         keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16

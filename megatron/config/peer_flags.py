@@ -396,7 +396,6 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
         *("--refit-method", "--flash-decode", "--prompt", "--return-log-probs"),
     ),
     "Muon is not implemented; set --optimizer adam": ("--muon-",),
-    "Lion is not implemented; set --optimizer adam": ("--lion-",),
     "all layers have softmax attention and one configuration; remove the flag": (
         *("--linear-", "--heterogeneous-layers", "--relative-attention", "--kitchen-"),
     ),

@@ -215,21 +215,41 @@ POSITION_EMBEDDINGS = Registry(
     },
 )
 
-# Functions (groups, OptimizerConfig, fused) -> torch.optim.Optimizer.
+
+@dataclass(frozen=True)
+class OptimizerChoice(Choice):
+    """An optimizer. Its implementation is a function (groups, OptimizerConfig, fused) ->
+    torch.optim.Optimizer.
+
+    moments: names of the states that the optimizer keeps for each element of a parameter.
+    """
+
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 OPTIMIZERS = Registry(
     "--optimizer",
     {
-        "adam": Choice(
+        "adam": OptimizerChoice(
             "Adam with decoupled weight decay (AdamW), as in Megatron-LM",
             "megatron.optimizer.parameter_groups:make_adam",
             settings=_ADAM,
         ),
-        "adamw": Choice(
+        "adamw": OptimizerChoice(
             "another name for adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM
         ),
-        "sgd": Choice(
-            "SGD with momentum", "megatron.optimizer.parameter_groups:make_sgd", settings=("sgd_momentum",)
+        "lion": OptimizerChoice(
+            "Lion (arXiv:2302.06675): the sign of a momentum, with decoupled weight decay",
+            "megatron.optimizer.lion:make_lion",
+            settings=("lion_beta1", "lion_beta2"),
+            moments=("exp_avg",),
+        ),
+        "sgd": OptimizerChoice(
+            "SGD with momentum",
+            "megatron.optimizer.parameter_groups:make_sgd",
+            settings=("sgd_momentum",),
+            moments=("momentum_buffer",),
         ),
     },
 )

@@ -189,7 +189,8 @@ _CHANGEABLE_SETTINGS = {
     "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
     "training": ("seed", "z_loss_weight"),
     "optimizer": (
-        *("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "weight_decay", "clip_grad"),
+        *("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "lion_beta1", "lion_beta2", "sgd_momentum"),
+        *("weight_decay", "clip_grad"),
         "use_bnb_optimizer",
     ),
 }

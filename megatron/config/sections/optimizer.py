@@ -25,6 +25,12 @@ class OptimizerConfig(Section):
     adam_eps: float = flag(
         1e-8, above=0, help="Adam's epsilon, added to the square root of the second moment"
     )
+    lion_beta1: float = flag(
+        0.95, at_least=0, below=1, help="with --optimizer lion: decay rate of the momentum in the update"
+    )
+    lion_beta2: float = flag(
+        0.98, at_least=0, below=1, help="with --optimizer lion: decay rate of the momentum"
+    )
     sgd_momentum: float = flag(0.9, at_least=0, below=1, help="with --optimizer sgd: momentum")
     weight_decay: float = flag(
         0.01, at_least=0, help="weight decay; not applied to biases and norm parameters"
@@ -40,14 +46,16 @@ class OptimizerConfig(Section):
         help="use 8-bit Adam of bitsandbytes (pip install bitsandbytes). Word embeddings, norms, biases and "
         "parameters with fewer than 4096 elements keep 32-bit moments. Add --embed-layernorm, which "
         "BigScience's flag of this name enabled implicitly",
+        needs={
+            "optimizer.optimizer=adam|optimizer.optimizer=adamw": "8-bit moments exist only for Adam; "
+            "set --optimizer adam, or remove --use-bnb-optimizer"
+        },
         excludes={
-            "optimizer.optimizer=sgd": "8-bit moments are supported only for Adam; use adam or adamw, or "
-            "remove --use-bnb-optimizer",
             "optimizer.use_apex": "each flag selects its own Adam; remove one of the two",
         },
     )
 
     @property
-    def moments_kind(self) -> str:
-        """The optimizer state per parameter, 'sgd' or 'adam' (also for adamw and 8-bit Adam)."""
-        return "sgd" if self.optimizer == "sgd" else "adam"
+    def moments(self) -> frozenset[str]:
+        """Names of the states that the optimizer keeps for each element of a parameter."""
+        return frozenset(OPTIMIZERS[self.optimizer].moments)

@@ -52,7 +52,8 @@ def test_settings_of_choices_are_fields_of_one_section(registry: Registry) -> No
 
 
 def test_settings_that_only_other_choices_use_are_known() -> None:
-    assert OPTIMIZERS.unused_settings("sgd") == ("adam_beta1", "adam_beta2", "adam_eps")
+    adam, lion = ("adam_beta1", "adam_beta2", "adam_eps"), ("lion_beta1", "lion_beta2")
+    assert OPTIMIZERS.unused_settings("sgd") == (*adam, *lion)
     assert TOKENIZERS.unused_settings("PretrainedFromHF") == ("vocab_file", "merge_file", "tokenizer_model")
 
 
