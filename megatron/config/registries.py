@@ -221,13 +221,18 @@ class OptimizerChoice(Choice):
     """An optimizer. Its implementation is a function (groups, OptimizerConfig, fused) ->
     torch.optim.Optimizer.
 
-    moments: names of the states that the optimizer keeps for each element of a parameter.
+    moments: names of the states that the optimizer keeps for each element of a parameter. matrix_moments:
+    those of the weights of linear layers, if the optimizer updates them as whole matrices (Muon); the
+    implementation then returns a `megatron.optimizer.matrix_optimizer.MatrixOptimizer`.
     """
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    matrix_moments: tuple[str, ...] = ()
 
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_MATRIX = ("muon_momentum", "muon_use_nesterov")
+_MUON = ("muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps", "muon_matmul_dtype")
 OPTIMIZERS = Registry(
     "--optimizer",
     {
@@ -244,6 +249,13 @@ OPTIMIZERS = Registry(
             "megatron.optimizer.lion:make_lion",
             settings=("lion_beta1", "lion_beta2"),
             moments=("exp_avg",),
+        ),
+        "muon": OptimizerChoice(
+            "Muon (kellerjordan.github.io/posts/muon): the orthogonalized momentum of each matrix of the "
+            "linear layers; Adam for embeddings, LM head, norms and biases",
+            "megatron.optimizer.muon:make_muon",
+            settings=(*_ADAM, *_MATRIX, *_MUON),
+            matrix_moments=("momentum_buffer",),
         ),
         "sgd": OptimizerChoice(
             "SGD with momentum",

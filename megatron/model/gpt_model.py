@@ -325,7 +325,11 @@ class ParallelSelfAttention(nn.Module):
         first, second = _linear_layer_settings(context)
         width = model.query_width + 2 * model.key_width
         self.query_key_value = ColumnParallelLinear(
-            model.hidden_size, width, context.tp_group, **{**first, "bias": model.qkv_bias}
+            model.hidden_size,
+            width,
+            context.tp_group,
+            matrix_rows=(model.query_width // model.query_groups, self.head_dim, self.head_dim),
+            **{**first, "bias": model.qkv_bias},
         )
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:

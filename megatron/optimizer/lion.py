@@ -17,7 +17,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         """Updates the parameters that have a gradient."""
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]

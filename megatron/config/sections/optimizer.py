@@ -31,6 +31,34 @@ class OptimizerConfig(Section):
     lion_beta2: float = flag(
         0.98, at_least=0, below=1, help="with --optimizer lion: decay rate of the momentum"
     )
+    muon_momentum: float = flag(
+        0.95, at_least=0, below=1, help="with --optimizer muon: decay rate of the momentum"
+    )
+    muon_use_nesterov: bool = flag(
+        False,
+        help="with --optimizer muon: use Nesterov momentum, as Keller Jordan's Muon and torch.optim.Muon do",
+    )
+    muon_scale_mode: str = flag(
+        "spectral",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        help="with --optimizer muon: scale of the update of a matrix [out, in]\n"
+        "spectral: sqrt(max(out, in)); Moonshot AI adds --muon-extra-scale-factor 0.2, with which Adam's "
+        "learning rates can be used (arXiv:2502.16982)\n"
+        "unit_rms_norm: sqrt(out / in)\n"
+        "shape_scaling: sqrt(max(1, out / in)), as in Keller Jordan's Muon",
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0, above=0, help="with --optimizer muon: further factor of the update of a matrix"
+    )
+    muon_num_ns_steps: int = flag(
+        5, at_least=1, at_most=99, help="with --optimizer muon: number of Newton-Schulz iterations"
+    )
+    muon_matmul_dtype: str | None = flag(
+        None,
+        choices=("bf16", "fp32"),
+        help="with --optimizer muon: dtype of the Newton-Schulz iterations (default: fp32 in runs in fp32, "
+        "otherwise bf16)",
+    )
     sgd_momentum: float = flag(0.9, at_least=0, below=1, help="with --optimizer sgd: momentum")
     weight_decay: float = flag(
         0.01, at_least=0, help="weight decay; not applied to biases and norm parameters"
@@ -58,4 +86,10 @@ class OptimizerConfig(Section):
     @property
     def moments(self) -> frozenset[str]:
         """Names of the states that the optimizer keeps for each element of a parameter."""
-        return frozenset(OPTIMIZERS[self.optimizer].moments)
+        choice = OPTIMIZERS[self.optimizer]
+        return frozenset((*choice.moments, *choice.matrix_moments))
+
+    @property
+    def updates_matrices(self) -> bool:
+        """Whether the optimizer updates the weights of linear layers as whole matrices."""
+        return bool(OPTIMIZERS[self.optimizer].matrix_moments)

@@ -78,6 +78,9 @@ REFUSED = """
     => interleaved; multiple; batch of 3 has 3; INCREMENT
 --world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2
     => --zero-stage 2; --pipeline-model-parallel-size 2; --zero-stage 1
+--optimizer muon --cpu-offload => --optimizer muon with --cpu-offload; Remove --cpu-offload
+--optimizer muon --use-bnb-optimizer => --use-bnb-optimizer without --optimizer adam
+--optimizer muon --mup => --mup without --optimizer adam
 --use-bnb-optimizer --optimizer sgd => --use-bnb-optimizer without --optimizer adam
 --use-bnb-optimizer --use-apex => --use-bnb-optimizer with --use-apex
 --spike-policy rollback --save there => --spike-policy rollback without --save and --save-interval
