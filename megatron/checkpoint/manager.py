@@ -56,7 +56,7 @@ from megatron.checkpoint.saving.run_record import all_specs, run_record, within_
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.errors import UserError, stop_at_access_error
+from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameters import ParameterSpec
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
@@ -310,8 +310,8 @@ class CheckpointManager:
                 )
                 if unequal := run["certificate"]["unequal_copies"]:
                     run, problem = None, f"replicas on several ranks are not equal: {'; '.join(unequal)}"
-        except (OSError, FolderTakenError) as error:
-            run, problem = None, str(error)
+        except Exception as error:  # whatever it is: the nodes wait for the decision
+            run, problem = None, one_line(error)
         try:
             failed = self.local.commit(save.saving, run)
         except OSError as error:
