@@ -5,13 +5,21 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.checkpoint.manager import load_checkpoint
+from megatron.checkpoint.selection import find_checkpoint
 from tests.distributed.parity import assert_same_numbers
+from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.distributed.test_dcp import converted
+from tests.support.checkpoints import FINGERPRINT, state_after
 from tests.support.layouts import (
+    FP32_BOUND,
     RATE,
+    VOCAB,
     Row,
     build_engine,
     config_of,
     full_weights,
+    relative_errors,
     train,
     weights_of,
 )
@@ -148,3 +156,41 @@ def test_every_layout_has_the_weights_of_one_process(layout, model):
 def test_every_layout_has_the_losses_of_one_process(layout):
     row, others = LAYOUTS[layout]
     assert_same_numbers(row, numbers={"model": LLAMA, "optimizer": MUON}, layout=others)
+
+
+@pytest.mark.parametrize("shape", ["1 process", pytest.param("tp4 dp2", marks=pytest.mark.full)])
+def test_a_checkpoint_opens_on_another_layout_in_every_format(shape, tmp_path):
+    """Each load compares the digests of all weights and moments, and the canary loss."""
+    changes = {"model": LLAMA, "optimizer": {**MUON, "clip_grad": 1.0}}
+    save, load = SHAPES["tp2 pp2 dp2"], SHAPES[shape]
+    run_world(save.world_size, save_before, save, tmp_path / "native", changes)
+    native = tmp_path / "native" / f"global_step{STEPS_BEFORE}"
+    dcp = converted(native, tmp_path / "dcp", "dcp")
+    returned = converted(dcp, tmp_path / "returned", "native")
+    universal = converted(native, tmp_path / f"global_step{STEPS_BEFORE}_universal", "universal")
+    sources = {native: {}, dcp: {}, returned: {}, universal: {"checkpoint": {"universal_checkpoint": True}}}
+    expected = uninterrupted(changes)
+    for source, flags in sources.items():
+        for state, history in run_world(load.world_size, resume_midway, load, source, {**changes, **flags}):
+            assert state == state_after(STEPS_BEFORE)
+            assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+def checks_of_a_load(row, folder, changes):
+    config = config_of(row, **changes, checkpoint={"load": str(folder)})
+    engine = build_engine(config)
+    checks = load_checkpoint(engine, find_checkpoint(config, VOCAB, FINGERPRINT), FINGERPRINT)
+    return [check.result for check in checks if check.subject.startswith("moments")], train(engine, [0])
+
+
+@pytest.mark.parametrize("before, after", [("adam", "muon"), ("muon", "adam")])
+def test_a_run_may_change_to_muon_and_back(before, after, tmp_path):
+    changes = [{"optimizer": {"optimizer": name}} for name in (before, after)]
+    run_world(1, save_before, Row(), tmp_path, changes[0])
+    ((results, history),) = run_world(1, checks_of_a_load, Row(), tmp_path, changes[1])
+    moments = {"adam": "exp_avg, exp_avg_sq", "muon": "exp_avg, exp_avg_sq, momentum_buffer"}
+    assert set(results) == {
+        f"not loaded: --optimizer {after} has the moments {moments[after]} and the checkpoint has "
+        f"{moments[before]}; all moments start at 0"
+    }
+    assert history
