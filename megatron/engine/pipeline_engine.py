@@ -278,6 +278,8 @@ def _stage_group(layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe)
     """Returns the group of `OptimizerProcessGroups.stage`. Collective."""
     if layout.dp_size == 1:
         return tp_group.group
+    if layout.pp_size == 1:
+        return dist.group.WORLD
     return model.mpu().get_data_parallel_group() if layout.tp_size == 1 else layout.make_stage_group()
 
 
