@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,45 @@ from torch import Tensor
 from megatron.config import OptimizerConfig
 
 
+def _no_scale(rows: int, columns: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class MatrixUpdate:
+    """How an optimizer updates a matrix [rows, columns]: it subtracts --lr x scale x direction.
+
+    direction: momentum of the matrix, fp32 or `dtype` -> tensor of its shape, of any float dtype. dtype:
+    `direction` rounds its argument to this dtype first, so ranks exchange matrices in it. scale: (rows,
+    columns) -> factor.
+    """
+
+    direction: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+    scale: Callable[[int, int], float] = _no_scale
+
+    def apply(self, weight: Tensor, rows: Sequence[int]) -> Tensor:
+        """Returns the updates (scale x direction) of the matrices that are fused in `weight` [rows, columns],
+        fp32. rows: `ParameterSpec.matrix_rows`."""
+        columns, sizes = weight.shape[1], list(rows)
+        parts = weight.view(-1, sum(rows), columns).split(sizes, 1)
+        matrices = (part.reshape(-1, columns) for part in parts)
+        # All directions first: the products need memory for their results, before the update exists.
+        scaled = [(self.direction(matrix), self.scale(*matrix.shape)) for matrix in matrices]
+        update = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        for place, (direction, scale) in zip(
+            update.view(-1, sum(rows), columns).split(sizes, 1), scaled, strict=True
+        ):
+            place.copy_(direction.reshape(place.shape)).mul_(scale)
+        return update
+
+
 class MatrixOptimizer(torch.optim.AdamW):
     """Updates groups with the key 'matrices' from a momentum of whole matrices, other groups with AdamW.
 
     A step has three parts. `update_momentum` and `step` are elementwise, so they run on a rank's part of the
-    parameters. Between the two, `whole_matrices.WholeMatrices` applies `matrix_update` to whole matrices.
+    parameters. Between the two, `whole_matrices.WholeMatrices` replaces the momentum of whole matrices by
+    their `matrix_update`.
     """
 
     def __init__(
@@ -23,16 +58,12 @@ class MatrixOptimizer(torch.optim.AdamW):
         groups: list[dict[str, Any]],
         config: OptimizerConfig,
         fused: bool,
-        matrix_update: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
+        matrix_update: MatrixUpdate,
     ) -> None:
-        """matrix_update: momentum of a matrix [rows, columns], fp32 or `dtype` -> update, fp32. A step
-        subtracts --lr times the update. dtype: `matrix_update` rounds its argument to this dtype first, so
-        ranks exchange matrices in it."""
         betas = (config.adam_beta1, config.adam_beta2)
         settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": config.adam_eps, "weight_decay": 0.0}
         super().__init__(groups, fused=fused, foreach=not fused, **settings)
-        self.matrix_update, self.matrix_dtype = matrix_update, dtype
+        self.matrix_update = matrix_update
         self._momentum, self._nesterov = config.muon_momentum, config.muon_use_nesterov
 
     def _matrices(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:

@@ -110,8 +110,7 @@ class MixedPrecisionOptimizer:
         dp_group = groups.data if groups.dp_size > 1 else None
         self._whole_matrices: WholeMatrices | None = None
         if isinstance(optimizer, MatrixOptimizer):
-            update, dtype = optimizer.matrix_update, optimizer.matrix_dtype
-            self._whole_matrices = WholeMatrices(self.flat, groups, tp_group, update, dtype)
+            self._whole_matrices = WholeMatrices(self.flat, groups, tp_group, optimizer.matrix_update)
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())

@@ -7,14 +7,13 @@ scale the update in different ways, see `SCALE_MODES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
-from megatron.optimizer.matrix_optimizer import MatrixOptimizer
+from megatron.optimizer.matrix_optimizer import MatrixOptimizer, MatrixUpdate
 
 # Coefficients and smallest norm of Keller Jordan's implementation and of torch.optim.Muon.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -43,14 +42,16 @@ def newton_schulz(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     return x.T if is_tall else x
 
 
-def muon_update(matrix: Tensor, config: OptimizerConfig, dtype: torch.dtype) -> Tensor:
-    """Returns the scaled, orthogonalized matrix [rows, columns], fp32."""
-    scale = config.muon_extra_scale_factor * SCALE_MODES[config.muon_scale_mode](*matrix.shape)
-    return newton_schulz(matrix, config.muon_num_ns_steps, dtype).float().mul_(scale)
-
-
 def make_muon(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> MatrixOptimizer:
     """Returns Muon, with Adam for the parameters that are not matrices of linear layers."""
     in_fp32 = all(parameter.dtype == torch.float32 for group in groups for parameter in group["params"])
     dtype = _DTYPES[config.muon_matmul_dtype or ("fp32" if in_fp32 else "bf16")]
-    return MatrixOptimizer(groups, config, fused, partial(muon_update, config=config, dtype=dtype), dtype)
+    scale_of_mode = SCALE_MODES[config.muon_scale_mode]
+
+    def direction(matrix: Tensor) -> Tensor:
+        return newton_schulz(matrix, config.muon_num_ns_steps, dtype)
+
+    def scale(rows: int, columns: int) -> float:
+        return config.muon_extra_scale_factor * scale_of_mode(rows, columns)
+
+    return MatrixOptimizer(groups, config, fused, MatrixUpdate(direction, dtype, scale))

@@ -19,7 +19,7 @@ and all replicas get the bits of one owner.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,22 +29,8 @@ from torch import Tensor, nn
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards, spec_of
 from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.matrix_optimizer import MatrixUpdate
 from megatron.optimizer.zero import OptimizerProcessGroups, share_out
-
-MatrixUpdate = Callable[[Tensor], Tensor]
-
-
-def update_parts(weight: Tensor, rows: Sequence[int], matrix_update: MatrixUpdate) -> Tensor:
-    """Returns the updates of the matrices that are fused in `weight` [rows, columns], fp32.
-
-    rows: `ParameterSpec.matrix_rows`.
-    """
-    result = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    blocks, columns = (-1, sum(rows), weight.shape[1]), weight.shape[1]
-    parts, targets = (tensor.view(blocks).split(list(rows), 1) for tensor in (weight, result))
-    for part, target in zip(parts, targets, strict=True):
-        target.copy_(matrix_update(part.reshape(-1, columns)).reshape(target.shape))
-    return result
 
 
 def _cost(spec: ParameterSpec) -> int:
@@ -109,10 +95,8 @@ class WholeMatrices:
         groups: OptimizerProcessGroups,
         tp_group: TPGroup,
         matrix_update: MatrixUpdate,
-        dtype: torch.dtype,
     ) -> None:
-        """matrix_update, dtype: see `MatrixOptimizer`."""
-        self._matrix_update, self._dtype = matrix_update, dtype
+        self._matrix_update = matrix_update
         self._held = [(flat, parameter) for flat in flats if flat.matrices for parameter in flat.parameters]
         self._tp_size, self._dp_size = tp_group.size, groups.dp_size
         size = groups.dp_size * tp_group.size
@@ -153,43 +137,51 @@ class WholeMatrices:
         if self._exchanges is None:
             for flat, parameter in self._held:
                 gradient = flat.owned_grad(parameter).view(parameter.shape)
-                gradient.copy_(self._update(gradient, spec_of(parameter)))
+                gradient.copy_(self._matrix_update.apply(gradient, spec_of(parameter).matrix_rows))
             return
         gather, give_back = self._exchanges
         device = self._held[0][0].local_gradients.device
-        buffer, places = gather.buffer(self._dtype, device)
+        buffer, places = gather.buffer(self._matrix_update.dtype, device)
         for message, place in places.items():
             flat, parameter = self._held[message.matrix]
             place.copy_(_within(flat, parameter, message))
-        received = gather.run(buffer)
+        whole = self._assemble(gather.run(buffer))
         del buffer, places
         buffer, places = give_back.buffer(torch.float32, device)
-        self._update_owned(received, places)
-        del received, places
+        self._update_owned(whole, places)
+        del places
         for message, update in give_back.run(buffer).items():
             flat, parameter = self._held[message.matrix]
             _within(flat, parameter, message).copy_(update)
 
-    def _update_owned(self, received: dict[_Message, Tensor], places: dict[_Message, Tensor]) -> None:
-        """Updates the matrices of this rank, one after the other. received: their elements, a shard's
-        elements in order. places: where the elements of the updates belong."""
+    def _assemble(self, received: dict[_Message, Tensor]) -> dict[int, Tensor]:
+        """Returns the matrices that this rank owns, from their elements; of a shard in order."""
         shards: dict[int, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         for message, elements in received.items():
             shards[message.matrix][message.shard].append(elements)
-        messages: dict[int, list[_Message]] = defaultdict(list)
-        for message in places:
-            messages[message.matrix].append(message)
+        whole = {}
         for index, by_shard in shards.items():
-            spec = spec_of(self._held[index][1])
-            groups = [TPGroup(shard, len(by_shard)) for shard in sorted(by_shard)]
-            parts = [torch.cat(by_shard[tp.rank]).view(local_shape(spec, tp)) for tp in groups]
-            update = self._update(merge_shards(spec, parts), spec)
-            flat_shards = [_shard(update, spec, tp_group) for tp_group in groups]
-            for message in messages[index]:
-                places[message].copy_(flat_shards[message.shard][message.start : message.stop])
+            spec, size = spec_of(self._held[index][1]), len(by_shard)
+            parts = [torch.cat(by_shard[rank]) for rank in range(size)]
+            shapes = [local_shape(spec, TPGroup(rank, size)) for rank in range(size)]
+            whole[index] = merge_shards(
+                spec, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            )
+        return whole
 
-    def _update(self, weight: Tensor, spec: ParameterSpec) -> Tensor:
-        return update_parts(weight, spec.matrix_rows, self._matrix_update)
+    def _update_owned(self, whole: dict[int, Tensor], places: dict[_Message, Tensor]) -> None:
+        """Updates the matrices `whole`, one after the other. places: where parts of the updates belong."""
+        messages: dict[int, dict[int, list[_Message]]] = defaultdict(lambda: defaultdict(list))
+        for message in places:
+            messages[message.matrix][message.shard].append(message)
+        for index, by_shard in messages.items():
+            spec, weight = spec_of(self._held[index][1]), whole.pop(index)
+            update = self._matrix_update.apply(weight, spec.matrix_rows)
+            del weight
+            for shard, of_shard in by_shard.items():
+                elements = _shard(update, spec, TPGroup(shard, len(by_shard)))
+                for message in of_shard:
+                    places[message].copy_(elements[message.start : message.stop])
 
 
 def _within(flat: FlatGroup, parameter: nn.Parameter, message: _Message) -> Tensor:

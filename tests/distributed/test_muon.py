@@ -1,5 +1,6 @@
 """Muon: torch.optim.Muon on one process, equal updates on every layout, and checkpoints of its moments."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -156,6 +157,14 @@ def test_every_layout_has_the_weights_of_one_process(layout, model):
 def test_every_layout_has_the_losses_of_one_process(layout):
     row, others = LAYOUTS[layout]
     assert_same_numbers(row, numbers={"model": LLAMA, "optimizer": MUON}, layout=others)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("row", [Row(), Row(tp=2, dp=2, zero=1, micro_batch=2), Row(dp=4)], ids=str)
+def test_16_bit_runs_follow_the_fp32_run(row, precision):
+    """With bf16 iterations, whose rounding depends on the gradients."""
+    assert_same_numbers(replace(row, precision=precision), numbers={"model": LLAMA, "optimizer": MUON})
 
 
 @pytest.mark.parametrize("shape", ["1 process", pytest.param("tp4 dp2", marks=pytest.mark.full)])

@@ -68,7 +68,7 @@ def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
     elements = -(-total // parallel.optimizer_partitions)
     needed = (
         weights * (4 if config.precision.name == "fp32" else 2)
-        + 4 * elements * (1 + len(config.optimizer.moments))
+        + 4 * elements * (1 + config.optimizer.most_moments)
         + _OVERHEAD_BYTES
     )
     limit = config.checkpoint.async_save_memory_gb

@@ -90,6 +90,12 @@ class OptimizerConfig(Section):
         return frozenset((*choice.moments, *choice.matrix_moments))
 
     @property
+    def most_moments(self) -> int:
+        """The largest number of states that the optimizer keeps for an element of a parameter."""
+        choice = OPTIMIZERS[self.optimizer]
+        return max(len(choice.moments), len(choice.matrix_moments))
+
+    @property
     def updates_matrices(self) -> bool:
         """Whether the optimizer updates the weights of linear layers as whole matrices."""
         return bool(OPTIMIZERS[self.optimizer].matrix_moments)

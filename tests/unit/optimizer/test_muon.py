@@ -6,10 +6,9 @@ from torch import nn
 
 from megatron.config import OptimizerConfig
 from megatron.mpu.parameters import ParameterSpec
-from megatron.optimizer.matrix_optimizer import MatrixOptimizer
+from megatron.optimizer.matrix_optimizer import MatrixOptimizer, MatrixUpdate
 from megatron.optimizer.muon import SCALE_MODES, newton_schulz
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.whole_matrices import update_parts
 
 SHAPES = {"square": (48, 48), "wide": (16, 80), "tall": (96, 32)}
 TORCH = {
@@ -43,7 +42,7 @@ def test_muon_equals_torch_optim_muon(adjust, flags, nesterov):
             ours[name].grad, theirs[name].grad = values(name, step), values(name, step)
         optimizer.update_momentum()
         for name in SHAPES:
-            ours[name].grad = optimizer.matrix_update(ours[name].grad)
+            ours[name].grad = optimizer.matrix_update.apply(ours[name].grad, SHAPES[name][:1])
         optimizer.step()
         expected.step()
     for name in SHAPES:
@@ -78,5 +77,8 @@ def test_fused_matrices_are_updated_one_by_one():
         seen.append(matrix.clone())
         return -matrix
 
-    assert torch.equal(update_parts(weight, (6, 3, 3), negated), -weight)
+    rule = MatrixUpdate(negated, torch.float32, lambda rows, columns: float(rows))
+    update = rule.apply(weight, (6, 3, 3))
+    scales = torch.tensor([12.0, 12.0, 6.0, 6.0]).view(1, 4, 1, 1)
+    assert torch.equal(update.view(heads.shape), -heads * scales)
     assert all(torch.equal(a, b) for a, b in zip(seen, (query, key, value), strict=True))

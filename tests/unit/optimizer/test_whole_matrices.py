@@ -14,7 +14,8 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter
 from megatron.optimizer import whole_matrices
 from megatron.optimizer.flat_group import FlatGroup
-from megatron.optimizer.whole_matrices import WholeMatrices, update_parts
+from megatron.optimizer.matrix_optimizer import MatrixUpdate
+from megatron.optimizer.whole_matrices import WholeMatrices
 from megatron.optimizer.zero import OptimizerProcessGroups
 
 # Fused and plain matrices, sharded along rows, along columns, and replicated.
@@ -44,10 +45,13 @@ class Network:
         self._barrier.wait()
 
 
-def update(matrix: Tensor) -> Tensor:
+def direction(matrix: Tensor) -> Tensor:
     """Every element depends on the whole matrix, and on its place in it."""
     places = torch.arange(matrix.numel(), dtype=torch.float32).view(matrix.shape)
     return matrix.float().norm() * places + matrix.shape[0] * matrix.float()
+
+
+UPDATE = MatrixUpdate(direction, torch.float32, lambda rows, columns: rows / columns)
 
 
 def momentum(name: str) -> Tensor:
@@ -79,7 +83,7 @@ class Rank:
                 values = shard(momentum(name), SPECS[name], self.tp_group).reshape(-1)
                 self.flats[-1].full_grad(parameter).copy_(values)
         groups = OptimizerProcessGroups(None, dp_size, replica, None, "", rank)  # type: ignore[arg-type]
-        self.matrices = WholeMatrices(self.flats, groups, self.tp_group, update, torch.float32)
+        self.matrices = WholeMatrices(self.flats, groups, self.tp_group, UPDATE)
 
     def owned(self) -> dict[str, tuple[int, Tensor]]:
         """Returns the first element of each matrix in this rank's partition, and the elements."""
@@ -104,7 +108,7 @@ def test_each_rank_gets_the_updates_of_its_elements(tp_size: int, dp_size: int, 
     found = {name: 0 for name in SPECS}
     for rank in ranks:
         for name, (first, elements) in rank.owned().items():
-            expected = update_parts(momentum(name), SPECS[name].matrix_rows, update)
+            expected = UPDATE.apply(momentum(name), SPECS[name].matrix_rows)
             expected = shard(expected, SPECS[name], rank.tp_group).reshape(-1)
             assert torch.equal(elements, expected[first : first + elements.numel()])
             found[name] += elements.numel()
