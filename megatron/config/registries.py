@@ -222,7 +222,7 @@ class OptimizerChoice(Choice):
     torch.optim.Optimizer.
 
     moments: names of the states that the optimizer keeps for each element of a parameter. matrix_moments:
-    those of the weights of linear layers, if the optimizer updates them as whole matrices (Muon); the
+    names for the weights of linear layers, if the optimizer updates them as whole matrices (Muon); the
     implementation then returns a `megatron.optimizer.matrix_optimizer.MatrixOptimizer`.
     """
 

@@ -1,7 +1,7 @@
 """Whole matrices for an optimizer that updates matrices as a whole, from the parts that the ranks hold.
 
 A rank holds an arbitrary part of a matrix: some elements (ZeRO) of a shard (tensor parallelism). That does
-not change: parameters, momentum and checkpoints are the same as with an elementwise optimizer. Each matrix
+not change: parameters, momentum and checkpoints do not differ from an elementwise optimizer's. Each matrix
 also has an owner among the ranks of its pipeline stage (TP x DP), and all owners have about equal work. In a
 step
 
@@ -63,7 +63,7 @@ class _Exchange:
     def __init__(self, messages: Iterable[_Message], rank: int, size: int, group: dist.ProcessGroup | None):
         """group: the `size` ranks of the stage, of which this is `rank`."""
         own = [message for message in messages if rank in (message.source, message.destination)]
-        # Sorting is stable: both ranks have the messages between them in the same order.
+        # Sorting is stable: both ranks have the messages between them in one order.
         self.sent = sorted((m for m in own if m.source == rank), key=lambda m: m.destination)
         self.received = sorted((m for m in own if m.destination == rank), key=lambda m: m.source)
         self._sent_lengths, self._received_lengths = [0] * size, [0] * size
@@ -125,8 +125,8 @@ class WholeMatrices:
                 yield replica * self._tp_size + tp_rank, tp_rank if sharded else 0, start, stop
 
     def _is_sender(self, flat: FlatGroup, parameter: nn.Parameter, rank: int, owner: int) -> bool:
-        """Returns whether a rank sends its elements to the owner: of equal elements, those of the owner's
-        data-parallel or tensor-parallel rank are sent."""
+        """Returns whether a rank sends its elements to the owner. If several replicas or tensor-parallel
+        ranks hold equal elements, the rank with the owner's coordinate sends them."""
         (replica, tp_rank), (its_replica, its_tp_rank) = (divmod(r, self._tp_size) for r in (rank, owner))
         sharded = spec_of(parameter).shard_dim is not None
         return (flat.partitions > 1 or replica == its_replica) and (sharded or tp_rank == its_tp_rank)

@@ -286,7 +286,7 @@ def _after_pipeline(
         for part in update.gathers:
             actions += [*(Wait(left - 1 - index) for index in range(len(part))), Busy(share)]
             left -= len(part)
-    # The only matrix products of a step are those of Muon.
+    # Only Muon has matrix products in its step.
     update_time = rank.time(actions, rank.config.optimizer.muon_matmul_dtype)
     return later - norms, norms + update_time.products + update_time.others, update_time.waits
 

@@ -175,7 +175,7 @@ def test_lion_moves_by_the_sign_of_its_momentum():
     for group in optimizer.param_groups:
         group["lr"] = 0.5
     for gradient in (1.0, -0.5, -4.0):
-        # The signs are those of 0.25, 0.25 and -1.
+        # Signs of the momentum in the update: +, +, -.
         weight.grad = torch.full_like(weight, gradient)
         optimizer.step()
         expected = expected * (1 - 0.5 * 0.1) - math.copysign(0.5, 0.75 * momentum + 0.25 * gradient)
