@@ -29,6 +29,7 @@ from megatron.checkpoint.integrity import (
     make_integrity_record,
     verification_table,
     verify_loaded_state,
+    why_new_moments,
 )
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
@@ -431,16 +432,16 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     now = engine.run_config
     reader = open_reader(checkpoint)
     same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
-    with_moments = not checkpoint.no_optimizer and reader.moments_kind == now.optimizer.moments_kind
+    new_moments = why_new_moments(reader, now.optimizer)
     unquantized = UnquantizedDigests()
     with errors_of_all_ranks():
         keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16
         scale = reader.loss_scaler if keeps_scale else None
-        engine.optimizer.read_by_name(reader.read_parameter, scale, with_moments, unquantized.add)
+        engine.optimizer.read_by_name(reader.read_parameter, scale, not new_moments, unquantized.add)
     with errors_of_all_ranks():
         engine.optimizer.exchange_loaded()
     return [
-        *verify_loaded_state(engine, checkpoint, with_moments, unquantized),
+        *verify_loaded_state(engine, checkpoint, new_moments, unquantized),
         Check("data", data_line(checkpoint, fingerprint)),
         Check("learning rate", schedule_line(checkpoint, now)),
         Check("random state", "computed from seed, iteration and global coordinates: nothing to restore"),

@@ -320,9 +320,9 @@ class ParallelSelfAttention(nn.Module):
         self.tp_group = context.tp_group
         first, second = _linear_layer_settings(context)
         width = model.query_width + 2 * model.key_width
-        self.query_key_value = ColumnParallelLinear(
-            model.hidden_size, width, context.tp_group, **{**first, "bias": model.qkv_bias}
-        )
+        rows = (model.query_width // model.query_groups, self.head_dim, self.head_dim)
+        projection = {**first, "bias": model.qkv_bias, "matrix_rows": rows}
+        self.query_key_value = ColumnParallelLinear(model.hidden_size, width, context.tp_group, **projection)
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)

@@ -91,7 +91,7 @@ def test_a_universal_checkpoint_of_an_olmo2_with_a_window_opens_on_every_layout(
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon"])
 def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     changes = {**GATED, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
     source, target = (
