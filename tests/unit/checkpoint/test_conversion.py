@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.registry import format_of, open_reader
 from megatron.commands import convert_checkpoint
@@ -25,7 +26,7 @@ from megatron.mpu.layout import TPGroup
 from tests.end_to_end.clone import commands_in
 from tests.end_to_end.command import ROOT
 from tests.support.layouts import Row, config_of
-from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
 
 GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
@@ -174,6 +175,8 @@ def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
+    # Whoever changes the table can change its record, too.
+    change_run(folder, lambda run: run["files"].update({path.name: describe_file(path)}))
 
 
 def first_chunks(metadata: Metadata) -> list[ChunkStorageMetadata]:
