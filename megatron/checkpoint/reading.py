@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.compatibility import check_vocabulary
 from megatron.checkpoint.discovery import find_latest, find_universal
-from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, UNIVERSAL, format_of, open_reader
+from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, open_reader
 from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.saved_config import check_run_file
@@ -42,12 +42,7 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
     if not checkpoint.is_external:
         check_run_file(checkpoint)
     elif not allow_external:
-        flag = "--universal_checkpoint and " if format_of(checkpoint.folder) == UNIVERSAL else ""
-        raise UserError(
-            f"checkpoint {checkpoint.folder} was made by another framework and lacks the full configuration "
-            "of the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
-            f"{flag}--save, and use the checkpoint that this run saves"
-        )
+        raise open_reader(checkpoint).lacks_configuration()
     return checkpoint
 
 

@@ -73,6 +73,12 @@ class Checkpoint:
         return "config" not in self.run
 
     @property
+    def records_run(self) -> bool:
+        """Whether it records the data and the schedule of its run. A checkpoint of another framework does
+        not, also once it is converted to a format of this program."""
+        return not self.is_external and self.run.get("data") != {}
+
+    @property
     def run_id(self) -> str | None:
         """Id of the run that wrote it; None if it was written before run ids existed."""
         return parse_run_id(self.run.get("run_id"))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import (
     check_data,
-    check_external_schedule,
     check_first_sample,
     check_model,
     check_replicas,
@@ -64,12 +63,11 @@ def check_fits(checkpoint: Checkpoint, config: Config, vocab_size: int, fingerpr
     check_replicas(checkpoint, config)
     if checkpoint.is_external:
         open_reader(checkpoint).check_external(config, vocab_size)
-        check_external_schedule(checkpoint, config)
     else:
         check_model(checkpoint, config, vocab_size)
         check_vocabulary(checkpoint, fingerprint)
         check_data(checkpoint, config, fingerprint)
-        check_schedule(checkpoint, config)
+    check_schedule(checkpoint, config)
 
 
 def select_valid_checkpoint(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.manager import CheckpointManager, load_checkpoint
@@ -47,9 +48,10 @@ def config_for(row: Row, folder: Path, **model: object) -> Config:
     return config_of(row, **sections, checkpoint={"load": str(folder)})
 
 
-def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
-    """Loads the checkpoint and takes the next steps on Megatron-Core's batches."""
-    config, expected = config_for(row, folder), json.loads((folder / "expected.json").read_text())
+def resume(row: Row, core: Path, folder: Path | None = None) -> tuple[TrainingState, list[float]]:
+    """Loads a checkpoint, that of Megatron-Core if none is given, and takes the next steps on its batches."""
+    config = config_for(row, folder or core)
+    expected = json.loads((core / "expected.json").read_text())
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config, vocab_size=VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
@@ -72,6 +74,43 @@ def test_the_next_losses_are_those_of_megatron_core(row: Row, core: Path) -> Non
     for state, losses in run_world(row.world_size, resume, row, core):
         assert state == TrainingState(3, 3 * BATCH, 3 * BATCH * SEQ)
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_conversion_needs_no_run(core: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-Core -> native -> Hugging Face, with the model that Megatron-Core's arguments describe."""
+    native = tmp_path / "native" / "global_step3"
+    convert_checkpoint.run(["--from", str(core), "--to", str(native)])
+    expected = json.loads((core / "expected.json").read_text())
+    ((state, losses),) = run_world(1, resume, Row(micro_batch=4), core, native)
+    assert state == TrainingState(3, 3 * BATCH, 3 * BATCH * SEQ)
+    assert losses == pytest.approx(expected["losses"][expected["steps"] :], rel=1e-5)
+    words = ["--from", str(native), "--to", str(tmp_path / "model"), "--format", "huggingface"]
+    convert_checkpoint.run(words)
+    assert "LlamaForCausalLM in fp32, iteration 3" in capsys.readouterr().out
+    tokens = torch.tensor(expected["tokens"])[0, :1, :SEQ]
+    logits = LlamaForCausalLM.from_pretrained(tmp_path / "model")(tokens).logits
+    assert torch.isfinite(logits).all() and logits.shape[-1] == VOCAB
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"num_experts": 8}, "num_experts is 8 in the arguments of Megatron-Core, expected None"),
+        ({"ffn_hidden_size": 96}, "holds another model|has shape|expected"),
+        ({"num_layers": None}, "its arguments describe no model of this program|lack num_layers"),
+    ],
+)
+def test_arguments_that_do_not_describe_the_tensors_stop_a_conversion(
+    change: dict[str, object], sentence: str, core: Path, tmp_path: Path
+) -> None:
+    common = torch.load(core / "common.pt", weights_only=False)
+    for name, value in change.items():
+        setattr(common["args"], name, value)
+    torch.save(common, core / "common.pt")
+    target = tmp_path / "native" / "global_step3"
+    with pytest.raises(UserError, match=sentence):
+        convert_checkpoint.run(["--from", str(core), "--to", str(target)])
+    assert not target.exists()
 
 
 def save_native(row: Row, folder: Path, target: Path) -> None:

@@ -107,7 +107,7 @@ def translate_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict
         **args,
         "position_embedding_type": positions,
         "glu_activation": "swiglu" if args.get("swiglu") else None,
-        "activation": _activation(args),
+        "activation": gelu_of(args),
         "normalization": _NORMS.get(norm, norm) if isinstance(norm, str) else None,
         "disable_bias_linear": None if biases is None else not biases,
         "untie_embeddings_and_output_weights": has_own_head(names),
@@ -123,8 +123,9 @@ def translate_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict
     return here
 
 
-def _activation(args: Mapping[str, Any]) -> str | None:
-    """Returns the value of --activation; None for a gated MLP, or if the arguments do not determine it."""
+def gelu_of(args: Mapping[str, Any]) -> str | None:
+    """Returns the value of --activation for the arguments of Megatron-LM or of a program based on it; None
+    for a gated MLP, or if the arguments do not determine it."""
     fused = args.get("bias_gelu_fusion")
     if args.get("swiglu") or (fused is None and not args.get("onnx_safe") and not args.get("openai_gelu")):
         return None
