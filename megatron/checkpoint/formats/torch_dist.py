@@ -95,6 +95,14 @@ class TorchDistReader(DcpReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
+        options = config.checkpoint
+        needs_moments = not (options.finetune or options.no_load_optim or config.training.no_train)
+        if needs_moments and config.optimizer.moments_kind == "adam" and self.moments_kind != "adam":
+            raise UserError(
+                f"checkpoint {self.folder} holds no moments of Adam by parameter: Megatron-Core saved none, "
+                "or by bucket (dp_reshardable), where no file names the parameters. Save it with "
+                "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load only the weights"
+            )
         saved = self.checkpoint.run["args"]
         position = saved.get("position_embedding_type")
         saved = saved | {"position_embedding_type": _POSITIONS.get(position, position)}
