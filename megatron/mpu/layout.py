@@ -108,11 +108,21 @@ class ParallelLayout:
         """
         if self.tp_size == 1:
             return TPGroup()
+        return TPGroup(rank=self.tp_rank, size=self.tp_size, group=self._make_group(self.tp_size))
+
+    def make_stage_group(self) -> ProcessGroup:
+        """Creates the process groups of all TP and DP ranks of each pipeline rank, and returns this rank's.
+        Collective, see `make_tp_group`."""
+        return self._make_group(self.tp_size * self.dp_size)
+
+    def _make_group(self, size: int) -> ProcessGroup:
+        """Creates the process groups of each `size` consecutive ranks. Returns this rank's."""
         import torch.distributed
 
         own = None
-        for first in range(0, self.world_size, self.tp_size):
-            group = torch.distributed.new_group(list(range(first, first + self.tp_size)))
-            if first <= self.rank < first + self.tp_size:
+        for first in range(0, self.world_size, size):
+            group = torch.distributed.new_group(list(range(first, first + size)))
+            if first <= self.rank < first + size:
                 own = group
-        return TPGroup(rank=self.tp_rank, size=self.tp_size, group=own)
+        assert own is not None  # the sizes divide the world size
+        return own

@@ -32,7 +32,7 @@ from megatron.config.fields import option_name
 from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
 from megatron.files import expect_layout
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.mpu.parameters import ParameterSpec
 
 COMMON_FILE = "common.pt"
@@ -97,9 +97,9 @@ class TorchDistReader(DcpReader):
         """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
         options = config.checkpoint
         needs_moments = not (options.finetune or options.no_load_optim or config.training.no_train)
-        if needs_moments and config.optimizer.moments_kind == "adam" and self.moments_kind != "adam":
+        if needs_moments and config.optimizer.moments and not self.moments:
             raise UserError(
-                f"checkpoint {self.folder} holds no moments of Adam by parameter: Megatron-Core saved none, "
+                f"checkpoint {self.folder} holds no moments by parameter: Megatron-Core saved none, "
                 "or by bucket (dp_reshardable), where no file names the parameters. Save it with "
                 "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load only the weights"
             )
