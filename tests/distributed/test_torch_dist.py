@@ -102,7 +102,7 @@ def test_what_is_written_are_the_tensors_of_megatron_core(core: Path, tmp_path: 
 
 
 def test_moments_by_bucket_are_refused(core: Path) -> None:
-    """Without their names the moments would start fresh, and the run would not say so."""
+    """Without the names of their parameters the moments would start fresh."""
     path = core / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     bucket = (
