@@ -2,6 +2,8 @@
 is what megatron-core 0.16.1 has written with TP 2 and PP 2 (`tests/reference/write_torch_dist.py`)."""
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,29 @@ def test_what_is_written_are_the_tensors_of_megatron_core(core: Path, tmp_path: 
     assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
     assert one["optimizer"]["state"] == other["optimizer"]["state"]
     assert (one["iteration"], vars(one["args"])["padded_vocab_size"]) == (3, VOCAB)
+
+
+def test_moments_by_bucket_are_refused(core: Path) -> None:
+    """Without the names of their parameters the moments would start fresh."""
+    path = core / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    bucket = (
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_"
+    )
+
+    def renamed(name: str) -> str:
+        return name.replace("optimizer.state.", bucket)
+
+    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    metadata.state_dict_metadata = {renamed(name): entry for name, entry in tensors.items()}
+    metadata.storage_data = {replace(index, fqn=renamed(index.fqn)): place for index, place in places.items()}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="by bucket .dp_reshardable., where no file names the parameters"):
+        find_checkpoint(config_for(Row(), core), VOCAB, FINGERPRINT)
+    config = config_for(Row(), core)
+    config = replace(config, checkpoint=replace(config.checkpoint, no_load_optim=True))
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    assert checkpoint is not None and checkpoint.state.iteration == 3
 
 
 def test_a_different_model_is_refused(core: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.huggingface.importer import first_run_record, specs_without_padding
+from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import BatchConfig, Config, ConfigError, DataConfig, ModelConfig, ScheduleConfig
 from megatron.errors import UserError, one_line
@@ -26,9 +27,12 @@ def open_external(
     checkpoint do not describe the model, or describe another one than its tensors.
     """
     reader = open_reader(checkpoint)
-    fields = reader.recorded_model()
+    recorded = reader.recorded_model()
+    if recorded is None:
+        raise lacks_configuration(checkpoint)
+    fields, rows = recorded
     if vocab_size is None and not tokenizer:
-        vocab_size = reader.rows_of_vocabulary()
+        vocab_size = rows
     try:
         config = Config(
             model=ModelConfig(**fields, vocab_size=vocab_size),

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import UNIVERSAL, format_of
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import Config
 from megatron.errors import UserError
@@ -174,24 +173,10 @@ class StateReader(ABC):
         """
         return []
 
-    def recorded_model(self) -> dict[str, Any]:
-        """Returns the model that a checkpoint of another framework describes: fields of `ModelConfig` without
-        those of the vocabulary. Raises UserError if the checkpoint does not describe its model."""
-        raise self.lacks_configuration()
-
-    def lacks_configuration(self) -> UserError:
-        """Returns the error for a tool that needs the model of a checkpoint that does not describe it."""
-        is_universal = format_of(self.folder) == UNIVERSAL
-        return UserError(
-            f"checkpoint {self.folder} was made by another framework and lacks the full configuration of "
-            "the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
-            f"{'--universal_checkpoint and ' if is_universal else ''}--save, and use the checkpoint that "
-            "this run saves"
-        )
-
-    def rows_of_vocabulary(self) -> int:
-        """Returns the number of word embeddings in a checkpoint of another framework, with padding."""
-        raise NotImplementedError
+    def recorded_model(self) -> tuple[dict[str, Any], int] | None:
+        """Returns the model that a checkpoint of another framework describes: fields of `ModelConfig`, and
+        the number of word embeddings with padding. None: it does not describe its model."""
+        return None
 
     # --- for a run, on any layout ---
 

@@ -106,6 +106,14 @@ class TorchDistReader(DcpReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
+        options = config.checkpoint
+        needs_moments = not (options.finetune or options.no_load_optim or config.training.no_train)
+        if needs_moments and config.optimizer.moments and not self.moments:
+            raise UserError(
+                f"checkpoint {self.folder} holds no moments by parameter: Megatron-Core saved none, "
+                "or by bucket (dp_reshardable), where no file names the parameters. Save it with "
+                "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load only the weights"
+            )
         saved = self.checkpoint.run["args"]
         position = saved.get("position_embedding_type")
         saved = saved | {"position_embedding_type": _POSITIONS.get(position, position)}
@@ -120,7 +128,7 @@ class TorchDistReader(DcpReader):
             differences.append(f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens")
         return differences
 
-    def recorded_model(self) -> dict[str, Any]:
+    def recorded_model(self) -> tuple[dict[str, Any], int]:
         """See `StateReader`. Translates the arguments of Megatron-Core."""
         args = vars(self._common["args"])
         lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in args]
@@ -146,11 +154,7 @@ class TorchDistReader(DcpReader):
             fields["activation"] = activation
         if args.get("add_bias_linear") is False:
             fields["disable_bias_linear"] = True
-        return fields
-
-    def rows_of_vocabulary(self) -> int:
-        """See `StateReader`."""
-        return self.stored.tensor("embedding.word_embeddings.weight").shape[0]
+        return fields, self.stored.tensor("embedding.word_embeddings.weight").shape[0]
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:

@@ -38,7 +38,7 @@ from megatron.checkpoint.huggingface.family import (
 from megatron.checkpoint.huggingface.output import temporary_folder
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
-from megatron.checkpoint.record import RUN_FILE, TrainingState
+from megatron.checkpoint.record import IMPORTED_KEY, RUN_FILE, TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
@@ -445,6 +445,7 @@ def first_run_record(
         "vocab_size": vocab_size,
         "eod": eod,
         "data": {},
+        IMPORTED_KEY: True,
         "parameters": {name: spec_record(spec) for name, spec in specs.items()},
         "files": {},
     }
