@@ -250,9 +250,9 @@ class UniversalReader(StateReader):
         )
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        if len(self.state_names(name)) == 1:
-            return {}
         path = self._folder_of(name) / STEP_FILE
+        if len(self.state_names(name)) == 1 or not (self.counts_updates(name) or path.exists()):
+            return {}
         with expect_layout(path, "the optimizer's step"):
             saved = read_file(path) if path.exists() else self._common_step
             if saved is None:
