@@ -53,7 +53,7 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
     warm-up and not after the start of a decay."""
     state = checkpoint.state
     start = f"--branch-at {state.iteration}: checkpoint {checkpoint.folder}"
-    if checkpoint.is_external:
+    if not checkpoint.records_run:
         raise UserError(
             f"{start} was written by another framework, and its schedule is not known: resume it with --load "
             "and the flags of its schedule"

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import format_of, open_reader
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
@@ -25,6 +26,7 @@ from megatron.files import HostileFileError
 from megatron.mpu.layout import TPGroup
 from tests.end_to_end.clone import commands_in
 from tests.end_to_end.command import ROOT
+from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
@@ -122,13 +124,19 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     config = CONFIGS["tied"]
     native = write_native(tmp_path / "checkpoints", config, random_wholes(config))
+    (tmp_path / "core").mkdir()
+    core = unpack("torch_dist_llama", tmp_path).rename(tmp_path / "core" / "iter_0000100")
     for command in commands_in("docs/conversion.md"):
-        _, *words = command.split()
-        words = [str(ROOT / word) if word.startswith("tools/") else word for word in words]
-        subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
+        words = [str(ROOT / word) if word.startswith("tools/") else word for word in command.split()]
+        words[:1] = [sys.executable] if words[0] == ".venv/bin/python" else words[:1]
+        subprocess.run(words, check=True, cwd=tmp_path)
     for name in ("dcp", "global_step5", "global_step5_universal"):
         assert_equal(states_of(tmp_path / "exported" / name), states_of(native))
     assert len(torch.load(tmp_path / "exported" / "states.pt")) > 1
+    assert_equal(states_of(tmp_path / "core_again" / "iter_0000100"), states_of(core))
+    weights = {key: values for key, values in states_of(core).items() if key[1] == VALUES}
+    for name in ("from_titan", "from_model"):
+        assert_equal(states_of(tmp_path / name / "global_step0_universal"), weights)
 
 
 DAMAGED_FILES = {"native": "*mp_rank_00_*_states.pt", "universal": "zero/8.weight/fp32.pt"}
