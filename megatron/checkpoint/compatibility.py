@@ -52,7 +52,7 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
     """Raises UserError if the data differ from the checkpoint's, unless --override-data is given. In
     different data the saved position has no meaning. Compares nothing if another framework saved it."""
     differences = _data_differences(checkpoint, fingerprint)
-    if not differences or not checkpoint.records_run or config.checkpoint.override_data:
+    if not differences or config.checkpoint.override_data:
         return
     if same_data(checkpoint.run["data"], fingerprint):
         raise UserError(
@@ -108,7 +108,9 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
 
 
 def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
-    return [] if starts_at_zero(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
+    if starts_at_zero(checkpoint) or not checkpoint.records_run:
+        return []
+    return fingerprint_differences(checkpoint.run["data"], fingerprint)
 
 
 def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:

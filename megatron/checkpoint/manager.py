@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,6 @@ class CheckpointManager:
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
-        self._specs: dict[str, ParameterSpec] | None = None
         self._format: SaveFormat = SAVE_FORMATS.load(engine.run_config.checkpoint.save_format)()
 
     def ownership_lost_reason(self) -> str | None:
@@ -196,10 +196,13 @@ class CheckpointManager:
 
     def _run_record(self, state: TrainingState) -> dict[str, Any]:
         """See `run_record`. Collective at the first call."""
-        if self._specs is None:
-            self._specs = all_specs(self.engine)
         facts = (self.vocab_size, self.eod, self.fingerprint)
         return run_record(self.engine, self._specs, *facts, state)
+
+    @cached_property
+    def _specs(self) -> dict[str, ParameterSpec]:
+        """The spec of every parameter of the model, by name. Collective at the first use."""
+        return all_specs(self.engine)
 
     def _publish(
         self,

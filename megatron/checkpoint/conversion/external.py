@@ -8,10 +8,14 @@ from typing import Any
 
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.huggingface.importer import first_run_record, specs_without_padding
+from megatron.checkpoint.huggingface.importer import (
+    config_without_run,
+    first_run_record,
+    specs_without_padding,
+)
 from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import BatchConfig, Config, ConfigError, DataConfig, ModelConfig, ScheduleConfig
+from megatron.config import ConfigError, DataConfig
 from megatron.errors import UserError, one_line
 from megatron.tokenizer.vocabulary import find_vocabulary
 
@@ -34,12 +38,7 @@ def open_external(
     if vocab_size is None and not tokenizer:
         vocab_size = rows
     try:
-        config = Config(
-            model=ModelConfig(**fields, vocab_size=vocab_size),
-            batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
-            schedule=ScheduleConfig(lr=1.0),
-            data=DataConfig(**tokenizer),
-        )
+        config = config_without_run(fields, vocab_size, DataConfig(**tokenizer))
     except (ConfigError, TypeError, ArithmeticError) as error:
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe no model of this program "

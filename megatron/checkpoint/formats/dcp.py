@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.utils.serialization import config as serialization
 
 from megatron.checkpoint.files import Files, HashedFile, file_problems
 from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
+from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
@@ -56,7 +56,7 @@ _BLOCK_BYTES = 1 << 23
 # A new file is begun after this many bytes.
 _FILE_BYTES = 1 << 34
 # torch aligns storages in an archive to this many bytes; archives are aligned, too.
-ARCHIVE_ALIGNMENT = 64
+_ALIGNMENT = 64
 
 
 def key_of(name: str, state_name: str) -> str:
@@ -191,7 +191,7 @@ class DcpFiles:
         file_name, file = self._take_file()
         for offsets, values in chunks:
             is_view = values.untyped_storage().nbytes() > values.nbytes
-            info = _append(file_name, file, values.clone() if is_view else values)
+            info = append_archive(file_name, file, values.clone() if is_view else values)
             self.add_chunk(name, offsets, values.shape, info)
         if file.tell() < _FILE_BYTES:
             self._free.put((file_name, file))
@@ -208,7 +208,7 @@ class DcpFiles:
     def write_object(self, name: str, value: Any) -> None:
         """Writes an object other than a tensor."""
         file_name, file = self._take_file()
-        info = _append(file_name, file, value)
+        info = append_archive(file_name, file, value)
         with self._lock:
             self._tensors[name] = BytesStorageMetadata()
             self._paths[name] = (name,)
@@ -243,13 +243,11 @@ class DcpFiles:
         return self.files
 
 
-def _append(file_name: str, file: HashedFile, value: Any) -> _StorageInfo:
-    """Writes an archive of torch.save at the end of a file. Returns its place."""
-    file.write(bytes(-file.tell() % ARCHIVE_ALIGNMENT))
+def append_archive(file_name: str, file: Any, value: Any) -> _StorageInfo:
+    """Writes an archive of torch.save at the end of a file-like object. Returns its place."""
+    file.write(bytes(-file.tell() % _ALIGNMENT))
     start = file.tell()
-    # The digests of the tensors and of the file replace the archive's checksums. The setting is the thread's.
-    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
-        torch.save(value, cast(Any, file))
+    save_archive(value, file)
     return _StorageInfo(file_name, start, file.tell() - start)
 
 

@@ -27,10 +27,9 @@ from megatron.checkpoint.formats.torch_archive import Stub, read_file
 from megatron.checkpoint.formats.universal_info import INFO_KEY, SHARDING, VOCAB_SIZE_KEY, check_info
 from megatron.checkpoint.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
+from megatron.config.model import MEGATRON_POSITIONS
 from megatron.errors import UserError
 
-# Values of BigScience's enumeration of position embeddings, and Microsoft's names -> this program's.
-_POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi", "learned_absolute": "absolute", "rope": "rotary"}
 # Modules that wrap a model add this prefix, once each, to the names of all parameters.
 _WRAPPER = "module."
 _NORM = "input_layernorm.weight"
@@ -71,7 +70,7 @@ def open_external(folder: Path) -> Checkpoint:
     args = {key: _json_value(value) for key, value in args.items()}
     position = args.get("position_embedding_type")
     if isinstance(position, (int, str)):
-        args["position_embedding_type"] = _POSITIONS.get(position, position)
+        args["position_embedding_type"] = MEGATRON_POSITIONS.get(position, position)
     state = _training_state(content, args, folder, paths[0])
     shapes = _shapes(content)
     note = _NOT_COMPARED

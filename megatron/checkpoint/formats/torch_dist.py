@@ -29,8 +29,7 @@ from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config
-from megatron.config.fields import option_name
-from megatron.config.model import MEGATRON_MODEL_ARGS
+from megatron.config.model import MEGATRON_MODEL_ARGS, MEGATRON_POSITIONS, argument_differences
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
@@ -64,7 +63,6 @@ _OPTIMIZER = "optimizer."
 # Prefixes of the fp32 values of a run with 16-bit weights, by the kind of the optimizer.
 _MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_POSITIONS = {"rope": "rotary", "learned_absolute": "absolute"}
 # Arguments of models that no flag of this program describes, unless they have one of these values.
 _UNSUPPORTED = {
     "num_experts": (None,),
@@ -116,12 +114,8 @@ class TorchDistReader(DcpReader):
             )
         saved = self.checkpoint.run["args"]
         position = saved.get("position_embedding_type")
-        saved = saved | {"position_embedding_type": _POSITIONS.get(position, position)}
-        differences = [
-            f"{option_name(name)} was {saved[name]}, is {value}"
-            for name, value in config.model_settings().items()
-            if name in MEGATRON_MODEL_ARGS and saved.get(name) not in (None, value)
-        ]
+        saved = saved | {"position_embedding_type": MEGATRON_POSITIONS.get(position, position)}
+        differences = argument_differences(config, saved, MEGATRON_MODEL_ARGS)
         words = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
         rows = self.shape_of(words, VALUES)[0] if words in self.stored_names else vocab_size
         if rows < vocab_size:
@@ -143,7 +137,7 @@ class TorchDistReader(DcpReader):
         fields = {name: args[name] for name in MEGATRON_MODEL_ARGS if args.get(name) is not None}
         position = fields.get("position_embedding_type")
         if position is not None:
-            fields["position_embedding_type"] = _POSITIONS.get(position, position)
+            fields["position_embedding_type"] = MEGATRON_POSITIONS.get(position, position)
         if (epsilon := args.get("norm_epsilon")) is not None:
             fields["layernorm_epsilon"] = epsilon
         if (norm := args.get("normalization")) is not None:

@@ -47,8 +47,7 @@ from megatron.checkpoint.formats.torch_archive import (
 )
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
-from megatron.config.fields import option_name
-from megatron.config.model import MEGATRON_MODEL_ARGS
+from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree
 from megatron.mpu.layout import TPGroup
@@ -105,13 +104,7 @@ class UniversalReader(StateReader):
                     f"that cannot be converted: {'; '.join(variants)}"
                 )
         self._check_files()
-        differences = [
-            f"{option_name(name)} was {saved[name]}, is {value}"
-            for name, value in config.model_settings().items()
-            # The other framework may not have this argument.
-            if name in compared and saved.get(name) not in (None, value)
-        ]
-        return differences + self._vocabulary_differences(specs, vocab_size)
+        return argument_differences(config, saved, compared) + self._vocabulary_differences(specs, vocab_size)
 
     def _check_files(self) -> None:
         """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""

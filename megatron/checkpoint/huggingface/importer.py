@@ -102,10 +102,9 @@ class HuggingFaceModel:
     stored: dict[str, StoredWeight]
 
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
-        """Returns the config of a run that could have saved this model. data: the tokenizer's flags.
-        vocab_size: --vocab-size. Settings that do not affect the model have their defaults."""
+        """See `config_without_run`. data: the tokenizer's flags."""
         precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
-        return _config(self.fields, vocab_size, data, precision)
+        return config_without_run(self.fields, vocab_size, data, precision)
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -129,14 +128,19 @@ class HuggingFaceModel:
             yield name, parameter.transform.to_megatron(self.parts(name), self.model)
 
 
-def _config(
-    fields: Mapping[str, Any], vocab_size: int | None, data: DataConfig, precision: PrecisionConfig
+def config_without_run(
+    fields: Mapping[str, Any],
+    vocab_size: int | None,
+    data: DataConfig,
+    precision: PrecisionConfig | None = None,
 ) -> Config:
+    """Returns the config of a run that could have saved a model of another framework. fields: of
+    `ModelConfig`. vocab_size: --vocab-size. Settings that do not affect the model have their defaults."""
     return Config(
         model=ModelConfig(**fields, vocab_size=vocab_size),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
         schedule=ScheduleConfig(lr=1.0),
-        precision=precision,
+        precision=precision or PrecisionConfig(),
         data=data,
     )
 
@@ -152,7 +156,7 @@ def read_flags(folder: Path) -> Config:
     tokenizer in the folder. Without a tokenizer, every word embedding counts as a token. Reads no weights."""
     _, fields = read_settings(folder)
     rows, tokenizer = fields.pop("vocab_size"), own_tokenizer(folder)
-    return _config(fields, None if tokenizer else rows, DataConfig(**tokenizer), PrecisionConfig())
+    return config_without_run(fields, None if tokenizer else rows, DataConfig(**tokenizer))
 
 
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:

@@ -224,8 +224,7 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
         return RunIdentity(str(checkpoint.run_id), checkpoint.lineage, checkpoint.run.get("origin"), old)
     # A converted checkpoint has the run.json of its source, but is not part of the source's lineage, which
     # consists of names that runs give.
-    is_of_a_run = is_run_format(checkpoint.folder) and CHECKPOINT_NAME.fullmatch(checkpoint.entry.name)
-    converted = not is_of_a_run
+    converted = not (is_run_format(checkpoint.folder) and CHECKPOINT_NAME.fullmatch(checkpoint.entry.name))
     lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
     origin: Any = origin_record(checkpoint)
     if config.save is None:

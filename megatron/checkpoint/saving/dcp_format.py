@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron.checkpoint.files import Files
-from megatron.checkpoint.formats.dcp import ARCHIVE_ALIGNMENT, CHUNK_BYTES, DcpFiles, key_of, path_of
+from megatron.checkpoint.formats.dcp import CHUNK_BYTES, DcpFiles, append_archive, key_of, path_of
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal_info import recorded_spec
-from megatron.checkpoint.saving.files import Content, RankFiles, save_archive
+from megatron.checkpoint.saving.files import Content, RankFiles
 from megatron.checkpoint.saving.formats import SaveFormat
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.engine.pipeline_engine import GPTEngine
@@ -65,16 +65,16 @@ class DcpFormat(SaveFormat):
         optimizer = engine.optimizer
         files.make_folder(folder)
         parts = list(optimizer.local_param_states(with_values=False))
-        written = {part.name: 0 for part in parts if part.owned}
+        sizes = {part.name: prod(part.spec.global_shape) for part in parts if part.owned}
+        written = set(sizes)
         if optimizer.partition_count == 1:
-            sizes = {part.name: prod(part.spec.global_shape) for part in parts if part.owned}
-            written = share_out(sizes, engine.layout.dp_size)
-            written = {name: 0 for name, share in written.items() if share == engine.layout.dp_rank}
+            shares = share_out(sizes, engine.layout.dp_size)
+            written = {name for name, share in shares.items() if share == engine.layout.dp_rank}
         archives = _Archives(f"__{engine.global_rank}_0.distcp")
         if written:
             states = optimizer.local_param_states(written)
             files.write(folder / archives.file_name, map(archives.content, states))
-        rest = {part.name for part in parts} - written.keys()
+        rest = {part.name for part in parts} - written
         files.add_digests(map(_memory, optimizer.local_param_states(rest)))
         return _Table(archives.chunks, optimizer.scaler.state_dict())
 
@@ -136,17 +136,15 @@ class _Archives:
         if part.step is not None and part.start == 0 and part.tp_group.rank == 0:
             self._append(part.name, _STEP, (), torch.tensor(part.step, dtype=torch.float32), collected)
         collected.flush()
-        self._position = collected.position
+        self._position = collected.tell()
 
     def _append(
         self, name: str, state_name: str, offsets: tuple[int, ...], values: Tensor, file: _CollectedWrites
     ) -> None:
-        file.write(bytes(-file.position % ARCHIVE_ALIGNMENT))
-        start = file.position
         file.address = values.data_ptr()
-        save_archive(values, file)
-        place = (self.file_name, start, file.position - start)
-        self.chunks.append(_Chunk(name, state_name, offsets, tuple(values.shape), *place))
+        place = append_archive(self.file_name, file, values)
+        where = (self.file_name, place.offset, place.length)
+        self.chunks.append(_Chunk(name, state_name, offsets, tuple(values.shape), *where))
 
 
 class _CollectedWrites:
@@ -155,14 +153,14 @@ class _CollectedWrites:
 
     def __init__(self, file: Any, position: int) -> None:
         self.address = 0
-        self.position = position
+        self._position = position
         self._file = file
         self._small = bytearray()
 
     def write(self, data: Any) -> int:
         """Appends the bytes of a buffer."""
         content = memoryview(data).cast("B")
-        self.position += len(content)
+        self._position += len(content)
         is_tensor = len(content) > 0 and np.frombuffer(content, np.uint8).ctypes.data == self.address
         if is_tensor or len(content) > _SMALL_BYTES:
             self.flush()
@@ -170,6 +168,10 @@ class _CollectedWrites:
         else:
             self._small += content
         return len(content)
+
+    def tell(self) -> int:
+        """Returns the position in the file."""
+        return self._position
 
     def flush(self) -> None:
         """Writes what is collected."""

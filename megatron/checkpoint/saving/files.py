@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.serialization import config as serialization
-
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, HashedFile
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
@@ -138,10 +135,3 @@ class BackgroundFiles(RankFiles):
             for state, value in part.values.items()
             if state not in on_device
         ]
-
-
-def save_archive(value: Any, file: Any) -> None:
-    """torch.save without a second checksum; tensors of a device are copied through pinned memory."""
-    settings = {"save.compute_crc32": False, "save.use_pinned_memory_for_d2h": True}
-    with serialization.patch(settings):  # type: ignore[attr-defined]
-        torch.save(value, file)

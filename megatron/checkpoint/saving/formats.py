@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, file_index, missing_files, places_in
+from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state
-from megatron.checkpoint.saving.files import Content, RankFiles, save_archive
+from megatron.checkpoint.saving.files import Content, RankFiles
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -42,7 +43,7 @@ class SaveFormat(ABC):
 
     @abstractmethod
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
-        """Returns what no rank has written. files: those of all ranks. run: with the integrity record."""
+        """Returns what no rank has written. files: the files of all ranks. run: with the integrity record."""
 
     @abstractmethod
     def finish(self, folder: Path, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
