@@ -108,14 +108,17 @@ class ParameterWriter(CheckpointWriter, StateWriter):
 def verify_files(reader: StateReader) -> None:
     """Compares the files of a checkpoint with their checksums, unless all states have digests, with which
     their blocks are compared. Raises UserError for a damaged file."""
-    if all(
+    if not has_all_digests(reader) and (problems := reader.verify()[1]):
+        raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one")
+
+
+def has_all_digests(reader: StateReader) -> bool:
+    """Returns whether the integrity record has a digest of every state of every parameter."""
+    return all(
         name in reader.tensor_digests.get(state, {})
         for name in reader.specs
         for state in reader.state_names(name)
-    ):
-        return
-    if problems := reader.verify()[1]:
-        raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one")
+    )
 
 
 def step_of_optimizer(reader: StateReader, name: str) -> float | None:
