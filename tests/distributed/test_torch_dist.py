@@ -39,7 +39,7 @@ MODEL = {
 }
 # Checkpoints of bf16 models with DP 2: of the mixed-precision optimizer, and of the distributed optimizer.
 SMALL = ("torch_dist_float16", "torch_dist_reshardable", "torch_dist_model_space")
-SMALL_MODEL = {"hidden_size": 16, "ffn_hidden_size": 32}
+SMALL_MODEL = {"hidden_size": 16, "ffn_hidden_size": 32, "kv_channels": 4}
 OPTIMIZER = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.0, "clip_grad": 0.0}
 
 

@@ -296,6 +296,6 @@ class DcpWriter(ParameterWriter):
 def _row_chunks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yields the chunks of a tensor, divided along its rows."""
     first = 0
-    for rows in rows_of(blocks, tuple(shape[1:]), CHUNK_BYTES):
+    for rows in rows_of(blocks, tuple(shape), CHUNK_BYTES):
         yield (first, *(0 for _ in shape[1:])), rows
         first += rows.shape[0]

@@ -25,7 +25,12 @@ from megatron.checkpoint.formats.torch_dist import (
     stored_name,
 )
 from megatron.checkpoint.formats.universal_info import megatron_args
-from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
+from megatron.checkpoint.formats.writing import (
+    ParameterWriter,
+    has_all_digests,
+    rows_of,
+    step_of_optimizer,
+)
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import write_json
@@ -45,7 +50,9 @@ class TorchDistWriter(ParameterWriter):
         super().__init__(folder, reader)
         self._config = reader.checkpoint.config
         self._num_layers = self._config.model.num_layers
-        self._files = dcp.DcpFiles(folder)
+        # The weights of a 16-bit run have no digests.
+        has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
+        self._files = dcp.DcpFiles(folder, hashed=not has_digests)
         steps = {step_of_optimizer(reader, name) for name in reader.names}
         if len(steps) > 1:
             raise UserError(
@@ -201,7 +208,7 @@ def _chunks(
     gated: the tensor stacks (value, gate), and Megatron-Core (gate, value).
     """
     first, half = 0, shape[0] // 2
-    for rows in rows_of(blocks, tuple(shape[1:]), dcp.CHUNK_BYTES):
+    for rows in rows_of(blocks, (num_valid, *shape[1:]), dcp.CHUNK_BYTES):
         last = first + rows.shape[0]
         if not gated:
             yield first, rows

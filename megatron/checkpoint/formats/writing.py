@@ -171,11 +171,12 @@ def _verified(
         )
 
 
-def rows_of(blocks: Iterable[Tensor], row_shape: tuple[int, ...], max_bytes: int) -> Iterator[Tensor]:
-    """Yields consecutive whole rows of a tensor, [rows, *row_shape], about `max_bytes` at a time. Each is
+def rows_of(blocks: Iterable[Tensor], shape: tuple[int, ...], max_bytes: int) -> Iterator[Tensor]:
+    """Yields consecutive whole rows of a tensor, [rows, *shape[1:]], about `max_bytes` at a time. Each is
     valid until the next one. blocks: consecutive elements of the tensor, of any length, fp32."""
+    row_shape = shape[1:]
     row_elements = prod(row_shape)
-    limit = max(max_bytes // 4 // row_elements, 1) * row_elements
+    limit = min(max(max_bytes // 4 // row_elements, 1) * row_elements, prod(shape))
     buffer, held = torch.empty(0), 0
     for block in blocks:
         flat, first = block.reshape(-1), 0
