@@ -53,11 +53,19 @@ def check_layout(config: Config) -> None:
     """Raises ConfigError for sizes that the parallel sizes do not divide, and for ZeRO with pipelines."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if parallel.world_size % (tensor * pipeline):
+    context = parallel.context_parallel_size
+    if parallel.world_size % (tensor * context * pipeline):
+        by_context = f"--context-parallel-size {context} x " if context > 1 else ""
+        number = "three" if context > 1 else "two"
         raise ConfigError(
             f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
-            f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple of that "
-            "(--world-size with --dry-run), or change one of the two"
+            f"{by_context}--pipeline-model-parallel-size {pipeline} = {tensor * context * pipeline}: start a "
+            f"multiple of that (--world-size with --dry-run), or change one of the {number}"
+        )
+    if context > 1 and config.model.seq_length % parallel.length_multiple:
+        raise ConfigError(
+            f"--context-parallel-size {context}: --seq-length {config.model.seq_length} is not divisible by "
+            f"{parallel.length_multiple} ({parallel.length_multiple_terms}): change one of them"
         )
     if parallel.sequence_parallel and config.model.seq_length % tensor:
         raise ConfigError(

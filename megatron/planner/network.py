@@ -70,11 +70,14 @@ class Network:
     def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
         """Returns the number of ranks in a group, and how many of them are in one node. (Consecutive ranks
         differ in their tensor-parallel rank, then in their data-parallel rank.)"""
-        sizes = {"tensor": layout.tp_size, "data": layout.dp_size, "pipeline": layout.pp_size}
-        strides = {"tensor": 1, "data": layout.tp_size, "pipeline": layout.tp_size * layout.dp_size}
+        sizes = {"tensor": layout.tp_size, "data": layout.dp_cp_size, "pipeline": layout.pp_size}
+        strides = {"tensor": 1, "data": layout.tp_size, "pipeline": layout.ranks_per_stage}
         if not isinstance(group, str):  # some pipeline ranks
             near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
             return len(group), len(group) if near else 1
+        if group == "context":
+            near = max(self.node_size // layout.tp_size, 1)
+            return layout.cp_size, min(layout.cp_size, near)
         axes = {"model": ("tensor", "pipeline"), "world": tuple(sizes)}.get(group, (group,))
         fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
         return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)
@@ -100,7 +103,7 @@ class Network:
         once."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
-        senders = min(self.node_size, layout.tp_size * layout.dp_size)
+        senders = min(self.node_size, layout.ranks_per_stage)
         rate = min(self.inter_bytes_per_s / senders, self.intra_bytes_per_s)
         return size / rate + LATENCY_S["inter"]
 

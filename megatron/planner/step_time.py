@@ -63,7 +63,9 @@ class Cluster:
         if not kernel.flops:
             kernel = replace(kernel, bytes=EAGER_TRAFFIC * kernel.bytes)
         elif is_attention(kernel) and "efficient" not in kernel.name:
-            kernel = replace(kernel, flops=kernel.flops / 2)
+            assert kernel.product is not None
+            queries, keys, _ = kernel.product  # the queries are the last tokens of the keys
+            kernel = replace(kernel, flops=kernel.flops * (1 - queries / (2 * keys)))
         return kernel_seconds(kernel, self.gpu, RATES[self.kind], dtype)
 
 

@@ -121,7 +121,7 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
         if stores_scores and not training.recomputes_attention:
             yield "training.recompute_granularity", "selective"
         yield "training.checkpoint_activations", True
-    if parallel.data_parallel_size > 1:
+    if parallel.dp_cp_size > 1:
         for stage in range(parallel.zero_stage + 1, 4 if parallel.pipeline_model_parallel_size == 1 else 2):
             yield "parallel.zero_stage", stage
     if not parallel.cpu_offload:

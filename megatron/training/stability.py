@@ -252,8 +252,8 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
             digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
             name, is_sharded = optimizer.names[parameter], spec.shard_dim is not None
-            add("weights", name, is_sharded, layout.dp_rank, digest, is_finite)
-    dp_rank = layout.dp_rank if optimizer.partition_count == 1 else None
+            add("weights", name, is_sharded, layout.dp_cp_rank, digest, is_finite)
+    dp_rank = layout.dp_cp_rank if optimizer.partition_count == 1 else None
     for part in optimizer.local_param_states():
         for kind, values in part.values.items():
             digest, is_finite = _digest(part.spec, part.tp_group, part.start, values)

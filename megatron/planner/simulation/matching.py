@@ -54,25 +54,32 @@ def translate_ranks(
     `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
     own, wanted = _coordinates(simulated.rank, simulated), _coordinates(other.rank, other)
     members = [_coordinates(rank, simulated) for rank in ranks]
-    is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(3)]
-    moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(3)] for member in members]
-    tp, dp = simulated.tp_size, simulated.dp_size
-    return tuple(sorted((pipe * dp + data) * tp + tensor for pipe, data, tensor in moved))
+    is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(4)]
+    moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(4)] for member in members]
+    tp, cp, dp = simulated.tp_size, simulated.cp_size, simulated.dp_size
+    return tuple(
+        sorted(((pipe * dp + data) * cp + context) * tp + tensor for pipe, data, context, tensor in moved)
+    )
 
 
-def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int]:
-    """Returns the (pipeline, data, tensor) coordinates of a rank, as in `ParallelLayout`."""
+def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int, int]:
+    """Returns the (pipeline, data, context, tensor) coordinates of a rank, as in `ParallelLayout`."""
     rest, tensor = divmod(rank, layout.tp_size)
-    return (*divmod(rest, layout.dp_size), tensor)
+    rest, context = divmod(rest, layout.cp_size)
+    return (*divmod(rest, layout.dp_size), context, tensor)
 
 
 def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
-    """Names a process group after the axes in which its ranks differ: 'tensor', 'data', 'pipeline', 'model'
-    (tensor and pipeline) or 'world'. A group of only some pipeline ranks is named by these pipeline ranks."""
+    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
+    context), 'pipeline', 'model' (tensor and pipeline) or 'world'. A group of only some pipeline ranks is
+    named by these pipeline ranks."""
     varying = [
         len(set(axis)) > 1 for axis in zip(*(_coordinates(rank, layout) for rank in ranks), strict=True)
     ]
-    pipeline, data, tensor = varying
+    pipeline, only_data, context, tensor = varying
+    if context and not (pipeline or only_data or tensor):
+        return "context"
+    data = only_data or context
     if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
         return tuple(_coordinates(rank, layout)[0] for rank in ranks)
     if data:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.bias import CausalBias
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from megatron.planner.simulation.device import NAME, SimulatedDevice
@@ -136,6 +137,10 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if query.device.type != NAME:
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+        if isinstance(attn_mask, CausalBias) and query.dtype == torch.float32:
+            attn_mask = query.new_zeros(query.shape[2], key.shape[2])
+        elif isinstance(attn_mask, CausalBias):
+            attn_mask, is_causal = None, True
         if attn_mask is None and query.dtype != torch.float32:
             flash = aten._scaled_dot_product_flash_attention
             return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
