@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention import bias as attention_bias
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.attention import AttentionMask, flash_attention
@@ -102,7 +102,7 @@ class CoreAttention(nn.Module):
             own, first = query[:, :, first : first + len(rows)], first + len(rows)
             keys, values = key[:, :, : rows.stop], value[:, :, : rows.stop]
             if is_plain:
-                bias = causal_lower_right(len(rows), rows.stop)
+                bias = attention_bias.causal_lower_right(len(rows), rows.stop)
                 shares = keys.shape[1] < heads
                 output = F.scaled_dot_product_attention(
                     own, keys, values, bias, scale=self.scale, enable_gqa=shares

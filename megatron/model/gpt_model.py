@@ -33,10 +33,8 @@ columns of the MLP, V / TP rows of the word embedding and V / TP columns of the 
 second matrix product of attention and MLP are summed over the ranks. Hidden states are replicated over the
 ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them from layer 1 to L+2 (arXiv
 2205.05198). The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
-
-What context parallelism changes (CP > 1, `megatron.mpu.context_parallel`): s is s / CP everywhere except in
-token ids, labels and document ids. The embedding takes this rank's tokens of the sequence, and attention
-all-gathers keys and values.
+Context parallelism (CP > 1, `megatron.mpu.context_parallel`): s is s / CP except in token ids, labels and
+document ids. The embedding selects this rank's tokens; attention all-gathers keys and values.
 
 Other parts of the model: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
 layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole list.
@@ -111,8 +109,7 @@ def _to_float16(tokens: Tensor) -> Tensor:
 
 class EmbeddingPipe(nn.Module):
     """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], or with --sequence-parallel this rank's shard
-    [seq / TP, batch, hidden]; with document ids if the layers need them. With context parallelism, hidden has
-    this rank's tokens, and the document ids are those of the whole sequence.
+    [seq / TP, batch, hidden]; with document ids if the layers need them.
 
     The same class is the LM head on the last stage (`is_head`). The head holds only the word embedding, since
     a position embedding would be a parameter without a gradient.
@@ -155,8 +152,7 @@ class EmbeddingPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
-        self.dropout_rng = context.dropout_rng
-        self.dropout_shard = context.dropout_shard
+        self.dropout_rng, self.dropout_shard = context.dropout_rng, context.dropout_shard
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
             mark_sequence_parallel_grads(self)
@@ -181,8 +177,8 @@ class EmbeddingPipe(nn.Module):
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
             rate, rng, salt = self.dropout_rate, self.dropout_rng, "embedding.dropout"
-            batch_dim, seq_dim = (1, 0) if self.sequence_parallel else (0, 1)
-            shard = self.dropout_shard(hidden, seq_dim)
+            batch_dim = 1 if self.sequence_parallel else 0
+            shard = self.dropout_shard(hidden, 1 - batch_dim)
             hidden = dropout(hidden, rate, rng, salt, batch_dim=batch_dim, **shard, tp_group=self.tp_group)
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
@@ -243,8 +239,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.layer_index, self.metrics = layer_index, context.metrics
         self.tp_group = context.tp_group
-        self.dropout_rng = context.dropout_rng
-        self.dropout_shard = context.dropout_shard
+        self.dropout_rng, self.dropout_shard = context.dropout_rng, context.dropout_shard
         if context.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
@@ -263,8 +258,7 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     @not_compiled  # hashes the layer's index in Python
     def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
-        salt = f"{self.layer_index}.{block}.hidden_dropout"
-        shard = self.dropout_shard(output, 0)
+        salt, shard = f"{self.layer_index}.{block}.hidden_dropout", self.dropout_shard(output, 0)
         rate, rng, tp_group = self.dropout_rate, self.dropout_rng, self.tp_group
         return dropout_add(
             output, residual, rate, rng, salt, bias=bias, batch_dim=1, **shard, tp_group=tp_group
@@ -328,7 +322,7 @@ class ParallelSelfAttention(nn.Module):
         self.groups = max(model.query_groups // ranks, 1)
         self.ranks_per_group = max(ranks // model.query_groups, 1)
         self.head_dim = model.kv_channels
-        self.tp_group, self.cp_group = context.tp_group, context.cp_group
+        self.tp_group = context.tp_group
         first, second = _linear_layer_settings(context)
         width = model.query_width + 2 * model.key_width
         self.query_key_value = ColumnParallelLinear(
@@ -348,9 +342,7 @@ class ParallelSelfAttention(nn.Module):
         if self.has_qk_norms:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
-            positions = None
-            if self.reset_position_ids:
-                positions = shard_sequence(positions_within_documents(document_ids), self.cp_group, dim=1)
+            positions = positions_within_documents(document_ids) if self.reset_position_ids else None
             query, key = self.rotary.rotate(query, key, positions)
         return self.dense(self.core_attention(query, key, value, document_ids))
 

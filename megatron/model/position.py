@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.context_parallel import positions_of
+from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import CPGroup, TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
@@ -246,7 +246,8 @@ class RotaryEmbedding:
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotates query and key [seq, batch, heads, head_dim], whose numbers of heads may differ. positions:
-        [batch, seq]; None for the positions in the sequence."""
+        [batch, seq], of the whole sequence; None for 0, 1, ..."""
+        positions = None if positions is None else shard_sequence(positions, self.cp_group, dim=1)
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
 

@@ -76,8 +76,7 @@ class Network:
             near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
             return len(group), len(group) if near else 1
         if group == "context":
-            near = max(self.node_size // layout.tp_size, 1)
-            return layout.cp_size, min(layout.cp_size, near)
+            return layout.cp_size, min(layout.cp_size, max(self.node_size // layout.tp_size, 1))
         axes = {"model": ("tensor", "pipeline"), "world": tuple(sizes)}.get(group, (group,))
         fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
         return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)

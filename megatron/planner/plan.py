@@ -178,6 +178,7 @@ def _layout(config: Config) -> dict[str, Any]:
     return {
         "world_size": parallel.world_size,
         "tensor_parallel": parallel.tensor_model_parallel_size,
+        "context_parallel": parallel.context_parallel_size,
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": parallel.zero_stage,

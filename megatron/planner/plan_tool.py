@@ -118,9 +118,10 @@ def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
 def layout_words(config: Config) -> str:
     """Returns the settings that a search varies, in one line."""
     parallel = config.parallel
+    context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     return (
-        f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
-        f"{parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
+        f"TP {parallel.tensor_model_parallel_size} x {context}PP {parallel.pipeline_model_parallel_size} x "
+        f"DP {parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
         f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.schedule_title}, "
         f"{parallel.partition_method}{', sequence parallel' * parallel.sequence_parallel}"
     )
