@@ -1,7 +1,10 @@
 """Context parallelism trains with the numbers of one process, with any schedule, mask and ZeRO stage."""
 
 import pytest
+import torch
 
+from megatron.mpu.context_parallel import gather_keys_and_values, tensor_shard
+from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
 from tests.distributed.parity import (
     DUALPIPEV,
     INTERLEAVED,
@@ -9,6 +12,8 @@ from tests.distributed.parity import (
     SHORT,
     one_process,
 )
+from tests.distributed.resharding import STEPS_BEFORE, resume_midway, save_before, uninterrupted
+from tests.support.checkpoints import state_after
 from tests.support.layouts import DROPOUT, STEPS, Row, relative_errors, train_layout
 from tests.support.pool import run_world
 
@@ -55,3 +60,56 @@ def test_context_parallelism_has_the_numbers_of_one_process(row, numbers, layout
     for history in run_world(row.world_size, train_layout, row, steps, **merged(numbers, layout)):
         errors = relative_errors(history, expected)
         assert max(errors) <= BOUND, errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before, after", [({"cp": 2}, {"pp": 2}), ({"pp": 2}, {"cp": 2, "zero": 1})])
+def test_a_run_resumes_with_another_context_parallel_size(before, after, tmp_path):
+    changes = {"model": {"hidden_dropout": 0.1}}
+    expected = uninterrupted(changes)
+    saver, resumer = Row(**before, micro_batch=2), Row(**after, micro_batch=2)
+    run_world(saver.world_size, save_before, saver, tmp_path, changes)
+    for state, history in run_world(resumer.world_size, resume_midway, resumer, tmp_path, changes):
+        assert state == state_after(STEPS_BEFORE)
+        assert max(relative_errors(history, expected)) <= BOUND
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_chunks_of_the_ranks_are_the_sequence_and_equal_causal_work(size):
+    seq = 2 * size * 128
+    groups = [CPGroup(rank, size) for rank in range(size)]
+    positions = [[p for chunk in group.chunks(seq) for p in chunk] for group in groups]
+    assert sorted(sum(positions, [])) == list(range(seq))
+    work = [sum(position + 1 for position in own) for own in positions]
+    assert max(work) <= 1.02 * sum(work) / size
+    for group, own in zip(groups, positions, strict=True):
+        shards = [tensor_shard(group.chunks(seq), TPGroup(rank, 4)) for rank in range(4)]
+        assert [p for shard in shards for part in shard for p in part] == own
+    with pytest.raises(ValueError, match="not divisible"):
+        groups[0].chunks(seq + size)
+
+
+def gathered_attention(seq):
+    """Returns this rank's outputs and gradients, and its positions."""
+    layout = ParallelLayout.create(2, 1, 1, torch.distributed.get_rank(), cp_size=2)
+    group = layout.make_cp_group()
+    own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in group.chunks(seq)])
+    key, value = (x[own].requires_grad_() for x in keys_and_values(seq))
+    whole = gather_keys_and_values(key, value, group)
+    weights = keys_and_values(seq)
+    factor = layout.cp_rank + 1
+    sum(factor * (x * weight).sum() for x, weight in zip(whole, weights, strict=True)).backward()
+    return own, [x.detach() for x in whole], key.grad, value.grad
+
+
+def keys_and_values(seq):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(seq, 2, 3, generator=generator), torch.randn(seq, 2, 3, generator=generator)
+
+
+def test_gathered_keys_have_the_order_of_the_sequence_and_gradients_are_summed():
+    expected = keys_and_values(16)
+    for own, whole, *gradients in run_world(2, gathered_attention, 16):
+        for found, gradient, values in zip(whole, gradients, expected, strict=True):
+            assert torch.equal(found, values)
+            torch.testing.assert_close(gradient, 3 * values[own])
