@@ -324,7 +324,7 @@ def run_worker(preset: Preset, row: Row, compiles: bool, dropout: float) -> None
     from deepspeed.accelerator import get_accelerator
 
     from megatron.cluster.processes import destroy_distributed
-    from megatron.model.gpt_model import PARAMETER_DTYPES
+    from megatron.model.layer_list import PARAMETER_DTYPES
     from megatron.training.startup_report import local_memory
 
     if "KEEP_THREADS" in os.environ:

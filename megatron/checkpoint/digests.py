@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.mix64 import mix64
+from megatron.mpu.mix64 import mix64, mix64_in_place
 from megatron.mpu.parameters import ParameterSpec, local_slices
 from megatron.mpu.world import broadcast_from_rank_0
 
@@ -139,13 +140,30 @@ def fragment_digests(
     sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
     num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
     for first, positions in _position_blocks(spec, tp_group, start, length, device):
-        keys = mix64(positions) | 1
+        keys = _keys(positions)
         if num_valid_elements is not None:
             keys *= positions < num_valid_elements
         for state, value in values.items():
             bits = value[first : first + len(keys)].contiguous().view(torch.int32)
-            sums[state] += (keys * bits).sum()
+            sums[state] += _sum_of_products(keys, bits)
     return {state: int(total) % _WORD for state, total in sums.items()}
+
+
+def _keys(positions: Tensor) -> Tensor:
+    """Returns the odd keys of some positions."""
+    if positions.device.type != "cpu":
+        return mix64(positions) | 1
+    keys = positions.numpy().astype(np.uint64)
+    mix64_in_place(keys)
+    keys |= np.uint64(1)
+    return torch.from_numpy(keys.view(np.int64))
+
+
+def _sum_of_products(keys: Tensor, bits: Tensor) -> Tensor | int:
+    """Returns the sum, modulo 2^64, of the keys times the bits of elements."""
+    if keys.device.type != "cpu":
+        return (keys * bits).sum()
+    return int(np.multiply(keys.numpy(), bits.numpy()).sum())
 
 
 def _position_blocks(

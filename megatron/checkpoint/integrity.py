@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.digests import StateDigests, UnquantizedDigests, digest_state
+from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import Config
+from megatron.config import Config, OptimizerConfig
 from megatron.config.fields import option_name
 from megatron.data.loader import MicroBatch
 from megatron.engine.pipeline_engine import GPTEngine
@@ -57,31 +58,32 @@ def integrity_record(state: StateDigests, loss: float, config: Config) -> dict[s
 
 
 def verify_loaded_state(
-    engine: GPTEngine, checkpoint: Checkpoint, with_moments: bool, unquantized: UnquantizedDigests
+    engine: GPTEngine, checkpoint: Checkpoint, new_moments: str, unquantized: UnquantizedDigests
 ) -> list[Check]:
     """Compares the loaded state with the integrity record. Returns one line per comparison. Collective.
 
-    with_moments: whether the checkpoint's moments were loaded. unquantized: digests of moments that were
-    quantized after reading. Raises UserError on every rank for the first difference.
+    new_moments: why the checkpoint's moments were not loaded; "" if they were. unquantized: digests of
+    moments that were quantized after reading. Raises UserError on every rank for the first difference.
     """
     record = checkpoint.run.get("certificate")
     if record is None:
-        return [Check("integrity record", "the checkpoint has none: the loaded state cannot be compared")]
+        none = Check("integrity record", "the checkpoint has none: the loaded state cannot be compared")
+        return [none, *([Check("moments", f"not loaded: {new_moments}")] if new_moments else [])]
     found = digest_state(engine.optimizer, engine.layout, unquantized)
     return [
-        *_check_digests(checkpoint, record, found, with_moments),
+        *_check_digests(checkpoint, record, found, new_moments),
         _check_canary(engine, checkpoint, record["probe"]),
     ]
 
 
 def _check_digests(
-    checkpoint: Checkpoint, record: dict[str, Any], found: StateDigests, with_moments: bool
+    checkpoint: Checkpoint, record: dict[str, Any], found: StateDigests, new_moments: str
 ) -> Iterator[Check]:
     in_order = sorted(record["digests"].items(), key=lambda item: (item[0] != "fp32", item[0]))
     for state_name, expected in in_order:
         subject = "weights, fp32" if state_name == "fp32" else f"moments, {state_name}"
-        if state_name != "fp32" and not with_moments:
-            yield Check(subject, f"not loaded: {_why_new_moments(checkpoint)}")
+        if state_name != "fp32" and new_moments:
+            yield Check(subject, f"not loaded: {new_moments}")
             continue
         now = found.tensors.get(state_name, {})
         wrong = [name for name in expected if now.get(name) != expected[name]]
@@ -94,7 +96,7 @@ def _check_digests(
         if state_name != "fp32" and found.quantized:
             result += f"; {len(found.quantized)} then quantized to 8 bits, each element to within one step"
         yield Check(subject, result)
-    if with_moments and record["updates"] is not None:
+    if not new_moments and record["updates"] is not None:
         if record["updates"] != found.step:
             raise UserError(
                 f"checkpoint {checkpoint.folder}: after loading, the optimizer counts {found.step} updates "
@@ -103,10 +105,18 @@ def _check_digests(
         yield Check("updates of the optimizer", f"{found.step:.0f}, equal")
 
 
-def _why_new_moments(checkpoint: Checkpoint) -> str:
+def why_new_moments(reader: StateReader, optimizer: OptimizerConfig) -> str:
+    """Returns why a run starts with new moments; "" if it loads the moments of the reader's checkpoint."""
+    checkpoint = reader.checkpoint
     if checkpoint.no_optimizer:
         return "--finetune" if checkpoint.weights_only else "--no-load-optim"
-    return "another kind of optimizer starts with new moments"
+    if reader.moments == optimizer.moments:
+        return ""
+    own, others = (", ".join(sorted(names)) or "none" for names in (optimizer.moments, reader.moments))
+    return (
+        f"--optimizer {optimizer.optimizer} has the moments {own} and the checkpoint has {others}; all "
+        "moments start at 0"
+    )
 
 
 def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:

@@ -29,6 +29,7 @@ from megatron.checkpoint.integrity import (
     make_integrity_record,
     verification_table,
     verify_loaded_state,
+    why_new_moments,
 )
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import FolderOwner
@@ -56,7 +57,7 @@ from megatron.checkpoint.saving.run_record import all_specs, run_record, within_
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.errors import UserError, stop_at_access_error
+from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameters import ParameterSpec
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
@@ -310,8 +311,8 @@ class CheckpointManager:
                 )
                 if unequal := run["certificate"]["unequal_copies"]:
                     run, problem = None, f"replicas on several ranks are not equal: {'; '.join(unequal)}"
-        except (OSError, FolderTakenError) as error:
-            run, problem = None, str(error)
+        except Exception as error:  # whatever it is: the nodes wait for the decision
+            run, problem = None, one_line(error)
         try:
             failed = self.local.commit(save.saving, run)
         except OSError as error:
@@ -431,16 +432,16 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     now = engine.run_config
     reader = open_reader(checkpoint)
     same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
-    with_moments = not checkpoint.no_optimizer and reader.moments_kind == now.optimizer.moments_kind
+    new_moments = why_new_moments(reader, now.optimizer)
     unquantized = UnquantizedDigests()
     with errors_of_all_ranks():
         keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16
         scale = reader.loss_scaler if keeps_scale else None
-        engine.optimizer.read_by_name(reader.read_parameter, scale, with_moments, unquantized.add)
+        engine.optimizer.read_by_name(reader.read_parameter, scale, not new_moments, unquantized.add)
     with errors_of_all_ranks():
         engine.optimizer.exchange_loaded()
     return [
-        *verify_loaded_state(engine, checkpoint, with_moments, unquantized),
+        *verify_loaded_state(engine, checkpoint, new_moments, unquantized),
         Check("data", data_line(checkpoint, fingerprint)),
         Check("learning rate", schedule_line(checkpoint, now)),
         Check("random state", "computed from seed, iteration and global coordinates: nothing to restore"),

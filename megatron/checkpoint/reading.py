@@ -60,7 +60,7 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
     # Imported only here: they load torch and DeepSpeed, which takes seconds.
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.model.gpt_model import PARAMETER_DTYPES
+    from megatron.model.layer_list import PARAMETER_DTYPES
     from megatron.model.single_process import GPTModel
 
     reader = open_reader(checkpoint)

@@ -48,10 +48,11 @@ def build_parser() -> ToolParser:
     written = {name: entry.description for name, entry in FORMATS.items() if entry.writer}
     parser.add_argument(
         "--format",
-        required=True,
+        default=NATIVE,
         choices=tuple(written),
         metavar="NAME",
-        help="; ".join(f"{name}: {description}" for name, description in written.items()),
+        help="; ".join(f"{name}: {description}" for name, description in written.items())
+        + " (default: %(default)s)",
     )
     parser.add_argument(
         "--universal_checkpoint",

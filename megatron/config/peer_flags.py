@@ -101,6 +101,19 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         ("constant",),
         "a weight decay that changes is not implemented; set --weight-decay",
     ),
+    _value(
+        "--muon-tp-mode",
+        "Muon always updates whole matrices, on any tensor-parallel degree",
+        ("duplicated", "distributed"),
+        "updates of the shards of a matrix depend on the tensor-parallel degree; remove the flag",
+    ),
+    _value(
+        "--muon-coefficient-type", "Muon has Keller Jordan's coefficients", ("simple",), "remove the flag"
+    ),
+    _value(
+        "--muon-scalar-optimizer", "Adam updates the parameters that Muon does not", ("adam",), "set adam"
+    ),
+    *_switches("Muon always updates Q, K and V as separate matrices", "--muon-split-qkv"),
     _value("--ds-sequence-parallel-size", "1 means no sequence parallelism", ("1",), _NO_ULYSSES),
     *(
         _value(name, "1 means a dense model", ("1",), _NO_MOE)
@@ -219,6 +232,7 @@ REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--distribute-checkpointed-activations": ("--partition-activations",),
     "--cpu-optimizer": ("--cpu-offload",),
     "--optimizer-cpu-offload": ("--cpu-offload",),
+    "--muon-nesterov": ("--muon-use-nesterov",),
     "--kill-switch-file": ("--kill-switch-path",),
     "--skip-train": ("--no-train",),
     "--wandb-exp-name": ("--wandb-name",),
@@ -230,6 +244,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--gradient-accumulation-steps": "set --global-batch-size, which is --micro-batch-size x accumulation "
     "steps x data-parallel size",
     "--batch-size": "set --micro-batch-size",
+    "--muon-fp32-matmul-prec": "set --muon-matmul-dtype bf16 or fp32",
+    "--muon-no-split-qkv": "Muon always updates Q, K and V as separate matrices; remove the flag",
     "--model-parallel-size": "set --tensor-model-parallel-size",
     "--warmup": "set --lr-warmup-fraction, which is a fraction, not a percentage",
     "--lr-warmup-tokens": "set --lr-warmup-samples to the tokens divided by --seq-length; with "
@@ -395,8 +411,7 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
         *("--use-legacy-static", "--enable-chunked-prefill", "--num-speculative", "--use-same-sampling"),
         *("--refit-method", "--flash-decode", "--prompt", "--return-log-probs"),
     ),
-    "Muon is not implemented; set --optimizer adam": ("--muon-",),
-    "Lion is not implemented; set --optimizer adam": ("--lion-",),
+    "docs/flags.md lists the flags of Muon; remove the flag": ("--muon-",),
     "all layers have softmax attention and one configuration; remove the flag": (
         *("--linear-", "--heterogeneous-layers", "--relative-attention", "--kitchen-"),
     ),

@@ -215,21 +215,53 @@ POSITION_EMBEDDINGS = Registry(
     },
 )
 
-# Functions (groups, OptimizerConfig, fused) -> torch.optim.Optimizer.
+
+@dataclass(frozen=True)
+class OptimizerChoice(Choice):
+    """An optimizer. Its implementation is a function (groups, OptimizerConfig, fused) ->
+    torch.optim.Optimizer.
+
+    moments: names of the states that the optimizer keeps for each element of a parameter. matrix_moments:
+    names for the weights of linear layers, if the optimizer updates them as whole matrices (Muon); the
+    implementation then returns a `megatron.optimizer.matrix_optimizer.MatrixOptimizer`.
+    """
+
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    matrix_moments: tuple[str, ...] = ()
+
+
 _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_MATRIX = ("muon_momentum", "muon_use_nesterov")
+_MUON = ("muon_scale_mode", "muon_extra_scale_factor", "muon_num_ns_steps", "muon_matmul_dtype")
 OPTIMIZERS = Registry(
     "--optimizer",
     {
-        "adam": Choice(
+        "adam": OptimizerChoice(
             "Adam with decoupled weight decay (AdamW), as in Megatron-LM",
             "megatron.optimizer.parameter_groups:make_adam",
             settings=_ADAM,
         ),
-        "adamw": Choice(
+        "adamw": OptimizerChoice(
             "another name for adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM
         ),
-        "sgd": Choice(
-            "SGD with momentum", "megatron.optimizer.parameter_groups:make_sgd", settings=("sgd_momentum",)
+        "lion": OptimizerChoice(
+            "Lion (arXiv:2302.06675): the sign of a momentum, with decoupled weight decay",
+            "megatron.optimizer.lion:make_lion",
+            settings=("lion_beta1", "lion_beta2"),
+            moments=("exp_avg",),
+        ),
+        "muon": OptimizerChoice(
+            "Muon (kellerjordan.github.io/posts/muon): the orthogonalized momentum of each matrix of the "
+            "linear layers; Adam for embeddings, LM head, norms and biases",
+            "megatron.optimizer.muon:make_muon",
+            settings=(*_ADAM, *_MATRIX, *_MUON),
+            matrix_moments=("momentum_buffer",),
+        ),
+        "sgd": OptimizerChoice(
+            "SGD with momentum",
+            "megatron.optimizer.parameter_groups:make_sgd",
+            settings=("sgd_momentum",),
+            moments=("momentum_buffer",),
         ),
     },
 )

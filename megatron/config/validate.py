@@ -34,6 +34,7 @@ def validate(config: Config) -> None:
     check_batches(config)
     check_length(config)
     check_schedule(config)
+    check_optimizer(config)
     check_precision(config.precision)
     check_finetuning(config)
     check_stability(config.stability, config.checkpoint)
@@ -127,6 +128,15 @@ def _check_stages_per_rank(parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
             "with one stage per rank"
+        )
+
+
+def check_optimizer(config: Config) -> None:
+    """Raises ConfigError for an optimizer of whole matrices whose state is kept in host memory."""
+    if config.optimizer.updates_matrices and config.parallel.cpu_offload:
+        raise ConfigError(
+            f"--optimizer {config.optimizer.optimizer} with --cpu-offload: matrices are updated on the "
+            "device. Remove --cpu-offload, or set --optimizer adam."
         )
 
 

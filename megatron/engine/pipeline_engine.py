@@ -1,6 +1,6 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
+from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig, share_out
 
 
 class GPTEngine(ScheduleExecutor):
@@ -153,19 +153,14 @@ class GPTEngine(ScheduleExecutor):
             self.checkpoint_engine = before
 
     @property
-    def layers(self) -> dict[int, nn.Module]:
-        """The layers of this rank, by their position in the rank's part of the layer list."""
-        return {i: f for i, f in enumerate(self.module.forward_funcs) if isinstance(f, nn.Module)}
-
-    @property
     def layer_sizes(self) -> dict[int, int]:
-        """The number of parameters of each of `layers`, on one tensor-parallel rank."""
-        return {i: sum(p.numel() for p in layer.parameters()) for i, layer in self.layers.items()}
+        """The number of parameters of each of the module's `layers`, on one tensor-parallel rank."""
+        return {i: sum(p.numel() for p in layer.parameters()) for i, layer in self.module.layers.items()}
 
     @property
     def layer_writers(self) -> dict[int, int]:
-        """The replica (`ParallelLayout.dp_cp_rank`) that writes each of `layers`, so that all write about as
-        many bytes."""
+        """The replica (`ParallelLayout.dp_cp_rank`) that writes each layer, so that all write about as many
+        bytes."""
         return share_out(self.layer_sizes, self.layout.dp_cp_size)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
@@ -177,11 +172,11 @@ class GPTEngine(ScheduleExecutor):
         self.optimizer.wait_for_params()
         self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
         writers = self.layer_writers
-        for position, layer in self.layers.items():
+        for index, layer in self.module.layers.items():
             with self.optimizer.gathered_params(layer):
-                if self.layout.dp_cp_rank == writers[position]:
+                if self.layout.dp_cp_rank == writers[index]:
                     state = {name: own_storage(value) for name, value in layer.state_dict().items()}
-                    path = self.module.ckpt_layer_path(self._curr_ckpt_path, position)
+                    path = self.module.layer_path(self._curr_ckpt_path, index)
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
     def _copy_recovery_script(self, save_path: str) -> None:
@@ -220,17 +215,6 @@ class GPTEngine(ScheduleExecutor):
         return self.pass_times.measure() if self.pass_times else nullcontext()
 
 
-def share_out(sizes: Mapping[int, int], shares: int) -> dict[int, int]:
-    """Returns the share of each item, so that the largest sum of sizes is about as small as possible: items
-    in the order of their sizes, each to the share with the smallest sum."""
-    sums = [0] * shares
-    chosen = {}
-    for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
-        chosen[item] = sums.index(min(sums))
-        sums[chosen[item]] += sizes[item]
-    return chosen
-
-
 def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimizer:
     """Returns the optimizer of --optimizer over the parameter groups of a model."""
     optimizer = config.optimizer
@@ -243,6 +227,7 @@ def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimize
         units | {layer: name for name, bucket in buckets.items() for layer in bucket},
         config.model.matrix_lr_mult,
         [weight for weight, _ in _tied_weights(model)] if config.parallel.optimizer_partitions > 1 else [],
+        matrices=optimizer.updates_matrices,
     )
     return make_optimizer(groups, optimizer)
 
@@ -265,6 +250,7 @@ def mixed_precision_optimizer(
         f"TP rank {layout.tp_rank}, "
         + (f"CP rank {layout.cp_rank}, " if layout.cp_size > 1 else "")
         + f"DP rank {layout.dp_rank})",
+        stage=_stage_group(layout, tp_group, model) if config.optimizer.updates_matrices else None,
     )
     buckets = _buckets(model, parallel.bucket_size)
     return MixedPrecisionOptimizer(
@@ -286,6 +272,15 @@ def mixed_precision_optimizer(
         config.optimizer.clip_grad,
         averages_replicated=config.stability.sync_tp_duplicated_parameters,
     )
+
+
+def _stage_group(layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe) -> dist.ProcessGroup | None:
+    """Returns the group of `OptimizerProcessGroups.stage`. Collective."""
+    if layout.dp_cp_size == 1:
+        return tp_group.group
+    if layout.pp_size == 1:
+        return dist.group.WORLD
+    return model.mpu().get_data_parallel_group() if layout.tp_size == 1 else layout.make_stage_group()
 
 
 def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
 from megatron.model.layer_context import LayerIO
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.context_parallel import gather_sequence

@@ -51,6 +51,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
 from megatron.mpu.compilation import not_compiled
@@ -66,11 +67,6 @@ from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_reg
 from megatron.mpu.parameters import mark_sequence_parallel_grads
 from megatron.mpu.random import dropout, dropout_add
 from megatron.mpu.vector_math import initialize_vector_math
-
-FIRST_TRANSFORMER_LAYER = 3
-TIED_EMBEDDING = "embed"
-
-PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
@@ -325,9 +321,9 @@ class ParallelSelfAttention(nn.Module):
         self.tp_group = context.tp_group
         first, second = _linear_layer_settings(context)
         width = model.query_width + 2 * model.key_width
-        self.query_key_value = ColumnParallelLinear(
-            model.hidden_size, width, context.tp_group, **{**first, "bias": model.qkv_bias}
-        )
+        rows = (model.query_width // model.query_groups, self.head_dim, self.head_dim)
+        projection = {**first, "bias": model.qkv_bias, "matrix_rows": rows}
+        self.query_key_value = ColumnParallelLinear(model.hidden_size, width, context.tp_group, **projection)
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)

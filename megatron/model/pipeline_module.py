@@ -28,8 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
 from megatron.model.gpt_model import (
-    PARAMETER_DTYPES,
-    TIED_EMBEDDING,
     LMHeadPipe,
     ParallelTransformerLayerPipe,
     head_input,
@@ -37,6 +35,7 @@ from megatron.model.gpt_model import (
     pipeline_layers,
 )
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
+from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
@@ -229,10 +228,15 @@ class GPTModelPipe(PipelineModule):
         """Returns the layers of one of this rank's stages, by their index in the list."""
         return dict(enumerate(self._chunk_functions[model_chunk_id], self._chunk_bounds[model_chunk_id][0]))
 
-    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        for model_chunk_id in range(len(self._chunk_bounds)):
-            self.activate_model_chunk(model_chunk_id)
-            super().save_state_dict(*args, **kwargs)
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The layers of all stages of this rank, by their index in the list."""
+        chunks = map(self.functions_of_chunk, range(len(self._chunk_functions)))
+        return {i: f for chunk in chunks for i, f in chunk.items() if isinstance(f, nn.Module)}
+
+    def layer_path(self, folder: str, index: int) -> str:
+        """Returns the name that DeepSpeed gives the file of a layer. index: in the list."""
+        return self.ckpt_layer_path(folder, index - self._local_start)
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
         for model_chunk_id in range(len(self._chunk_bounds)):

@@ -90,6 +90,7 @@ class _ParallelLinear(nn.Module):
 
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
+    matrix_rows: `ParameterSpec.matrix_rows` of the weight; by default the fused parts are its matrices.
     deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
     overlap_chunks: with sequence_parallel, maximum number of chunks (see `gather_and_multiply`).
     """
@@ -106,6 +107,7 @@ class _ParallelLinear(nn.Module):
         lr_mult: float = 1.0,
         bias: bool = True,
         num_fused_parts: int = 1,
+        matrix_rows: tuple[int, ...] = (),
         sequence_parallel: bool = False,
         deferred: DeferredGradients | None = None,
         overlap_chunks: int = 1,
@@ -116,7 +118,12 @@ class _ParallelLinear(nn.Module):
         self.deferred = deferred
         self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
         weight = ParameterSpec(
-            (n_out, n_in), self.weight_shard_dim, num_fused_parts, init_std=init_std, lr_mult=lr_mult
+            (n_out, n_in),
+            self.weight_shard_dim,
+            num_fused_parts,
+            init_std=init_std,
+            lr_mult=lr_mult,
+            matrix_rows=matrix_rows or (n_out // num_fused_parts,) * num_fused_parts,
         )
         # A column-parallel layer shards its outputs, and so its bias; a row-parallel layer does not.
         bias_shard_dim = 0 if self.weight_shard_dim == 0 else None

@@ -170,6 +170,13 @@ class ParallelLayout:
         `make_tp_group`."""
         return CPGroup(self.cp_rank, self.cp_size, self._make_groups(self.cp_size, self.tp_size))
 
+    def make_stage_group(self) -> ProcessGroup:
+        """Creates the process groups of all ranks of each pipeline rank, and returns this rank's. Collective,
+        see `make_tp_group`."""
+        group = self._make_groups(self.ranks_per_stage, 1)
+        assert group is not None  # the caller has several ranks per pipeline rank
+        return group
+
     def _make_groups(self, size: int, stride: int) -> ProcessGroup | None:
         """Creates the groups of `size` ranks that are `stride` apart, and returns this rank's group."""
         if size == 1:

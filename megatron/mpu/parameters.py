@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ class ParameterSpec:
     num_valid_rows: rows from this number on are padding, initialized to zero.
     weight_decay: whether the optimizer applies weight decay.
     lr_mult: multiplier of the learning rate.
+    matrix_rows: for the weight of a linear layer, the numbers of consecutive rows of each of its fused
+        matrices; the pattern repeats until all rows are assigned. (2, 1, 1): rows 0, 1, 4, 5, ... are the
+        first matrix, rows 2, 6, ... the second one. Empty for parameters without matrices of this kind. It
+        does not affect how a parameter is sharded or stored.
     """
 
     global_shape: tuple[int, ...]
@@ -43,6 +47,7 @@ class ParameterSpec:
     num_valid_rows: int | None = None
     weight_decay: bool = True
     lr_mult: float = 1.0
+    matrix_rows: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def valid_shape(self) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class FlatGroup:
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")
+        self.matrices: bool = group.get("matrices", False)
         self.shards_gradients, self.shards_weights = shards_gradients, initial_values is not None
         alignment = BLOCK_SIZE if self.quantized else 1
         aligned = max(alignment, ALIGNMENT) * partitions
@@ -155,6 +156,18 @@ class FlatGroup:
         offset = self.offsets[parameter]
         begin, end = max(offset, self.start), min(offset + parameter.numel(), self.start + self.size)
         return (begin - self.start, end - begin) if begin < end else None
+
+    def spans(self, parameter: nn.Parameter) -> dict[int, tuple[int, int]]:
+        """Returns (first element, end) of the parameter's elements in each partition that has some."""
+        offset, length = self.offsets[parameter], parameter.numel()
+        held = range(offset // self.size, (offset + length - 1) // self.size + 1)
+        return {
+            partition: (
+                max(partition * self.size - offset, 0),
+                min((partition + 1) * self.size - offset, length),
+            )
+            for partition in held
+        }
 
     def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
         """Returns (parameter, start, length) for each parameter with elements in this partition, in order."""

@@ -41,8 +41,10 @@ from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_no
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loaded_group import LoadedGroup, SavedMoments, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
+from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
+from megatron.optimizer.whole_matrices import WholeMatrices
 from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
 
 # Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
@@ -106,6 +108,9 @@ class MixedPrecisionOptimizer:
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
         dp_group = groups.data if groups.dp_size > 1 else None
+        self._whole_matrices: WholeMatrices | None = None
+        if isinstance(optimizer, MatrixOptimizer):
+            self._whole_matrices = WholeMatrices(self.flat, groups, tp_group, optimizer.matrix_update)
         self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
         counted = [is_norm_owner(p, tp_group) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
@@ -242,12 +247,19 @@ class MixedPrecisionOptimizer:
             flat.set_master_grad(factor)
         self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
-        self.optimizer.step()
-        for flat in self.flat:
-            flat.master.grad = None
+        self.update_masters()
         if self.averages_replicated:
             average_replicated(self.flat, self.tp_group)
         self._all_gather_params()
+
+    def update_masters(self) -> None:
+        """Updates the master weights from their gradients. Collective with an optimizer of whole matrices."""
+        if self._whole_matrices is not None and isinstance(self.optimizer, MatrixOptimizer):
+            self.optimizer.update_momentum()
+            self._whole_matrices.run()
+        self.optimizer.step()
+        for flat in self.flat:
+            flat.master.grad = None
 
     @property
     def skipped(self) -> bool:

@@ -21,6 +21,7 @@ def parameter_groups(
     units: Mapping[str, str] | None = None,
     lr_mult: float = 1.0,
     tied: Sequence[nn.Parameter] = (),
+    matrices: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns two groups: parameters with weight decay (matrices, embeddings), then without (biases, norms).
 
@@ -34,6 +35,8 @@ def parameter_groups(
 
     eight_bit: adds the key 'moment_bits', and a group of decayed parameters with 8-bit moments before the
     others. (The moments' precision depends on the size of a parameter, which a flat buffer no longer shows.)
+
+    matrices: adds a group of the weights of linear layers, with the key 'matrices', before the others.
 
     units: first part of a parameter's name ('3' in '3.mlp.dense_h_to_4h.weight') -> its unit. The parameters
     of each unit form separate groups with the key 'unit', after all others.
@@ -50,10 +53,11 @@ def parameter_groups(
         unit = units.get(name.partition(".")[0])
         held = others if unit is None else by_unit[unit]
         (replicas if id(parameter) in of_tied else held).append((name, parameter))
-    groups = _groups_by_kind(others, weight_decay, eight_bit, lr_mult)
-    groups += _groups_by_kind(replicas, weight_decay, eight_bit, lr_mult) if replicas else []
+    settings = weight_decay, eight_bit, lr_mult, matrices
+    groups = _groups_by_kind(others, *settings)
+    groups += _groups_by_kind(replicas, *settings) if replicas else []
     for unit, of_unit in by_unit.items():
-        of_kinds = _groups_by_kind(of_unit, weight_decay, eight_bit, lr_mult)
+        of_kinds = _groups_by_kind(of_unit, *settings)
         groups += [{**group, "unit": unit} for group in of_kinds]
     return groups
 
@@ -63,20 +67,23 @@ def _groups_by_kind(
     weight_decay: float,
     eight_bit: bool,
     lr_mult: float,
+    matrices: bool,
 ) -> list[dict[str, Any]]:
     factors = (1.0,) if lr_mult == 1.0 else (lr_mult, 1.0)
-    # (weight decay, moment bits), in the order of the groups.
-    kinds = [*([(True, 8)] if eight_bit else []), (True, 32), (False, 32)]
-    groups: dict[tuple[bool, int, float], dict[str, Any]] = {
-        (decays, bits, factor): {
+    # (weight decay, moment bits, whole matrices), in the order of the groups.
+    kinds = [(True, 32, False), (False, 32, False)]
+    kinds = [*([(True, 32, True)] if matrices else []), *([(True, 8, False)] if eight_bit else []), *kinds]
+    groups: dict[tuple[bool, int, bool, float], dict[str, Any]] = {
+        (decays, bits, whole, factor): {
             "params": [],
             "names": [],
             # AdamW decays by lr * weight_decay: the division keeps the decay independent of lr_mult.
             "weight_decay": weight_decay / factor if decays else 0.0,
             "lr_mult": factor,
             **({"moment_bits": bits} if eight_bit else {}),
+            **({"matrices": True} if whole else {}),
         }
-        for decays, bits in kinds
+        for decays, bits, whole in kinds
         for factor in factors
     }
     seen: set[int] = set()
@@ -86,7 +93,7 @@ def _groups_by_kind(
         seen.add(id(parameter))
         spec = spec_of(parameter)
         bits = moment_bits(name, spec) if eight_bit else 32
-        group = groups[spec.weight_decay, bits, spec.lr_mult]
+        group = groups[spec.weight_decay, bits, matrices and bool(spec.matrix_rows), spec.lr_mult]
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())

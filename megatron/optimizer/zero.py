@@ -21,6 +21,9 @@ class OptimizerProcessGroups:
     """All stages and TP ranks of one data-parallel replica."""
     description: str
     """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
+    stage: dist.ProcessGroup | None = None
+    """All TP and DP ranks of this rank's pipeline rank, the TP rank varying fastest. Only for an optimizer of
+    whole matrices, and for more than one rank."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,14 @@ class ZeroConfig:
     while the previous unit computes."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""
+
+
+def share_out(sizes: Mapping[int, int], shares: int) -> dict[int, int]:
+    """Returns the share of each item, so that the largest sum of sizes is about as small as possible: items
+    in the order of their sizes, each to the share with the smallest sum."""
+    sums = [0] * shares
+    chosen = {}
+    for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
+        chosen[item] = sums.index(min(sums))
+        sums[chosen[item]] += sizes[item]
+    return chosen

@@ -28,8 +28,9 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.partition_method import parse_partition_method
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
-from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe, pipeline_layers
+from megatron.model.gpt_model import ParallelTransformerLayerPipe, pipeline_layers
 from megatron.model.layer_context import LayerContext
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
 from megatron.model.pipeline_module import layer_names
 from megatron.mpu.compilation import compile_in_place

@@ -247,8 +247,9 @@ def communicators(config: Config) -> int:
     """Returns the number of NCCL communicators of the rank that has most of them.
 
     A rank has one for each process group of several ranks: all ranks; tensor parallel; context parallel; data
-    and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding.
-    It also has one for each neighbor in the pipeline.
+    and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding;
+    with an optimizer of whole matrices, all ranks of a stage. It also has one for each neighbor in the
+    pipeline.
     """
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -260,7 +261,8 @@ def communicators(config: Config) -> int:
     if not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]:
         pairs.append(frozenset((holders[0], holders[-1])))
     most = max(sum(rank in pair for pair in pairs) for rank in holders)
-    return sum(size > 1 for size in sizes) + most
+    has_stage_group = config.optimizer.updates_matrices and min(tensor, parallel.dp_cp_size, pipeline) > 1
+    return sum(size > 1 for size in sizes) + most + has_stage_group
 
 
 def reserve_bytes(config: Config, planned: float) -> float:

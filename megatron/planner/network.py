@@ -30,6 +30,7 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.planner.simulation.passes import Collective, Group
 
 ALL_REDUCE = "allreduce_"
+ALL_TO_ALL = "alltoall_base_"
 
 ACHIEVED = 0.75
 """Fraction of a link's rate that collectives reach."""
@@ -64,6 +65,8 @@ class Network:
         """Returns the seconds of a collective of the rank of `layout`, if all ranks of the run call it in
         their own groups at the same time."""
         ranks, in_node = self._members(call.group, layout)
+        if call.operation == ALL_TO_ALL:
+            return self.all_to_all_seconds(call.bytes, ranks, in_node)
         all_reduce = call.operation == ALL_REDUCE
         return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, layout.world_size)
 
@@ -77,7 +80,8 @@ class Network:
             return len(group), len(group) if near else 1
         if group == "context":
             return layout.cp_size, min(layout.cp_size, max(self.node_size // layout.tp_size, 1))
-        axes = {"model": ("tensor", "pipeline"), "world": tuple(sizes)}.get(group, (group,))
+        several = {"model": ("tensor", "pipeline"), "stage": ("tensor", "data"), "world": tuple(sizes)}
+        axes = several.get(group, (group,))
         fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
         return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)
 
@@ -96,6 +100,17 @@ class Network:
         rings = max(min(self.node_size, world_size) // in_node, 1)
         rate = min(self.inter_bytes_per_s / rings, self.intra_bytes_per_s)
         return share * size / rate + steps * LATENCY_S["inter"]
+
+    def all_to_all_seconds(self, size: float, ranks: int, in_node: int) -> float:
+        """Returns the seconds of an all-to-all in which each rank sends `size` bytes, equal parts to all
+        ranks, if all groups of the run communicate at once. in_node: its members in one node, at most."""
+        if ranks == 1:
+            return 0.0
+        near = (in_node - 1) / ranks * size / self.intra_bytes_per_s
+        if in_node == ranks:
+            return near + (ranks - 1) * LATENCY_S["intra"]
+        far = (ranks - in_node) / ranks * size * self.node_size / self.inter_bytes_per_s
+        return max(near, far) + (ranks - 1) * LATENCY_S["inter"]
 
     def message_seconds(self, size: float, source: int, destination: int, layout: ParallelLayout) -> float:
         """Returns the seconds of a message of `size` bytes, if all ranks of the two stages exchange one at

@@ -196,9 +196,9 @@ class Rank:
         per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
         return ParallelLayout.from_config(parallel, self.pipeline_rank * per_stage)
 
-    def time(self, actions: Iterable[Action]) -> PassTime:
-        """Returns the predicted time of a list of actions."""
-        cluster, dtype = self.cluster, self.config.precision.name
+    def time(self, actions: Iterable[Action], dtype: str | None = None) -> PassTime:
+        """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's."""
+        cluster, dtype = self.cluster, dtype or self.config.precision.name
         window = self.config.model.attention_window
         return pass_time(
             actions,
@@ -288,7 +288,8 @@ def _after_pipeline(
         for part in update.gathers:
             actions += [*(Wait(left - 1 - index) for index in range(len(part))), Busy(share)]
             left -= len(part)
-    update_time = rank.time(actions)
+    # Only Muon has matrix products in its step.
+    update_time = rank.time(actions, rank.config.optimizer.muon_matmul_dtype)
     return later - norms, norms + update_time.products + update_time.others, update_time.waits
 
 

@@ -14,6 +14,7 @@ from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
 from megatron.config.fields import option_name
 from megatron.config.model import model_summary, padded_vocab_size
+from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
@@ -189,10 +190,7 @@ def _content(plan: StagePlan, stage: int) -> str:
 _CHANGEABLE_SETTINGS = {
     "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
     "training": ("seed", "z_loss_weight"),
-    "optimizer": (
-        *("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "weight_decay", "clip_grad"),
-        "use_bnb_optimizer",
-    ),
+    "optimizer": ("optimizer", *OPTIMIZERS.settings(), "weight_decay", "clip_grad", "use_bnb_optimizer"),
 }
 
 

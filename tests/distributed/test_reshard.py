@@ -31,9 +31,9 @@ def test_a_checkpoint_opens_on_every_layout(saver, resumers, tmp_path):
 INTERLEAVED = {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}}
 
 
-@pytest.mark.full
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("other", ["pp4 dp2", "1 process", "tp4 dp2"])
+@pytest.mark.parametrize("other", ["1 process", "pp4 dp2", "tp4 dp2"])
 def test_interleaved_stages_open_on_other_layouts_and_open_theirs(other, back, tmp_path):
     own = (SHAPES["tp2 pp2"], INTERLEAVED)
     saver, resumer = ((SHAPES[other], {}), own) if back else (own, (SHAPES[other], {}))

@@ -82,7 +82,7 @@ def resume_and_continue(row, optimizer, folder):
 @pytest.mark.parametrize(
     "optimizer, precision, zero",
     [("adam", precision, zero) for precision in ("fp32", "bf16", "fp16") for zero in (0, 1)]
-    + [("sgd", "bf16", 0), ("sgd", "fp32", 1)],
+    + [("sgd", "bf16", 0), ("sgd", "fp32", 1), ("lion", "bf16", 1), ("muon", "bf16", 1), ("muon", "fp32", 0)],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(

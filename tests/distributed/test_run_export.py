@@ -22,14 +22,14 @@ from tests.support.pool import run_world
 
 GPT2: Changes = {"model": {}}
 ROWS = {
+    "Llama, interleaved stages": (
+        Row(tp=2, pp=2),
+        {"model": LLAMA, "parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}},
+    ),
     "Llama, TP 2 x PP 2": (Row(tp=2, pp=2), {"model": LLAMA}),
     "Llama, TP 2 x DP 2, ZeRO-3, bf16": (Row(tp=2, dp=2, zero=3, precision="bf16"), {"model": LLAMA}),
     "GPT-2, tied embeddings, PP 2 x DP 2": (Row(pp=2, dp=2, zero=1), GPT2),
     "GPT-2, one process": (Row(), GPT2),
-    "Llama, interleaved stages": (
-        Row(tp=2, pp=2),
-        {"model": LLAMA, "parallel": {"virtual_pipeline_stages": 2}},
-    ),
 }
 
 

@@ -44,6 +44,9 @@ LAYOUTS = {
     "data-2-offload-fp32": "--world-size 2 --zero-stage 1 --cpu-offload",
     "data-2-8-bit": "--world-size 2 --zero-stage 1 --bf16 --use-bnb-optimizer",
     "data-2-sgd": "--world-size 2 --zero-stage 1 --bf16 --optimizer sgd",
+    "data-4-muon-buckets": "--world-size 4 --zero-stage 1 --bf16 --optimizer muon --ddp-bucket-size 1000000",
+    "pipeline-2-tensor-2-muon": "--world-size 8 --pipeline-model-parallel-size 2 "
+    f"--tensor-model-parallel-size 2 --optimizer muon --bf16 {LLAMA} {GROUPS}",
     "tensor-2": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {NO_DROPOUT}",
     "tensor-2-dropout-embed-norm": "--world-size 2 --tensor-model-parallel-size 2 --fp16 --embed-layernorm",
     "tensor-2-sequence": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --sequence-parallel",

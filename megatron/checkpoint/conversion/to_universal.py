@@ -51,7 +51,7 @@ from megatron.checkpoint.formats.universal import (
     UNFINISHED_FOLDER,
     UniversalWriter,
 )
-from megatron.checkpoint.formats.writing import step_of_optimizer
+from megatron.checkpoint.formats.writing import state_blocks, step_of_optimizer
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
@@ -92,13 +92,15 @@ def convert(
     allow_replica_mismatch: bool = False,
     shared: SharedWork | None = None,
     print_fn: Callable[[str], object] = lambda _: None,
+    verify_digests: bool = False,
 ) -> Iterator[Converted]:
     """Writes the universal checkpoint `target`; yields each parameter that this process writes, large ones
     first. Returns when the checkpoint is published, by this process or by another.
 
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
     checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ. print_fn:
-    receives the lines of the result in the process that publishes.
+    receives the lines of the result in the process that publishes. verify_digests: compare all states with
+    the digests of the source, if it has any.
 
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
@@ -109,7 +111,14 @@ def convert(
             is_new = _begin(source, partial)
             # Looked for again: another process may have published before this one created its folder.
             if not is_published(source, target):
-                yield from _convert_parameters(source, partial, workers, allow_replica_mismatch, shared)
+                convert_one = partial_function(
+                    _convert_parameter,
+                    source,
+                    UniversalWriter(partial),
+                    allow_replica_mismatch,
+                    verify_digests,
+                )
+                yield from _convert_parameters(source, partial, workers, convert_one, shared)
             elif is_new:
                 shutil.rmtree(partial)
     except (OSError, UserError):
@@ -122,9 +131,13 @@ def convert(
 
 
 def _convert_parameters(
-    source: Source, partial: Path, workers: int, allow_replica_mismatch: bool, shared: SharedWork
+    source: Source,
+    partial: Path,
+    workers: int,
+    convert_one: Callable[[str], Converted | None],
+    shared: SharedWork,
 ) -> Iterator[Converted]:
-    reader, writer = source.reader, UniversalWriter(partial)
+    reader = source.reader
     sizes = {
         name: 4 * prod(spec.valid_shape) * len(reader.state_names(name))
         for name, spec in reader.specs.items()
@@ -134,7 +147,6 @@ def _convert_parameters(
     missing = sum(size for name, size in sizes.items() if not (partial / PARAMETER_FOLDER / name).exists())
     check_space(partial, missing - written, "--output_folder")
     _check_memory(workers)
-    convert_one = partial_function(_convert_parameter, source, writer, allow_replica_mismatch)
     names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
     for converted in shared.share("parameter", names, convert_one, workers):
         if converted is not None:
@@ -215,7 +227,7 @@ def check_space(folder: Path, needed: int, flag: str) -> None:
 
 
 def _convert_parameter(
-    source: Source, writer: UniversalWriter, allow_replica_mismatch: bool, name: str
+    source: Source, writer: UniversalWriter, allow_replica_mismatch: bool, verify_digests: bool, name: str
 ) -> Converted | None:
     """Returns None if an earlier conversion has finished the parameter."""
     mismatch = ReplicaMismatch()
@@ -223,7 +235,7 @@ def _convert_parameter(
     if writer.has_parameter(name, spec, reader.state_names(name), step):
         _mark(writer.folder / KEPT_FOLDER, name)
         return None
-    blocks = {state: reader.read_blocks(name, state, mismatch) for state in reader.state_names(name)}
+    blocks = state_blocks(reader, name, mismatch, verify_digests)
     writer.write_parameter(name, spec, blocks, step)
     if mismatch.largest and not allow_replica_mismatch:
         raise UserError(

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils.serialization import config as serialization
 
 from megatron.checkpoint.files import Files, HashedFile
 from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region
@@ -221,7 +222,9 @@ def _append(file_name: str, file: HashedFile, value: Any) -> _StorageInfo:
     """Writes an archive of torch.save at the end of a file. Returns its place."""
     file.write(bytes(-file.tell() % _ALIGNMENT))
     start = file.tell()
-    torch.save(value, cast(Any, file))
+    # The digests of the tensors and of the file replace the archive's checksums. The setting is the thread's.
+    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+        torch.save(value, cast(Any, file))
     return _StorageInfo(file_name, start, file.tell() - start)
 
 

@@ -100,6 +100,8 @@ class FlatShard:
         """key: VALUES or a moment. lacks: the error if a file has no such tensor."""
         self._fragments, self._key, self._lacks = fragments, key, lacks
         self.numel = sum(fragment.length for fragment in fragments)
+        # First element, and the one after the last, that were returned since `release`.
+        self._returned = (self.numel, 0)
 
     def _piece(self, fragment: _Fragment) -> Tensor:
         try:
@@ -121,25 +123,33 @@ class FlatShard:
         `out` is given, which gets them."""
         import torch
 
-        parts, first = [], 0
-        for fragment in self._fragments:
-            begin, end = max(start - first, 0), min(stop - first, fragment.length)
-            parts += [self._piece(fragment)[begin:end]] if begin < end else []
-            first += fragment.length
+        self._returned = min(self._returned[0], start), max(self._returned[1], stop)
+        parts = self._parts(start, stop)
         if out is not None:
             for part, target in zip(parts, out.split([part.numel() for part in parts]), strict=True):
                 target.copy_(part)
             return out
         return torch.cat(parts) if len(parts) > 1 else (parts or [torch.empty(0)])[0]
 
+    def _parts(self, start: int, stop: int) -> list[Tensor]:
+        """Returns elements start to stop - 1 as they are in the files, one tensor per file."""
+        parts, first = [], 0
+        for fragment in self._fragments:
+            begin, end = max(start - first, 0), min(stop - first, fragment.length)
+            parts += [self._piece(fragment)[begin:end]] if begin < end else []
+            first += fragment.length
+        return parts
+
     def whole(self) -> Tensor:
         """Returns all elements."""
         return self.elements(0, self.numel)
 
     def release(self) -> None:
-        """Removes the pages that were read from the resident memory of the process."""
-        for piece in self._pieces:
-            release_pages(piece.data_ptr(), piece.nbytes)
+        """Removes the pages that were read since the last call from the resident memory of the process. The
+        time does not depend on the size of the shard."""
+        for part in self._parts(*self._returned):
+            release_pages(part.data_ptr(), part.nbytes)
+        self._returned = (self.numel, 0)
 
 
 class OptimizerFiles:

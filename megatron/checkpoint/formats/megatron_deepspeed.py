@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError, one_line
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 
 _SOURCE_FIRST_LAYER = 2
 # This parameter identifies a transformer layer. No model has longer layer numbers.

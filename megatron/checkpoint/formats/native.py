@@ -41,7 +41,7 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards
 from megatron.text_table import first_few

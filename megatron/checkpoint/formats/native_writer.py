@@ -31,7 +31,7 @@ from megatron.checkpoint.formats.state import StateBlocks, StateReader
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
 from megatron.config.model import padded_vocab_size
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -176,11 +176,12 @@ class StateReader(ABC):
     # --- for a run, on any layout ---
 
     @property
-    def moments_kind(self) -> str:
-        """The kind of optimizer that the moments belong to: 'adam' or 'sgd'."""
+    def moments(self) -> frozenset[str]:
+        """Names of the moments in the checkpoint, which show the kind of its optimizer."""
         if self.checkpoint.is_external:
-            return "adam" if any("exp_avg" in self.state_names(name) for name in self.stored_names) else "sgd"
-        return self.checkpoint.config.optimizer.moments_kind
+            held = (self.state_names(name) for name in self.stored_names)
+            return frozenset(chain.from_iterable(held)) - {VALUES}
+        return self.checkpoint.config.optimizer.moments
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:

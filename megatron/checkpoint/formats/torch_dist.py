@@ -32,7 +32,7 @@ from megatron.config.fields import option_name
 from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
 from megatron.files import expect_layout
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.mpu.parameters import ParameterSpec
 
 COMMON_FILE = "common.pt"

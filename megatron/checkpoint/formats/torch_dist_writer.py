@@ -23,7 +23,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_o
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import write_json
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.parameters import ParameterSpec
 
 # Modules of a layer of which Megatron-Core also stores an object, None without Transformer Engine.

@@ -272,9 +272,11 @@ class UniversalReader(StateReader):
             return read_file(path).get(LOSS_SCALE_KEY) if path.is_file() else None
 
     @cached_property
-    def moments_kind(self) -> str:
+    def moments(self) -> frozenset[str]:
         """See `StateReader`. Derived from the names of the files."""
-        return "adam" if any(self._parameters.glob(f"*/{MOMENT_FILES['exp_avg']}")) else "sgd"
+        return frozenset(
+            name for name, file in MOMENT_FILES.items() if any(self._parameters.glob(f"*/{file}"))
+        )
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
         if len(self.state_names(name)) == 1:

@@ -65,7 +65,8 @@ _FILE_KEYS = {
 
 def spec_record(spec: ParameterSpec) -> dict[str, Any]:
     """Returns a ParameterSpec as `run.json` stores it, in JSON types."""
-    record = {_FILE_KEYS.get(name, name): value for name, value in asdict(spec).items()}
+    fields = {name: value for name, value in asdict(spec).items() if name != "matrix_rows"}
+    record = {_FILE_KEYS.get(name, name): value for name, value in fields.items()}
     return {**record, "whole_shape": list(spec.global_shape)}
 
 

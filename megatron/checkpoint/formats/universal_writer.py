@@ -39,12 +39,16 @@ class UniversalCheckpointWriter(ParameterWriter):
         from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
-            problems = reader.verify()[1] if options.verify else []
-            if problems:
+            has_all_digests = all(
+                name in reader.tensor_digests.get(state, {})
+                for name in reader.specs
+                for state in reader.state_names(name)
+            )
+            if options.verify and not has_all_digests and (problems := reader.verify()[1]):
                 raise UserError(
                     f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one"
                 )
-            for parameter in convert(Source(reader), target, options.workers):
+            for parameter in convert(Source(reader), target, options.workers, verify_digests=options.verify):
                 yield parameter.name
             return
         yield from super().write_checkpoint(reader, target, options)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, add_checksum
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader, StateWriter
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, StateWriter
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree, write_json
@@ -114,15 +114,7 @@ def _copy(writer: ParameterWriter, name: str, verify: bool) -> str:
     """Copies all states of a parameter from the writer's reader. Returns its name."""
     reader = writer.reader
     spec, mismatch = reader.specs[name], ReplicaMismatch()
-    digests = {
-        state: by_parameter[name]
-        for state, by_parameter in (reader.tensor_digests if verify else {}).items()
-        if name in by_parameter
-    }
-    states = {
-        state: _verified(reader, name, state, mismatch, digests.get(state))
-        for state in reader.state_names(name)
-    }
+    states = state_blocks(reader, name, mismatch, verify)
     writer.write_parameter(name, spec, states, step_of_optimizer(reader, name))
     if mismatch.largest:
         raise UserError(
@@ -131,6 +123,16 @@ def _copy(writer: ParameterWriter, name: str, verify: bool) -> str:
             "tools/ds_to_universal.py --allow-replica-mismatch"
         )
     return name
+
+
+def state_blocks(reader: StateReader, name: str, mismatch: ReplicaMismatch, verify: bool) -> StateBlocks:
+    """Returns the blocks of all states of a parameter. verify: compare them with the reader's digests, if it
+    has any; the iteration raises UserError after the last block of a state that differs."""
+    digests = reader.tensor_digests if verify else {}
+    return {
+        state: _verified(reader, name, state, mismatch, digests.get(state, {}).get(name))
+        for state in reader.state_names(name)
+    }
 
 
 def _verified(

@@ -22,7 +22,7 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ModelConfig
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.parameters import ParameterSpec
 
 CONTIGUOUS = torch.contiguous_format

@@ -18,7 +18,7 @@ from megatron.config import ModelConfig
 from megatron.config.fields import changes_model, option_name
 from megatron.config.registries import Choice, Registry
 from megatron.errors import UserError, one_line
-from megatron.model.gpt_model import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -51,7 +51,7 @@ from megatron.files import (
     sync_file,
     write_json,
 )
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
 from megatron.pipeline.stages import plan_stages

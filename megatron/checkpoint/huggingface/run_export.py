@@ -37,7 +37,7 @@ from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
 from megatron.files import rename_synced, sync_tree
-from megatron.model.gpt_model import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
@@ -149,9 +149,9 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
     writers = engine.layer_writers
     written: set[str] = set()
     problem: str | None = None
-    for position, layer in engine.layers.items():
+    for index, layer in module.layers.items():
         with engine.optimizer.gathered_params(layer):
-            if layout.dp_cp_rank == writers[position]:
+            if layout.dp_cp_rank == writers[index]:
                 for parameter in layer.parameters():
                     name = names[parameter]
                     if stage_of[name] != layout.pipeline_stage or name in written:

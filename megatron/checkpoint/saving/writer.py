@@ -49,8 +49,6 @@ IGNORED_SIGNALS = (
 )
 # With `python -m` the classes of messages would belong to another module, __main__.
 _PROGRAM = f"from {__name__} import main; main()"
-# Moments per element, by the kind of optimizer.
-_NUM_MOMENTS = {"adam": 2, "sgd": 1}
 # What the archives of all files of a rank, and the padding of its part of the state, add to the tensors.
 _OVERHEAD_BYTES = 1 << 24
 # Number in the table of fragments, offset in the piece in bytes, first element of the shard, number of
@@ -70,7 +68,7 @@ def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
     elements = -(-total // parallel.optimizer_partitions)
     needed = (
         weights * (4 if config.precision.name == "fp32" else 2)
-        + 4 * elements * (1 + _NUM_MOMENTS[config.optimizer.moments_kind])
+        + 4 * elements * (1 + config.optimizer.most_moments)
         + _OVERHEAD_BYTES
     )
     limit = config.checkpoint.async_save_memory_gb

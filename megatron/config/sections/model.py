@@ -297,11 +297,13 @@ class ModelConfig(Section):
         "--mup-base-hidden-size, weight matrices of transformer layers are initialized with "
         "--init-method-std / sqrt(W) and trained with --lr / W. The logits are multiplied by "
         "--mup-output-mult / W, the attention scores by --mup-attn-mult / head dimension",
+        needs={
+            "optimizer.optimizer=adam|optimizer.optimizer=adamw": "muP's learning rates hold for Adam; set "
+            "--optimizer adam, or remove --mup"
+        },
         excludes={
             "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension; set --mup-attn-mult or "
-            "remove one of them",
-            "optimizer.optimizer=sgd": "muP's learning rates hold for Adam; use --optimizer adam or "
-            "remove --mup",
+            "remove one of them"
         },
     )
     mup_base_hidden_size: int = flag(

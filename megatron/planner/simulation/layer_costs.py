@@ -282,9 +282,7 @@ def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
     """Runs a first optimizer step, in which optimizers allocate their state."""
     for flat in optimizer.flat:
         flat.set_master_grad(1.0)
-    optimizer.optimizer.step()
-    for flat in optimizer.flat:
-        flat.master.grad = None
+    optimizer.update_masters()
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int, int]
 
 def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
     """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
-    context), 'pipeline', 'model' (tensor and pipeline) or 'world'. A group of only some pipeline ranks is
-    named by these pipeline ranks."""
+    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
+    some pipeline ranks is named by these pipeline ranks."""
     varying = [
         len(set(axis)) > 1 for axis in zip(*(_coordinates(rank, layout) for rank in ranks), strict=True)
     ]
@@ -83,7 +83,7 @@ def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
     if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
         return tuple(_coordinates(rank, layout)[0] for rank in ranks)
     if data:
-        return "world" if pipeline or tensor else "data"
+        return "world" if pipeline else "stage" if tensor else "data"
     if pipeline:
         return "model" if tensor else "pipeline"
     return "tensor" if tensor else "data"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 Group = str | tuple[int, ...]
-"""A process group: 'tensor', 'data', 'pipeline', 'model', 'world', or some pipeline ranks. See
+"""A process group: 'tensor', 'data', 'pipeline', 'model', 'stage', 'world', or some pipeline ranks. See
 `matching.group_name`."""
 
 
@@ -41,7 +41,7 @@ class Collective:
     """The start of a collective.
 
     operation: name of the c10d operation, such as 'allreduce_'. bytes: bytes of the full tensor: the output
-    of an all-gather, the input of a reduce-scatter.
+    of an all-gather, the input of a reduce-scatter; of an all-to-all, the larger of input and output.
     """
 
     group: Group

@@ -230,11 +230,13 @@ def _repeated(weight: PassCost, count: int, few: int) -> PassCost:
 
 def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> UpdateCosts:
     """Returns the state and the optimizer step of the first device (TP rank 0, DP rank 0) of a pipeline rank.
-    For many layers or replicas they are extrapolated from fewer."""
+    For many layers or replicas they are extrapolated from fewer, except with an optimizer of whole matrices:
+    how many matrices the most loaded rank owns grows in steps."""
     held = [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]
     entries = [entry for stage in held for entry in range(plan.bounds[stage], plan.bounds[stage + 1])]
     count = [plan.names[entry] for entry in entries].count(TRANSFORMER_LAYER)
     parallel, last = config.parallel, max(plan.rank_of_stage)
+    extrapolates = not config.optimizer.updates_matrices
     buckets: list[range] = []
     if parallel.bucket_size is not None:
         size = plan.parameters[plan.names.index(TRANSFORMER_LAYER)]
@@ -253,13 +255,13 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
         return found
 
     def with_replicas(replicas: int) -> UpdateCosts:
-        if count <= _MANY_LAYERS:
+        if count <= _MANY_LAYERS or not extrapolates:
             return record(entries, count, replicas)
         fewer, more = (record([inner], _FEW_LAYERS + number, replicas) for number in (0, 1))
         return record(entries, _FEW_LAYERS, replicas).plus(count - _FEW_LAYERS, fewer, more)
 
     replicas = parallel.dp_cp_size
-    if replicas <= _MANY_REPLICAS:
+    if replicas <= _MANY_REPLICAS or not extrapolates:
         update = with_replicas(replicas)
     else:  # the costs are affine in 1 / replicas
         update, fewer = with_replicas(_MANY_REPLICAS), with_replicas(_MANY_REPLICAS // 2)

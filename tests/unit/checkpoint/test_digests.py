@@ -1,10 +1,12 @@
 """The digest of a global tensor depends on every value, but not on how ranks shard it."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint.digests import CHUNK, fragment_digests
 from megatron.mpu.layout import TPGroup
+from megatron.mpu.mix64 import mix64, mix64_in_place
 from megatron.mpu.parameters import ParameterSpec
 from tests.reference.shards import shard_of
 
@@ -80,3 +82,10 @@ def test_the_order_of_elements_and_the_sign_of_zero_count():
     zeros = torch.zeros(24)
     assert digest(spec, full) != digest(spec, swapped)
     assert digest(spec, zeros) != digest(spec, -zeros)
+
+
+def test_the_keys_on_a_cpu_are_the_keys_on_a_device() -> None:
+    numbers = torch.randint(-(1 << 63), (1 << 63) - 1, (1 << 12,))
+    mixed = numbers.numpy().view(np.uint64).copy()
+    mix64_in_place(mixed)
+    assert torch.equal(torch.from_numpy(mixed.view(np.int64)), mix64(numbers))

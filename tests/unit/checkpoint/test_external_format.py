@@ -66,7 +66,7 @@ def test_a_run_finds_and_reads_a_checkpoint_of_a_new_external_format(tmp_path: P
     config, checkpoint = find(tmp_path)
     assert checkpoint.is_external and checkpoint.start_state.iteration == 3
     reader = registry.open_reader(checkpoint)
-    assert reader.moments_kind == "sgd" and reader.loss_scaler is None and reader.files_to_verify() == []
+    assert reader.moments == frozenset() and reader.loss_scaler is None and reader.files_to_verify() == []
     model = GPTModel(config, VOCAB, EOD)
     reader.load_weights(model)
     for name, parameter in model.named_parameters():

@@ -143,7 +143,7 @@ def universal_of_another_program(tmp_path: Path) -> Case:
     def read() -> None:
         parameters = UniversalReader(find_universal(folder))
         parameters.check_external(CONFIG, VOCAB)
-        assert parameters.loss_scaler is None and parameters.moments_kind
+        assert parameters.loss_scaler is None and parameters.moments is not None
         for name, spec in model_specs(CONFIG, VOCAB, None).items():
             _, moments, _ = parameters.read_parameter(name, spec, TPGroup(1, 2))
             dict(moments)

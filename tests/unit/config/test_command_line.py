@@ -348,7 +348,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         ("--seed", ("--seed", "expected one argument")),
         ("--fp16=1", ("--fp16", "'1'")),
         ("--data-path", ("--data-path", "at least one")),
-        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw, sgd")),
+        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw, lion, muon, sgd")),
         ("--position-embedding-type relative", ("--position-embedding-type", "'relative'", "rotary")),
         ("--log-level loud", ("--log-level", "'loud'", "warning")),
         ("--data-impl lazy", ("--data-impl", "'lazy'", "mmap")),

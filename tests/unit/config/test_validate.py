@@ -39,7 +39,7 @@ REFUSED = """
 --eval-harness-tasks toy => --eval-harness-tasks toy; --eval-harness-interval
 --eval-tasks toy --eval-harness-interval 5 --eval-only
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
---mup --optimizer sgd => --mup; --optimizer sgd; adam
+--mup --optimizer sgd => --mup without --optimizer adam
 --mup --softmax-scale 0.5 => --softmax-scale 0.5; --mup-attn-mult
 --z-loss-weight 1e-4 --loss-implementation plain => --z-loss-weight 0.0001; plain; fused
 --world-size 2 --tensor-model-parallel-size 2 --tp-comm-overlap
@@ -78,7 +78,10 @@ REFUSED = """
     => interleaved; multiple; batch of 3 has 3; INCREMENT
 --world-size 2 --pipeline-model-parallel-size 2 --zero-stage 2
     => --zero-stage 2; --pipeline-model-parallel-size 2; --zero-stage 1
---use-bnb-optimizer --optimizer sgd => --use-bnb-optimizer with --optimizer sgd
+--optimizer muon --cpu-offload => --optimizer muon with --cpu-offload; Remove --cpu-offload
+--optimizer muon --use-bnb-optimizer => --use-bnb-optimizer without --optimizer adam
+--optimizer muon --mup => --mup without --optimizer adam
+--use-bnb-optimizer --optimizer sgd => --use-bnb-optimizer without --optimizer adam
 --use-bnb-optimizer --use-apex => --use-bnb-optimizer with --use-apex
 --spike-policy rollback --save there => --spike-policy rollback without --save and --save-interval
 --skip-train-iteration-range 200-101 => --skip-train-iteration-range 200-101: expected FIRST-LAST

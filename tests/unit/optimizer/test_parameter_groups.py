@@ -1,5 +1,6 @@
 """Which parameters have weight decay, and which optimizer updates them."""
 
+import math
 import sys
 from types import ModuleType
 
@@ -164,6 +165,23 @@ def test_sgd_has_momentum_and_decay():
             assert float(weight.data[0, 0]) == pytest.approx(expected)
     buffer = 0.8 * 1.1 + 1 + 0.1 * 0.45
     assert float(weight.data[0, 0]) == pytest.approx(0.45 - 0.5 * buffer)
+
+
+def test_lion_moves_by_the_sign_of_its_momentum():
+    config = OptimizerConfig(optimizer="lion", lion_beta1=0.75, lion_beta2=0.5)
+    optimizer = make_optimizer(parameter_groups(named(), 0.1), config)
+    weight = optimizer.param_groups[0]["params"][0]
+    expected, momentum = 1.0, 0.0
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    for gradient in (1.0, -0.5, -4.0):
+        # Signs of the momentum in the update: +, +, -.
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+        expected = expected * (1 - 0.5 * 0.1) - math.copysign(0.5, 0.75 * momentum + 0.25 * gradient)
+        momentum = 0.5 * momentum + 0.5 * gradient
+    assert float(weight.data[0, 0]) == pytest.approx(expected)
+    assert float(optimizer.state[weight]["exp_avg"][0, 0]) == pytest.approx(momentum)
 
 
 def fake_apex(monkeypatch, fused_adam):

@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import read_command_line
 from megatron.model.flops import head_flops, transformer_layer_flops
-from megatron.model.gpt_model import PARAMETER_DTYPES, ParallelTransformerLayerPipe
+from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import layer_names
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG

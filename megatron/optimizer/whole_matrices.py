@@ -1,0 +1,210 @@
+"""Whole matrices for an optimizer that updates matrices as a whole, from the parts that the ranks hold.
+
+A rank holds an arbitrary part of a matrix: some elements (ZeRO) of a shard (tensor parallelism). That does
+not change: parameters, momentum and checkpoints do not differ from an elementwise optimizer's. Each matrix
+also has an owner among the ranks of its pipeline stage (TP x DP), and all owners have about equal work. In a
+step
+
+1. each rank sends its elements of each matrix to the owner (all-to-all);
+2. the owner computes the update of the whole matrix;
+3. the owner sends to each rank the update of the rank's elements (all-to-all).
+
+With ZeRO a rank sends and receives as many elements as its partition has, a small part of the bytes of the
+gradient reduction. Without ZeRO the replicas hold equal elements: one replica sends them, all receive.
+
+Invariant: an owner computes with the full matrix, whose shape and element order do not depend on the layout,
+and all replicas get the bits of one owner.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards, spec_of
+from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.matrix_optimizer import MatrixUpdate
+from megatron.optimizer.zero import OptimizerProcessGroups, share_out
+
+
+def _cost(spec: ParameterSpec) -> int:
+    """Returns a number proportional to the FLOPs of a product of each matrix with its transpose."""
+    columns, period = spec.global_shape[1], sum(spec.matrix_rows)
+    heights = [rows * spec.global_shape[0] // period for rows in spec.matrix_rows]
+    return sum(height * columns * min(height, columns) for height in heights)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Elements `start` to `stop` - 1 of a flattened shard of a matrix, from one rank to another. Ranks count
+    within the pipeline stage; matrix: index in the list of the stage's matrices."""
+
+    source: int
+    destination: int
+    matrix: int
+    shard: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class _Exchange:
+    """An all-to-all of the messages in which a rank takes part."""
+
+    def __init__(self, messages: Iterable[_Message], rank: int, size: int, group: dist.ProcessGroup | None):
+        """group: the `size` ranks of the stage, of which this is `rank`."""
+        own = [message for message in messages if rank in (message.source, message.destination)]
+        # Sorting is stable: both ranks have the messages between them in one order.
+        self.sent = sorted((m for m in own if m.source == rank), key=lambda m: m.destination)
+        self.received = sorted((m for m in own if m.destination == rank), key=lambda m: m.source)
+        self._sent_lengths, self._received_lengths = [0] * size, [0] * size
+        for message in self.sent:
+            self._sent_lengths[message.destination] += message.length
+        for message in self.received:
+            self._received_lengths[message.source] += message.length
+        self._group = group
+
+    def buffer(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[_Message, Tensor]]:
+        """Returns a buffer for all messages that this rank sends, and the place of each message in it."""
+        flat = torch.empty(sum(self._sent_lengths), dtype=dtype, device=device)
+        return flat, dict(zip(self.sent, flat.split([m.length for m in self.sent]), strict=True))
+
+    def run(self, sent: Tensor) -> dict[_Message, Tensor]:
+        """Sends a buffer and returns the received messages. Collective."""
+        received = sent.new_empty(sum(self._received_lengths))
+        lengths = self._received_lengths, self._sent_lengths
+        dist.all_to_all_single(received, sent, *lengths, group=self._group)
+        return dict(zip(self.received, received.split([m.length for m in self.received]), strict=True))
+
+
+class WholeMatrices:
+    """Replaces the momentum in a rank's gradients by the update of whole matrices, see the module."""
+
+    def __init__(
+        self,
+        flats: Sequence[FlatGroup],
+        groups: OptimizerProcessGroups,
+        tp_group: TPGroup,
+        matrix_update: MatrixUpdate,
+    ) -> None:
+        self._matrix_update = matrix_update
+        self._held = [(flat, parameter) for flat in flats if flat.matrices for parameter in flat.parameters]
+        self._tp_size, self._dp_size = tp_group.size, groups.dp_size
+        size = groups.dp_size * tp_group.size
+        self._exchanges: tuple[_Exchange, _Exchange] | None = None
+        if size == 1 or not self._held:
+            return
+        gathered, returned = [], []
+        for index, owner in enumerate(_owners([spec_of(p) for _, p in self._held], size)):
+            for rank, shard, start, stop in self._parts(*self._held[index]):
+                returned.append(_Message(owner, rank, index, shard, start, stop))
+                if self._is_sender(*self._held[index], rank, owner):
+                    gathered.append(_Message(rank, owner, index, shard, start, stop))
+        rank = groups.dp_rank * tp_group.size + tp_group.rank
+        both = (_Exchange(messages, rank, size, groups.stage) for messages in (gathered, returned))
+        self._exchanges = next(both), next(both)
+
+    def _parts(self, flat: FlatGroup, parameter: nn.Parameter) -> Iterable[tuple[int, int, int, int]]:
+        """Yields (rank, shard, first element, end) of the elements of a matrix that each rank of the stage
+        holds."""
+        sharded = spec_of(parameter).shard_dim is not None
+        spans = [(partition, *span) for partition, span in flat.spans(parameter).items()]
+        if flat.partitions == 1:
+            spans = [(replica, 0, parameter.numel()) for replica in range(self._dp_size)]
+        for replica, start, stop in spans:
+            for tp_rank in range(self._tp_size):
+                yield replica * self._tp_size + tp_rank, tp_rank if sharded else 0, start, stop
+
+    def _is_sender(self, flat: FlatGroup, parameter: nn.Parameter, rank: int, owner: int) -> bool:
+        """Returns whether a rank sends its elements to the owner. If several replicas or tensor-parallel
+        ranks hold equal elements, the rank with the owner's coordinate sends them."""
+        (replica, tp_rank), (its_replica, its_tp_rank) = (divmod(r, self._tp_size) for r in (rank, owner))
+        sharded = spec_of(parameter).shard_dim is not None
+        return (flat.partitions > 1 or replica == its_replica) and (sharded or tp_rank == its_tp_rank)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Replaces the gradients of the master weights. Collective in the pipeline stage."""
+        if self._exchanges is None:
+            for flat, parameter in self._held:
+                gradient = flat.owned_grad(parameter).view(parameter.shape)
+                gradient.copy_(self._matrix_update.apply(gradient, spec_of(parameter).matrix_rows))
+            return
+        gather, give_back = self._exchanges
+        device = self._held[0][0].local_gradients.device
+        buffer, places = gather.buffer(self._matrix_update.dtype, device)
+        for message, place in places.items():
+            flat, parameter = self._held[message.matrix]
+            place.copy_(_within(flat, parameter, message))
+        whole = self._assemble(gather.run(buffer))
+        del buffer, places
+        buffer, places = give_back.buffer(torch.float32, device)
+        self._update_owned(whole, places)
+        del places
+        for message, update in give_back.run(buffer).items():
+            flat, parameter = self._held[message.matrix]
+            _within(flat, parameter, message).copy_(update)
+
+    def _assemble(self, received: dict[_Message, Tensor]) -> dict[int, Tensor]:
+        """Returns the matrices that this rank owns, from their elements; of a shard in order."""
+        shards: dict[int, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        for message, elements in received.items():
+            shards[message.matrix][message.shard].append(elements)
+        whole = {}
+        for index, by_shard in shards.items():
+            spec, size = spec_of(self._held[index][1]), len(by_shard)
+            parts = [torch.cat(by_shard[rank]) for rank in range(size)]
+            shapes = [local_shape(spec, TPGroup(rank, size)) for rank in range(size)]
+            whole[index] = merge_shards(
+                spec, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            )
+        return whole
+
+    def _update_owned(self, whole: dict[int, Tensor], places: dict[_Message, Tensor]) -> None:
+        """Updates the matrices `whole`, one after the other. places: where parts of the updates belong."""
+        messages: dict[int, dict[int, list[_Message]]] = defaultdict(lambda: defaultdict(list))
+        for message in places:
+            messages[message.matrix][message.shard].append(message)
+        for index, by_shard in messages.items():
+            spec, weight = spec_of(self._held[index][1]), whole.pop(index)
+            update = self._matrix_update.apply(weight, spec.matrix_rows)
+            del weight
+            for shard, of_shard in by_shard.items():
+                elements = _shard(update, spec, TPGroup(shard, len(by_shard)))
+                for message in of_shard:
+                    places[message].copy_(elements[message.start : message.stop])
+
+
+def _within(flat: FlatGroup, parameter: nn.Parameter, message: _Message) -> Tensor:
+    """Returns the gradient of the elements of a message, in this rank's partition."""
+    first = message.start - flat.first_element(parameter)
+    return flat.owned_grad(parameter)[first : first + message.length]
+
+
+def _shard(full: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    """Returns a tensor-parallel rank's shard of a full tensor, flat."""
+    if spec.shard_dim is None:
+        return full.view(-1)
+    dim = spec.shard_dim
+    parts = [full.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
+    return torch.cat(parts, dim).view(-1)
+
+
+def _owners(specs: Sequence[ParameterSpec], size: int) -> list[int]:
+    """Returns the rank that owns each matrix. Rank 0 has the most work: the planner predicts its step."""
+    costs = {index: _cost(spec) for index, spec in enumerate(specs)}
+    shares = share_out(costs, size)
+    work = [0] * size
+    for index, share in shares.items():
+        work[share] += costs[index]
+    rank_of = {share: rank for rank, share in enumerate(sorted(range(size), key=lambda s: (-work[s], s)))}
+    return [rank_of[shares[index]] for index in range(len(specs))]

@@ -1,0 +1,91 @@
+"""The largest tensor that a conversion allocates does not depend on the size of a parameter."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.checkpoint import digests
+from megatron.checkpoint.formats import dcp, native, native_writer
+from megatron.checkpoint.formats.registry import writer_class
+from megatron.checkpoint.formats.state import ReplicaMismatch
+from megatron.checkpoint.formats.writing import (
+    ParameterWriter,
+    WriteOptions,
+    state_blocks,
+    step_of_optimizer,
+)
+from megatron.commands.convert_checkpoint import open_source
+from tests.support.layouts import Row, config_of
+from tests.unit.checkpoint.native_folder import random_wholes, write_native
+
+FFN = 4096
+BLOCK, CHUNK = 1 << 13, 1 << 15
+LARGEST = "3.mlp.dense_h_to_4h.weight"
+
+
+class Allocations(TorchDispatchMode):
+    """Records the size of the largest storage that an operation returns and did not get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                if storage.data_ptr() not in given:
+                    self.largest = max(self.largest, storage.nbytes())
+        return result
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(dcp, "_BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(dcp, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(native_writer, "_STEP_BYTES", CHUNK)
+    monkeypatch.setattr(digests, "CHUNK", BLOCK // 8)
+
+
+def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
+    """Copies the largest parameter. Returns the bytes of the largest allocation, and of the parameter."""
+    target.mkdir()
+    reader = open_source(source)
+    spec = reader.specs[LARGEST]
+    writer = writer_class(format_name)(target, reader)
+    assert isinstance(writer, ParameterWriter)
+    blocks = state_blocks(reader, LARGEST, ReplicaMismatch(), verify=True)
+    assert len(blocks) == 3
+    with Allocations() as mode:
+        writer.write_parameter(LARGEST, spec, blocks, step_of_optimizer(reader, LARGEST))
+    return mode.largest, 4 * prod(spec.valid_shape)
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("model", [{}, pytest.param({"glu_activation": "swiglu"}, id="gated")])
+def test_the_largest_allocation_is_a_chunk(
+    tp: int, model: dict[str, Any], tmp_path: Path, small_blocks: None
+) -> None:
+    config = config_of(Row(tp=tp, zero=1), model={"ffn_hidden_size": FFN, **model})
+    source = write_native(tmp_path, config, random_wholes(config))
+    whole = tmp_path / "whole"
+    list(writer_class("dcp").write_checkpoint(open_source(source), whole, WriteOptions()))
+    for number, (folder, format_name) in enumerate(
+        [*((source, name) for name in ("dcp", "torch_dist", "native", "universal")), (whole, "native")]
+    ):
+        largest, size = copied(folder, tmp_path / str(number), format_name)
+        assert 0 < largest <= CHUNK < size / 10, (folder, format_name)

@@ -1,0 +1,130 @@
+"""The exchange of whole matrices between many ranks, which are threads of one process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter
+from megatron.optimizer import whole_matrices
+from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.matrix_optimizer import MatrixUpdate
+from megatron.optimizer.whole_matrices import WholeMatrices
+from megatron.optimizer.zero import OptimizerProcessGroups
+
+# Fused and plain matrices, sharded along rows, along columns, and replicated.
+LAYER = {
+    "query_key_value": ParameterSpec((8 * 4 * 2, 16), 0, matrix_rows=(4, 2, 2)),
+    "dense": ParameterSpec((16, 32), 1, matrix_rows=(16,)),
+    "gated": ParameterSpec((2 * 24, 16), 0, 2, matrix_rows=(24, 24)),
+    "replicated": ParameterSpec((8, 16), None, matrix_rows=(8,)),
+}
+SPECS = {f"{layer}.{name}": spec for layer in range(5) for name, spec in LAYER.items()}
+
+
+class Network:
+    """`torch.distributed` for `size` threads. The process group of a thread is its rank."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier, self._sent = Barrier(size, timeout=60), [()] * size
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, received_lengths: list, sent_lengths: list, group: int
+    ) -> None:
+        self._sent[group] = sent.split(sent_lengths)
+        self._barrier.wait()
+        parts = [self._sent[rank][group] for rank in range(len(self._sent))]
+        assert [part.numel() for part in parts] == received_lengths
+        torch.cat(parts, out=received)
+        self._barrier.wait()
+
+
+def direction(matrix: Tensor) -> Tensor:
+    """Every element depends on the whole matrix, and on its place in it."""
+    places = torch.arange(matrix.numel(), dtype=torch.float32).view(matrix.shape)
+    return matrix.float().norm() * places + matrix.shape[0] * matrix.float()
+
+
+UPDATE = MatrixUpdate(direction, torch.float32, lambda rows, columns: rows / columns)
+
+
+def momentum(name: str) -> Tensor:
+    seed = list(SPECS).index(name)
+    return torch.randn(SPECS[name].global_shape, generator=torch.Generator().manual_seed(seed))
+
+
+def shard(full: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+    dim = spec.shard_dim or 0
+    return torch.cat([full.narrow(dim, s.start, s.stop - s.start) for s in local_slices(spec, tp_group)], dim)
+
+
+class Rank:
+    """A rank of the stage, whose gradients are the momentum of two groups of matrices."""
+
+    def __init__(self, rank: int, tp_size: int, dp_size: int, zero: int) -> None:
+        self.tp_group = TPGroup(rank % tp_size, tp_size)
+        replica = rank // tp_size
+        self.names = [list(SPECS)[:9], list(SPECS)[9:]]
+        self.flats = []
+        for names in self.names:
+            group = {
+                "params": [new_parameter(SPECS[name], self.tp_group) for name in names],
+                "matrices": True,
+            }
+            own = (dp_size, replica, object()) if zero else (1, 0)
+            self.flats.append(FlatGroup(group, *own))  # type: ignore[arg-type]
+            for parameter, name in zip(self.flats[-1].parameters, names, strict=True):
+                values = shard(momentum(name), SPECS[name], self.tp_group).reshape(-1)
+                self.flats[-1].full_grad(parameter).copy_(values)
+        groups = OptimizerProcessGroups(None, dp_size, replica, None, "", rank)  # type: ignore[arg-type]
+        self.matrices = WholeMatrices(self.flats, groups, self.tp_group, UPDATE)
+
+    def owned(self) -> dict[str, tuple[int, Tensor]]:
+        """Returns the first element of each matrix in this rank's partition, and the elements."""
+        return {
+            name: (flat.first_element(parameter), flat.owned_grad(parameter))
+            for flat, names in zip(self.flats, self.names, strict=True)
+            for parameter, name in zip(flat.parameters, names, strict=True)
+            if flat.fragment(parameter) is not None
+        }
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "dp_size", "zero"),
+    [(1, 1, 0), (4, 6, 1), (4, 6, 0), (1, 32, 1), (8, 3, 1), (8, 1, 0), (1, 3, 0)],
+)
+def test_each_rank_gets_the_updates_of_its_elements(tp_size: int, dp_size: int, zero: int) -> None:
+    size = tp_size * dp_size
+    ranks = [Rank(rank, tp_size, dp_size, zero) for rank in range(size)]
+    with mock.patch.object(whole_matrices, "dist", Network(size)), ThreadPoolExecutor(size) as threads:
+        for _ in threads.map(lambda rank: rank.matrices.run(), ranks):
+            pass
+    found = {name: 0 for name in SPECS}
+    for rank in ranks:
+        for name, (first, elements) in rank.owned().items():
+            expected = UPDATE.apply(momentum(name), SPECS[name].matrix_rows)
+            expected = shard(expected, SPECS[name], rank.tp_group).reshape(-1)
+            assert torch.equal(elements, expected[first : first + elements.numel()])
+            found[name] += elements.numel()
+    copies = {
+        name: (1 if zero else dp_size) * (1 if spec.shard_dim is not None else tp_size)
+        for name, spec in SPECS.items()
+    }
+    assert found == {
+        name: copies[name] * spec.global_shape[0] * spec.global_shape[1] for name, spec in SPECS.items()
+    }
+
+
+def test_the_owners_have_about_equal_work_and_rank_0_the_most() -> None:
+    specs = [ParameterSpec((rows, 64), 0, matrix_rows=(rows,)) for rows in (64, 192, 256, 256) * 12]
+    cost = [spec.global_shape[0] * 64 * 64 for spec in specs]
+    work = [0] * 16
+    for owner, of_matrix in zip(whole_matrices._owners(specs, 16), cost, strict=True):
+        work[owner] += of_matrix
+    assert max(work) == work[0] and max(work) <= sum(work) / 16 + max(cost) / 4
