@@ -50,7 +50,7 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
     """Raises UserError if the data differ from the checkpoint's, unless --override-data is given. In
-    different data the saved position has no meaning."""
+    different data the saved position has no meaning. Compares nothing if another framework saved it."""
     differences = _data_differences(checkpoint, fingerprint)
     if not differences or config.checkpoint.override_data:
         return
@@ -95,7 +95,7 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
     if starts_at_zero(checkpoint):
         return "from sample 0: the checkpoint has consumed none"
     position = f"from sample {checkpoint.state.consumed_samples - first:,}"
-    if checkpoint.is_external:
+    if not checkpoint.records_run:
         return f"not compared, {position}: the framework that saved the checkpoint did not record its data"
     if differences := _data_differences(checkpoint, fingerprint):
         what = (
@@ -108,7 +108,9 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
 
 
 def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
-    return [] if starts_at_zero(checkpoint) else fingerprint_differences(checkpoint.run["data"], fingerprint)
+    if starts_at_zero(checkpoint) or not checkpoint.records_run:
+        return []
+    return fingerprint_differences(checkpoint.run["data"], fingerprint)
 
 
 def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
@@ -128,18 +130,15 @@ def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
         )
 
 
-def check_external_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError for --use-checkpoint-lr-scheduler with a checkpoint that has no schedule."""
-    if config.schedule.use_checkpoint_lr_scheduler:
+def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
+    """Raises UserError if the schedule differs from the checkpoint's and no flag selects one of the two, or
+    if a flag selects the schedule of a checkpoint of another framework."""
+    if config.schedule.use_checkpoint_lr_scheduler and not checkpoint.records_run:
         raise UserError(
             f"--use-checkpoint-lr-scheduler: checkpoint {checkpoint.folder} was written by another framework "
             "and its schedule is not known. Remove --use-checkpoint-lr-scheduler, and set the --lr flags of "
             "its run"
         )
-
-
-def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError if the schedule differs from the checkpoint's and no flag selects one of the two."""
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
     saved, now = schedule_of(checkpoint.config), schedule_of(config)
@@ -177,7 +176,7 @@ def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
 
 
 def _has_schedule(checkpoint: Checkpoint) -> bool:
-    return not (starts_at_zero(checkpoint) or checkpoint.is_external)
+    return checkpoint.records_run and not starts_at_zero(checkpoint)
 
 
 def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:

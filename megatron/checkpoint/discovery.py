@@ -24,6 +24,7 @@ from megatron.checkpoint.formats.registry import (
     PARAMETER_FOLDER,
     UNIVERSAL,
     format_of,
+    is_run_format,
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
@@ -66,7 +67,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         if str(folder) in damaged:
             raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; pass another checkpoint to --load")
         return open_checkpoint(folder)
-    names = native_names(folder)
+    names = saved_names(folder)
     latest, record = read_latest(folder), read_record(folder)
     lineage, reason = _candidates(folder, latest, record, names)
     skip_reason = [reason] if reason else []
@@ -200,22 +201,22 @@ def _newer_checkpoints(folder: Path, checkpoint: Checkpoint, names: Iterable[str
     return [*unfinished, *(f"{name} is of another run or branch, or incomplete" for name in newer)]
 
 
-def native_names(folder: Path) -> dict[str, Path]:
-    """Returns the native checkpoints in a folder, complete or not: name -> current path."""
+def saved_names(folder: Path) -> dict[str, Path]:
+    """Returns the checkpoints of runs in a folder, complete or not: name -> current path."""
     if not folder.is_dir():
         return {}
     names = {
         path.name.removesuffix(REPLACED)
         for path in folder.iterdir()
-        if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)) and _is_native(path)
+        if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)) and _is_of_a_run(path)
     }
     return {name: current_path(folder, name) for name in sorted(names, key=step_of)}
 
 
-def _is_native(path: Path) -> bool:
-    """Returns whether a folder is a native checkpoint; True if it cannot be accessed now."""
+def _is_of_a_run(path: Path) -> bool:
+    """Returns whether a folder is a checkpoint that a run saves; True if it cannot be accessed now."""
     try:
-        return path.is_dir() and format_of(path) == NATIVE
+        return path.is_dir() and is_run_format(path)
     except OSError:
         return True
 

@@ -21,12 +21,14 @@ from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import (
     FORMATS,
     HUGGING_FACE,
+    LATEST_UNIVERSAL_FILE,
     NATIVE,
     PARAMETER_FOLDER,
     format_of,
     open_reader,
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
+from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.checkpoint.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
@@ -41,6 +43,7 @@ FILE_KINDS = {
     "optimizer": "*_optim_states.pt",
     "fp32 values": f"{PARAMETER_FOLDER}/*/fp32.pt",
     "moments and steps": f"{PARAMETER_FOLDER}/*/[!f]*.pt",
+    "chunks of tensors": "*.distcp",
 }
 NOT_COMPARED = "not compared: use --verify to read and compare the contents"
 _STEP_FOLDER = re.compile(r"global_step\d+")
@@ -126,19 +129,18 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
     if not paths:
         raise UserError(f"{folder} holds no checkpoint: expected global_stepN folders, or the path of one")
-    latest = {kind: _named_by(folder / file) for kind, file in _LATEST_FILES.items()}
+    latest = {file: _named_by(folder / file) for file in _LATEST_FILES}
     paths.sort(key=lambda path: (step_of(path.name), path.name))
-    found = [_summary(path, path.name == latest.get(_kind(path))) for path in paths]
+    found = [_summary(path, path.name == latest.get(_latest_file(_kind(path)))) for path in paths]
     problems = [f"{item.name}: {item.problem}" for item in found if item.problem]
     report = None
-    for kind, file in _LATEST_FILES.items():
-        complete = [item.name for item in found if item.kind == kind and item.is_complete]
-        if latest[kind] is None and complete:
+    for file, named in latest.items():
+        complete = [item.name for item in found if _latest_file(item.kind) == file and item.is_complete]
+        if named is None and complete:
             problems.append(f"there is no file `{file}`")
-        elif latest[kind] is not None and latest[kind] not in [item.name for item in found]:
-            problems.append(f"`{file}` names {latest[kind]}, which does not exist")
+        elif named is not None and named not in [item.name for item in found]:
+            problems.append(f"`{file}` names {named}, which does not exist")
         if complete and report is None:
-            named = latest[kind]
             newest = named if named in complete else complete[-1]
             try:
                 with stop_at_access_error():
@@ -147,11 +149,17 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
                 raise
             except UserError as error:
                 problems.append(f"{newest}: {error}")
-    return Overview(str(folder), latest["native"], latest["universal"], found, problems, report)
+    named_by = latest[LATEST_FILE], latest[LATEST_UNIVERSAL_FILE]
+    return Overview(str(folder), *named_by, found, problems, report)
 
 
-# Format -> its `latest` file, in the order in which the checkpoint to report on is looked for.
-_LATEST_FILES = {name: entry.latest_file for name, entry in FORMATS.items() if entry.latest_file}
+# In the order in which the checkpoint to report on is looked for.
+_LATEST_FILES = (LATEST_FILE, LATEST_UNIVERSAL_FILE)
+
+
+def _latest_file(kind: str) -> str:
+    """Returns the name of the file that names the newest checkpoint of a kind; "" if there is none."""
+    return FORMATS[kind].latest_file if kind in FORMATS else ""
 
 
 def _kind(path: Path) -> str:
@@ -195,7 +203,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
         raise
     except UserError as error:
         # An unfinished save or conversion is not expected to be complete.
-        if kind in _LATEST_FILES or state is not None:
+        if _latest_file(kind) or state is not None:
             problem = str(error).removeprefix(f"checkpoint {path}: ")
     return Summary(
         path.name,
@@ -281,7 +289,8 @@ def _file_problems(folder: Path, files: Files) -> Iterator[str]:
     """Yields what is wrong with the names and sizes of files, compared with `run.json`."""
     if not files:
         return
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*.pt")}
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    found = {name for name in present if name in files or name.endswith((".pt", ".distcp"))}
     if files.keys() - found:
         yield f"missing: {first_few(sorted(files.keys() - found))}"
     if found - files.keys():

@@ -11,7 +11,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ import torch.distributed as dist
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import UnquantizedDigests, combined
 from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
-from megatron.checkpoint.formats.deepspeed_files import Place, file_index, missing_files
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state
 from megatron.checkpoint.integrity import (
     Check,
     integrity_record,
@@ -46,6 +45,7 @@ from megatron.checkpoint.saving.background import (
     problem_in,
 )
 from megatron.checkpoint.saving.files import DirectFiles
+from megatron.checkpoint.saving.formats import NativeFormat, SaveFormat
 from megatron.checkpoint.saving.publishing import (
     clean_leftovers,
     delete_old_checkpoints,
@@ -53,9 +53,10 @@ from megatron.checkpoint.saving.publishing import (
     publish,
     saving_name,
 )
-from megatron.checkpoint.saving.run_record import all_specs, run_record, within_limit
+from megatron.checkpoint.saving.run_record import all_specs, run_record
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
 from megatron.config import CheckpointConfig, Config
+from megatron.config.registries import SAVE_FORMATS
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import write_json
@@ -106,7 +107,7 @@ class CheckpointManager:
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
-        self._specs: dict[str, ParameterSpec] | None = None
+        self._format: SaveFormat = SAVE_FORMATS.load(engine.run_config.checkpoint.save_format)()
 
     def ownership_lost_reason(self) -> str | None:
         """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
@@ -169,15 +170,15 @@ class CheckpointManager:
         if engine.global_rank == 0 and self.identity is None:
             self.identity = RunIdentity()
         run = self._run_record(state)
-        extra = client_state(run[INFO_KEY], engine.run_config, asdict(state))
         try:
             saving = folder / self._begin_save(name)
             if in_background:
-                self.background.start(BackgroundSave(saving, state, run, started), extra, self._complete)
+                save = BackgroundSave(saving, state, run, started, self._format)
+                self.background.start(save, self._complete)
                 return None
             files = DirectFiles(self.heartbeat)
-            engine.save_files(str(folder), saving.name, extra, files)
-            of_ranks = gather_from_all_ranks((files.files, files.places))
+            table = self._format.write(engine, saving, run, files)
+            of_ranks = gather_from_all_ranks((files.files, table))
             run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
@@ -195,22 +196,24 @@ class CheckpointManager:
 
     def _run_record(self, state: TrainingState) -> dict[str, Any]:
         """See `run_record`. Collective at the first call."""
-        if self._specs is None:
-            self._specs = all_specs(self.engine)
         facts = (self.vocab_size, self.eod, self.fingerprint)
         return run_record(self.engine, self._specs, *facts, state)
+
+    @cached_property
+    def _specs(self) -> dict[str, ParameterSpec]:
+        """The spec of every parameter of the model, by name. Collective at the first use."""
+        return all_specs(self.engine)
 
     def _publish(
         self,
         saving: Path,
         state: TrainingState,
         run: dict[str, Any],
-        of_ranks: Sequence[tuple[Files, dict[str, dict[str, Place]]]],
+        of_ranks: Sequence[tuple[Files, Any]],
     ) -> Files:
         """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: each rank's files, and
-        the places of parameters in them. Returns all files. Raises OSError, on every rank, if one is
-        missing."""
-        run, files = self._with_files(run, of_ranks)
+        its table (see `SaveFormat`). Returns all files. Raises OSError, on every rank, if one is missing."""
+        run, files = self._with_files(saving, run, of_ranks, self._format)
         if self.identity is not None:
             if problem := first_size_mismatch(saving, files):
                 raise OSError(f"{problem}, after all ranks have written")
@@ -221,17 +224,17 @@ class CheckpointManager:
         return files
 
     def _with_files(
-        self, run: dict[str, Any], of_ranks: Sequence[tuple[Files, dict[str, dict[str, Place]]]]
+        self, folder: Path, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]], form: SaveFormat
     ) -> tuple[dict[str, Any], Files]:
         """Returns the complete content of `run.json`, on rank 0, and all files. Raises OSError if a file is
         missing."""
         files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
-        places = {name: place for _, own in of_ranks for name, place in own.items()}
-        if lacking := missing_files(files, run):
+        tables = [table for _, table in of_ranks]
+        if lacking := form.missing(run, files, tables):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
         if self.identity is not None:
-            run = {**run, "files": files, **self.identity.record()}
-            run = add_checksum(within_limit(run, file_index(places, run["parameters"])))
+            run = form.finish(folder, {**run, "files": files, **self.identity.record()}, tables)
+            run, files = add_checksum(run), run["files"]
         return run, files
 
     # --- saves in the background ---
@@ -256,7 +259,7 @@ class CheckpointManager:
         try:
             self.check_owner()
             run = {**save.run, "certificate": record}
-            of_ranks = [(result.files, result.places) for result in results]
+            of_ranks = [(result.files, result.table) for result in results]
             files = self._publish(save.saving, save.state, run, of_ranks)
         except (OSError, UserError, FolderTakenError) as error:
             return SaveOutcome(folder, save.state.iteration, str(error))
@@ -289,11 +292,11 @@ class CheckpointManager:
             state,
             run,
             started,
+            NativeFormat(),
             before_report=self.local.mirror,
             after_report=self.local.follow,
         )
-        extra = client_state(run[INFO_KEY], self.engine.run_config, asdict(state))
-        self.background.start(save, extra, self._complete_local)
+        self.background.start(save, self._complete_local)
         return True
 
     def _complete_local(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
@@ -306,8 +309,10 @@ class CheckpointManager:
             if not problem:
                 self.check_owner()
                 run, files = self._with_files(
+                    save.saving,
                     {**save.run, "certificate": _record_of(save, results, self.engine.run_config)},
-                    [(result.files, result.places) for result in results],
+                    [(result.files, result.table) for result in results],
+                    save.format,
                 )
                 if unequal := run["certificate"]["unequal_copies"]:
                     run, problem = None, f"replicas on several ranks are not equal: {'; '.join(unequal)}"

@@ -25,6 +25,7 @@ _MAX_NAME_FILE_BYTES = 4096
 # run.json of a universal checkpoint lists zero/<parameter>/<file>.
 _MAX_PARTS = 3
 _MAX_SHOWN = 60
+_METADATA_FILE = ".metadata"
 
 
 def shown(name: object) -> str:
@@ -60,7 +61,10 @@ def check_plain(name: object, source: Path | str, what: str = "file") -> str:
 
 
 def check_file(name: object, source: Path | str) -> str:
-    """Returns a file's path inside a checkpoint if it consists of plain names with / between them."""
+    """Returns a file's path inside a checkpoint if it consists of plain names with / between them, or is the
+    table of torch.distributed.checkpoint."""
+    if name == _METADATA_FILE:
+        return _METADATA_FILE
     parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
     if not (0 < len(parts) <= _MAX_PARTS and all(map(is_plain, parts))):
         raise _name_error(name, source, "file", "a path inside the checkpoint's folder")

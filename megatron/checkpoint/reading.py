@@ -42,13 +42,18 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
     if not checkpoint.is_external:
         check_run_file(checkpoint)
     elif not allow_external:
-        flag = "--universal_checkpoint and " if format_of(checkpoint.folder) == UNIVERSAL else ""
-        raise UserError(
-            f"checkpoint {checkpoint.folder} was made by another framework and lacks the full configuration "
-            "of the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, "
-            f"{flag}--save, and use the checkpoint that this run saves"
-        )
+        raise lacks_configuration(checkpoint)
     return checkpoint
+
+
+def lacks_configuration(checkpoint: Checkpoint) -> UserError:
+    """Returns the error for a checkpoint of another framework whose model a tool cannot know."""
+    flag = "--universal_checkpoint and " if format_of(checkpoint.folder) == UNIVERSAL else ""
+    return UserError(
+        f"checkpoint {checkpoint.folder} was made by another framework and lacks the full configuration of "
+        f"the model and its vocabulary: start pretrain_gpt.py from it, with the flags of the model, {flag}"
+        "--save, and use the checkpoint that this run saves"
+    )
 
 
 def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: bool = False) -> GPTModel:

@@ -8,6 +8,8 @@ from typing import Any
 from megatron.checkpoint.lineage.identity import LineageEntry, parse_lineage, parse_run_id
 from megatron.config import Config
 
+# In `run.json` of a model or checkpoint of another framework that was converted to a format of this program.
+IMPORTED_KEY = "imported"
 RUN_FILE = "run.json"
 # Prefix of a checkpoint that is being written.
 SAVING = "saving-"
@@ -71,6 +73,12 @@ class Checkpoint:
     def is_external(self) -> bool:
         """Whether another framework wrote it. Then `run` holds that framework's arguments, and no config."""
         return "config" not in self.run
+
+    @property
+    def records_run(self) -> bool:
+        """Whether it records the data and the schedule of its run. A checkpoint of another framework does
+        not, also once it is converted to a format of this program."""
+        return not self.is_external and IMPORTED_KEY not in self.run
 
     @property
     def run_id(self) -> str | None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import (
     check_data,
-    check_external_schedule,
     check_first_sample,
     check_model,
     check_replicas,
@@ -56,7 +55,18 @@ def find_checkpoint(
         check_remaining_batches(config, 0 if checkpoint is None else checkpoint.start_state.consumed_samples)
     if checkpoint is not None:
         check_fits(checkpoint, config, vocab_size, fingerprint)
+        checkpoint = _with_tokens(checkpoint, config)
     return checkpoint
+
+
+def _with_tokens(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+    """Returns a checkpoint of another framework that does not record its sequence length with the consumed
+    tokens that follow from its consumed samples and --seq-length."""
+    state = checkpoint.state
+    if not checkpoint.is_external or state.consumed_tokens or "seq_length" in checkpoint.run.get("args", {}):
+        return checkpoint
+    tokens = state.consumed_samples * config.model.seq_length
+    return replace(checkpoint, state=replace(state, consumed_tokens=tokens))
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, vocab_size: int, fingerprint: dict[str, Any]) -> None:
@@ -64,12 +74,11 @@ def check_fits(checkpoint: Checkpoint, config: Config, vocab_size: int, fingerpr
     check_replicas(checkpoint, config)
     if checkpoint.is_external:
         open_reader(checkpoint).check_external(config, vocab_size)
-        check_external_schedule(checkpoint, config)
     else:
         check_model(checkpoint, config, vocab_size)
         check_vocabulary(checkpoint, fingerprint)
         check_data(checkpoint, config, fingerprint)
-        check_schedule(checkpoint, config)
+    check_schedule(checkpoint, config)
 
 
 def select_valid_checkpoint(

@@ -11,9 +11,9 @@ format holds. A run needs no conversion: --load opens these formats on any layou
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -29,6 +29,7 @@ from megatron.checkpoint.formats.registry import (
 )
 from megatron.config.tool_parser import ToolParser, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader
@@ -68,13 +69,23 @@ def build_parser() -> ToolParser:
         action="store_true",
         help="do not compare weights and moments with the checkpoint's digests",
     )
+    group = add_tokenizer_flags(
+        parser, "vocabulary of a checkpoint of Megatron-Core (default: all rows of its word embeddings)"
+    )
+    group.add_argument("--vocab-size", type=int, metavar="N", help="number of tokens without padding")
     return parser
 
 
-def open_source(folder: Path, universal: bool = False) -> StateReader:
-    """Returns the reader of a checkpoint to convert, with the parameters in `run.json`. No model is built.
+def open_source(
+    folder: Path,
+    universal: bool = False,
+    tokenizer: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+) -> StateReader:
+    """Returns the reader of a checkpoint to convert, with the specs of its parameters.
 
-    Raises UserError if there is no checkpoint, or if it was made by another framework.
+    tokenizer, vocab_size: of a checkpoint of another framework, if they are given. Raises UserError if there
+    is no checkpoint, or if another framework made it and it does not describe its model.
     """
     from megatron.checkpoint.conversion import source as native_source
     from megatron.checkpoint.formats.universal_info import recorded_spec
@@ -82,7 +93,16 @@ def open_source(folder: Path, universal: bool = False) -> StateReader:
     from megatron.checkpoint.record import RUN_FILE
     from megatron.files import expect_layout
 
-    checkpoint = read_checkpoint(folder, universal)
+    checkpoint = read_checkpoint(folder, universal, allow_external=True)
+    if checkpoint.is_external:
+        # Imported only here: it loads torch and DeepSpeed, which takes seconds.
+        from megatron.checkpoint.conversion.external import open_external
+
+        return open_external(checkpoint, tokenizer or {}, vocab_size)
+    if tokenizer or vocab_size is not None:
+        raise UserError(
+            f"--from {folder} records its vocabulary: remove --vocab-size and the flags of the tokenizer"
+        )
     if format_of(checkpoint.folder) == NATIVE:
         return native_source.open_source(checkpoint.folder, derive_patterns=True).reader
     reader = open_reader(checkpoint)
@@ -102,7 +122,8 @@ def convert(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.formats.writing import WriteOptions
 
     source, target = Path(arguments.source), Path(arguments.target)
-    reader = open_source(source, arguments.universal_checkpoint)
+    vocabulary = tokenizer_settings(arguments), arguments.vocab_size
+    reader = open_source(source, arguments.universal_checkpoint, *vocabulary)
     options = WriteOptions(arguments.workers, not arguments.no_verify_digests)
     count = 0
     with tqdm(total=len(reader.specs), unit="parameter", disable=None) as bar:

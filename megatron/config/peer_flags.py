@@ -48,7 +48,7 @@ _NO_ULYSSES = (
 )
 _NO_TRANSFORMER_ENGINE = "Transformer Engine is not used; remove the flag"
 _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
-_DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format"
+_DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format, or torch's with --save-format dcp"
 _REQUEUE = "the scripts of examples/slurm requeue a stopped job, see docs/cluster.md; remove the flag"
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (

@@ -411,6 +411,18 @@ PIPELINE_SCHEDULES = Registry(
     },
 )
 
+# `SaveFormat` classes. The names are also names of checkpoint formats.
+SAVE_FORMATS = Registry(
+    "--save-format",
+    {
+        "native": Choice("DeepSpeed's files", "megatron.checkpoint.saving.formats:NativeFormat"),
+        "dcp": Choice(
+            "torch.distributed.checkpoint, which PyTorch opens without this program",
+            "megatron.checkpoint.saving.dcp_format:DcpFormat",
+        ),
+    },
+)
+
 # Classes whose arguments are the values of `settings`, in this order. All of these settings are required.
 TOKENIZERS = Registry(
     "--tokenizer-type",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,6 +88,65 @@ def local_slices(spec: ParameterSpec, tp_group: TPGroup) -> tuple[slice, ...]:
     width = block // tp_group.size
     starts = [index * block + tp_group.rank * width for index in range(spec.num_fused_parts)]
     return tuple(slice(start, start + width) for start in starts)
+
+
+@dataclass(frozen=True)
+class ShardBox:
+    """A box of the full parameter whose elements are consecutive in a shard.
+
+    first: index of the first element in the flattened shard. offsets, sizes: the box in the full parameter.
+    """
+
+    first: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+
+def shard_boxes(spec: ParameterSpec, tp_group: TPGroup, start: int, stop: int) -> Iterator[ShardBox]:
+    """Yields the boxes of the full parameter that make up elements start to stop - 1 of this rank's flattened
+    shard, without the padding of the vocabulary."""
+    dim, slices = spec.shard_dim or 0, local_slices(spec, tp_group)
+    shape = local_shape(spec, tp_group)
+    # The sharded dimension becomes two: the slice, and the index in it. Slices are far apart in the full
+    # parameter, so a box lies in one slice, and in one row of the dimensions before.
+    width = slices[0].stop - slices[0].start
+    divided = (*shape[:dim], len(slices), width, *shape[dim + 1 :])
+    single = dim + 1 if len(slices) > 1 else 0
+    for first, offsets, sizes in _boxes(divided, start, stop, single):
+        offset = slices[offsets[dim]].start + offsets[dim + 1]
+        offsets = (*offsets[:dim], offset, *offsets[dim + 2 :])
+        sizes = (*sizes[:dim], *sizes[dim + 1 :])
+        if spec.num_valid_rows is not None:
+            sizes = (min(sizes[0], spec.num_valid_rows - offsets[0]), *sizes[1:])
+        if sizes[0] > 0:
+            yield ShardBox(first, offsets, sizes)
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int, single: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yields (first element, offsets, sizes) of the boxes that make up elements start to stop - 1 of a
+    tensor, each with consecutive elements. single: a box has one index of each of the first dimensions."""
+    if not shape:
+        yield start, (), ()
+        return
+    inner = math.prod(shape[1:])
+    while start < stop:
+        row, column = divmod(start, inner)
+        rows = (stop - start) // inner if column == 0 and single == 0 else 0
+        if rows:
+            yield start, (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * inner
+            continue
+        end = min(inner, column + stop - start)
+        for first, offsets, sizes in _boxes(shape[1:], column, end, max(single - 1, 0)):
+            yield row * inner + first, (row, *offsets), (1, *sizes)
+        start += end - column
 
 
 def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:

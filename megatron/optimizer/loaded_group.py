@@ -102,8 +102,6 @@ class LoadedGroup:
     def add_others(self, name: str, others: Mapping[str, Any]) -> None:
         """Adds the optimizer's state of a parameter except its moments. Raises UserError if the state of an
         earlier parameter of the group differs."""
-        if self._flat.matrices:
-            return  # a reader derives the step that a checkpoint lacks, and a momentum has none
         self._first_name = self._first_name or name
         for key, value in others.items():
             first = self._others.setdefault(key, value)

@@ -16,7 +16,7 @@ saved in fp32: any optimizer of the Adam family can load them, on any layout.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -373,14 +373,21 @@ class MixedPrecisionOptimizer:
 
     # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
 
-    def local_param_states(self) -> Iterator[LocalParamState]:
-        """Yields the state of each parameter with elements in this rank's partitions."""
+    def local_param_states(
+        self, names: Collection[str] | None = None, with_values: bool = True
+    ) -> Iterator[LocalParamState]:
+        """Yields the state of each parameter with elements in this rank's partitions. names: only of these
+        parameters. with_values: false yields states without tensors, at no cost."""
         self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
-                values = {"fp32": flat.master.detach()[start : start + length]}
-                values |= self.moment_fragments(flat, parameter)
+                if names is not None and self.names[parameter] not in names:
+                    continue
+                values: dict[str, Tensor] = {}
+                if with_values:
+                    values = {"fp32": flat.master.detach()[start : start + length]}
+                    values |= self.moment_fragments(flat, parameter)
                 yield self._local_state(flat, parameter, values, None if step is None else float(step))
 
     def _local_state(
@@ -394,6 +401,7 @@ class MixedPrecisionOptimizer:
             values=values,
             step=step,
             quantized=flat.quantized,
+            owned=is_norm_owner(parameter, self.tp_group),
         )
 
     def state_dict(self) -> dict:

@@ -9,8 +9,8 @@ step
 2. the owner computes the update of the whole matrix;
 3. the owner sends to each rank the update of the rank's elements (all-to-all).
 
-With ZeRO a rank sends and receives as many elements as its partition has, a small part of the bytes of the
-gradient reduction. Without ZeRO the replicas hold equal elements: one replica sends them, all receive.
+With ZeRO a rank sends the elements of its partition and receives their updates, a small part of the bytes of
+the gradient reduction. Without ZeRO the replicas hold equal elements: one replica sends them, all receive.
 
 Invariant: an owner computes with the full matrix, whose shape and element order do not depend on the layout,
 and all replicas get the bits of one owner.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ class LocalParamState:
     """Number of updates, None if the optimizer does not count them."""
     quantized: bool
     """Whether the moments are stored in 8 bits."""
+    owned: bool = True
+    """Whether this rank owns the parameter among its tensor-parallel and pipeline replicas."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,14 @@ class ZeroConfig:
     """Whether master weights and moments are kept and updated in host memory."""
 
 
-def share_out(sizes: Mapping[int, int], shares: int) -> dict[int, int]:
+_Item = TypeVar("_Item", int, str)
+
+
+def share_out(sizes: Mapping[_Item, int], shares: int) -> dict[_Item, int]:
     """Returns the share of each item, so that the largest sum of sizes is about as small as possible: items
     in the order of their sizes, each to the share with the smallest sum."""
     sums = [0] * shares
-    chosen = {}
+    chosen: dict[_Item, int] = {}
     for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
         chosen[item] = sums.index(min(sums))
         sums[chosen[item]] += sizes[item]

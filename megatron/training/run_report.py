@@ -239,7 +239,7 @@ def planned_start(
 
 
 def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: RunLength) -> Iterator[str]:
-    if checkpoint is None or checkpoint.is_external or starts_at_zero(checkpoint):
+    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
         return
     saved, samples = BatchSchedule.from_config(checkpoint.config.batch), checkpoint.state.consumed_samples
     if saved != batches:
@@ -252,7 +252,7 @@ def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: 
 
 
 def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[str]:
-    if checkpoint is None or checkpoint.is_external or starts_at_zero(checkpoint):
+    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
         return
     saved = checkpoint.config
     changes = []

@@ -24,11 +24,12 @@ def test_every_stage_has_a_heartbeat_per_micro_batch():
 
 
 def files_verified(folder: Path):
-    from megatron.checkpoint.saving.files import DirectFiles
+    from megatron.checkpoint.saving.files import Content, DirectFiles
 
     saved: list[str] = []
     loaded: list[str] = []
-    DirectFiles(lambda: saved.append("file")).save({}, str(folder / f"of rank {dist.get_rank()}"))
+    content = Content(lambda file: file.write(b"x"))
+    DirectFiles(lambda: saved.append("file")).write(folder / f"of rank {dist.get_rank()}", [content])
     files = {path.name: describe_file(path) for path in folder.glob("file*")}
     first_problem(
         sorted(files), lambda name: file_problem(folder, name, files[name]), lambda: loaded.append("file")

@@ -204,7 +204,7 @@ def save_with_short_canary(row, folder, options):
 @pytest.mark.parametrize(
     "row, options, compared",
     [
-        (Row(pp=2), {"virtual_pipeline_stages": 2}, True),
+        (Row(pp=2), {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}, True),
         (Row(tp=2), {}, True),
         (Row(tp=4), {"sequence_parallel": True}, False),
     ],

@@ -138,10 +138,10 @@ def test_a_damaged_file_is_replaced_by_its_copy_and_two_damaged_copies_by_an_old
 
 def save_without_index(*arguments: Any) -> None:
     """As with so many files that the index does not fit into `run.json`."""
-    from megatron.checkpoint import manager
+    from megatron.checkpoint.saving import formats
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "within_limit", lambda run, index: run)
+        patch.setattr(formats, "within_limit", lambda *contents: contents[-1])
         run_on_nodes(*arguments)
 
 

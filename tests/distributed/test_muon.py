@@ -6,9 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
-from tests.distributed.parity import assert_same_numbers
+from tests.distributed.parity import INTERLEAVED, assert_same_numbers
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.distributed.test_dcp import converted
 from tests.support.checkpoints import FINGERPRINT, state_after
@@ -50,6 +52,8 @@ LAYOUTS = {
     "DP 4, ZeRO 1, a bucket per layer": (Row(dp=4, zero=1), {"parallel": {"ddp_bucket_size": 1}}),
     "DP 4, ZeRO 2": (Row(dp=4, zero=2), {}),
     "TP 2 x DP 2, ZeRO 3": (Row(tp=2, dp=2, zero=3, micro_batch=2), {}),
+    "TP 2 x DP 2, sequence parallel": (Row(tp=2, dp=2), {"parallel": {"sequence_parallel": True}}),
+    "PP 2 x DP 2, ZeRO 1, interleaved stages": (Row(pp=2, dp=2, zero=1), INTERLEAVED),
 }
 
 
@@ -180,6 +184,9 @@ def test_a_checkpoint_opens_on_another_layout_in_every_format(shape, tmp_path):
     sources = {native: {}, dcp: {}, returned: {}, universal: {"checkpoint": {"universal_checkpoint": True}}}
     expected = uninterrupted(changes)
     for source, flags in sources.items():
+        reader = open_reader(open_checkpoint(source))
+        for name in reader.stored_names:  # only Adam counts its updates
+            assert bool(reader.optimizer_scalars(name)) == ("exp_avg_sq" in reader.state_names(name))
         for state, history in run_world(load.world_size, resume_midway, load, source, {**changes, **flags}):
             assert state == state_after(STEPS_BEFORE)
             assert max(relative_errors(history, expected)) <= FP32_BOUND

@@ -80,15 +80,15 @@ def save_and_lose_the_folder(folder):
     """Saves as the owner; the folder is taken over before the second save, and during the third."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     rank_0 = engine.global_rank == 0
-    outcomes, verified, save_file = [], manager.make_integrity_record, DirectFiles.save
+    outcomes, verified, save_file = [], manager.make_integrity_record, DirectFiles.write
 
     def lose_it(*args):
         if rank_0:
             take_over(folder)
         return verified(*args)
 
-    def without_a_file(files, state_dict, path):
-        save_file(files, state_dict, path)
+    def without_a_file(files, file, contents):
+        save_file(files, file, contents)
         files.files = {n: f for n, f in files.files.items() if "mp_rank_00_model" not in n}
 
     for when in ("never", "before", "during"):
@@ -100,7 +100,7 @@ def save_and_lose_the_folder(folder):
         if rank_0:
             for file in folder.glob("owner-*"):
                 file.unlink()
-    with mock.patch.object(DirectFiles, "save", without_a_file):
+    with mock.patch.object(DirectFiles, "write", without_a_file):
         outcomes.append(save(make_manager(engine, folder), 9))
     return outcomes
 

@@ -8,6 +8,8 @@ KINDS = {
     "at once": {},
     "in the background": {"async_save": True},
     "on local disks, of which one is lost": {"local_save": True},
+    "as DCP in the background": {"async_save": True, "save_format": "dcp"},
+    "as DCP beside local saves": {"local_save": True, "save_format": "dcp"},
 }
 
 

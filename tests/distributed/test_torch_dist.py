@@ -2,10 +2,13 @@
 is what megatron-core 0.16.1 has written with TP 2 and PP 2 (`tests/reference/write_torch_dist.py`)."""
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.manager import CheckpointManager, load_checkpoint
@@ -47,9 +50,10 @@ def config_for(row: Row, folder: Path, **model: object) -> Config:
     return config_of(row, **sections, checkpoint={"load": str(folder)})
 
 
-def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
-    """Loads the checkpoint and takes the next steps on Megatron-Core's batches."""
-    config, expected = config_for(row, folder), json.loads((folder / "expected.json").read_text())
+def resume(row: Row, core: Path, folder: Path | None = None) -> tuple[TrainingState, list[float]]:
+    """Loads a checkpoint, that of Megatron-Core if none is given, and takes the next steps on its batches."""
+    config = config_for(row, folder or core)
+    expected = json.loads((core / "expected.json").read_text())
     checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
     engine = build_engine(config, vocab_size=VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
@@ -72,6 +76,43 @@ def test_the_next_losses_are_those_of_megatron_core(row: Row, core: Path) -> Non
     for state, losses in run_world(row.world_size, resume, row, core):
         assert state == TrainingState(3, 3 * BATCH, 3 * BATCH * SEQ)
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_conversion_needs_no_run(core: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Megatron-Core -> native -> Hugging Face, with the model that Megatron-Core's arguments describe."""
+    native = tmp_path / "native" / "global_step3"
+    convert_checkpoint.run(["--from", str(core), "--to", str(native)])
+    expected = json.loads((core / "expected.json").read_text())
+    ((state, losses),) = run_world(1, resume, Row(micro_batch=4), core, native)
+    assert state == TrainingState(3, 3 * BATCH, 3 * BATCH * SEQ)
+    assert losses == pytest.approx(expected["losses"][expected["steps"] :], rel=1e-5)
+    words = ["--from", str(native), "--to", str(tmp_path / "model"), "--format", "huggingface"]
+    convert_checkpoint.run(words)
+    assert "LlamaForCausalLM in fp32, iteration 3" in capsys.readouterr().out
+    tokens = torch.tensor(expected["tokens"])[0, :1, :SEQ]
+    logits = LlamaForCausalLM.from_pretrained(tmp_path / "model")(tokens).logits
+    assert torch.isfinite(logits).all() and logits.shape[-1] == VOCAB
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ({"num_experts": 8}, "num_experts is 8 in the arguments of Megatron-Core, expected None"),
+        ({"ffn_hidden_size": 96}, "holds another model|has shape|expected"),
+        ({"num_layers": None}, "its arguments describe no model of this program|lack num_layers"),
+    ],
+)
+def test_arguments_that_do_not_describe_the_tensors_stop_a_conversion(
+    change: dict[str, object], sentence: str, core: Path, tmp_path: Path
+) -> None:
+    common = torch.load(core / "common.pt", weights_only=False)
+    for name, value in change.items():
+        setattr(common["args"], name, value)
+    torch.save(common, core / "common.pt")
+    target = tmp_path / "native" / "global_step3"
+    with pytest.raises(UserError, match=sentence):
+        convert_checkpoint.run(["--from", str(core), "--to", str(target)])
+    assert not target.exists()
 
 
 def save_native(row: Row, folder: Path, target: Path) -> None:
@@ -97,6 +138,29 @@ def test_what_is_written_are_the_tensors_of_megatron_core(core: Path, tmp_path: 
     assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
     assert one["optimizer"]["state"] == other["optimizer"]["state"]
     assert (one["iteration"], vars(one["args"])["padded_vocab_size"]) == (3, VOCAB)
+
+
+def test_moments_by_bucket_are_refused(core: Path) -> None:
+    """Without the names of their parameters the moments would start fresh."""
+    path = core / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    bucket = (
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_"
+    )
+
+    def renamed(name: str) -> str:
+        return name.replace("optimizer.state.", bucket)
+
+    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    metadata.state_dict_metadata = {renamed(name): entry for name, entry in tensors.items()}
+    metadata.storage_data = {replace(index, fqn=renamed(index.fqn)): place for index, place in places.items()}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match="by bucket .dp_reshardable., where no file names the parameters"):
+        find_checkpoint(config_for(Row(), core), VOCAB, FINGERPRINT)
+    config = config_for(Row(), core)
+    config = replace(config, checkpoint=replace(config.checkpoint, no_load_optim=True))
+    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    assert checkpoint is not None and checkpoint.state.iteration == 3
 
 
 def test_a_different_model_is_refused(core: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.conversion.to_universal import convert
-from megatron.checkpoint.discovery import find_universal
+from megatron.checkpoint.discovery import find_universal, open_checkpoint
 from megatron.checkpoint.files import add_checksum, describe_file
+from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
@@ -104,6 +105,9 @@ def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
     word_embedding = torch.load(target / "zero" / WORDS / "fp32.pt")
     assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
     assert converted(source, target) == []  # an earlier command has converted it
+    reader = open_reader(open_checkpoint(target))
+    has_steps = [bool(reader.optimizer_scalars(name)) for name in names]
+    assert all(has_steps) if optimizer == "adam" else any(has_steps) == (optimizer == "muon")
     assert_resumes_everywhere(tmp_path, changes)
 
 

@@ -251,6 +251,7 @@ PRINTED = {
     "planner_accuracy": "Kendall's tau",
     "parity.py": "4 of 4 rows within their bounds",
     "kernels.py": "sm_90",
+    "dcp_to_torch": "Converting checkpoint",
     "--other-frameworks": "| `--num-layers-per-virtual-pipeline-stage` | set --virtual-pipeline-stages",
     "step_cost": "host synchronizations per micro-batch",
     "tools/plan.py": "tokens/s",
@@ -273,12 +274,15 @@ def test_every_page_has_a_command() -> None:
 def test_a_command_of_a_page_runs(
     page: str, number: int, quickstart: str, copy: Path, data: list[str]
 ) -> None:
-    command = commands_in(f"docs/{page}")[number]
+    commands = commands_in(f"docs/{page}")
+    command = commands[number]
     flags = [*DOCS_FLAGS, *(("--vocab-size", "1000") if "--dry-run" in command else data)]
     if "another.log" in command:
         shutil.copy(copy / "runs" / "quickstart" / "train.log", copy / "another.log")
     if not (copy / "checkpoints").exists():
         (copy / "checkpoints").symlink_to(copy / "runs" / "quickstart" / "checkpoints")
+    if "dcp_to_torch" in command and not (copy / "runs" / "dcp").exists():
+        run(commands[number - 1], copy, FLAGS=" ".join(flags))
     printed = run(command, copy, FLAGS=" ".join(flags))
     assert next(text for words, text in PRINTED.items() if words in command) in printed
     if "--recipe" in command or "--search" in command:  # the figures of the text are rounded to hundreds

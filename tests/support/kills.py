@@ -45,6 +45,7 @@ class Plan:
     async_save: bool
     local_save: bool
     """Whether two of three saves are local."""
+    save_format: str
 
 
 @dataclass
@@ -62,7 +63,12 @@ class Outcome:
 
 
 def run_kill_test(
-    folder: Path, kills: int, seed: int, async_save: bool = False, local_save: bool = False
+    folder: Path,
+    kills: int,
+    seed: int,
+    async_save: bool = False,
+    local_save: bool = False,
+    save_format: str = "native",
 ) -> Outcome:
     """Kills and resumes until `kills` are reached or a resume fails. async_save: saves are in the background,
     and half of the victims are the processes that write. local_save: two of three saves are local."""
@@ -80,6 +86,7 @@ def run_kill_test(
             instant_s=rng.uniform(0.0, 1.1 * save_s),
             async_save=async_save,
             local_save=local_save,
+            save_format=save_format,
         )
         if local_save:
             shutil.rmtree(folder / "disks" / NODES[rng.randrange(2)], ignore_errors=True)
@@ -115,7 +122,8 @@ def run_kill_test(
 def start_and_be_killed(folder: Path, journal: Path, plan: Plan) -> None:
     """Resumes, then trains and saves after each step; the plan's victim dies. Rank 0 records its actions in
     the journal. Inside `run_world`."""
-    started = start(ROW, folder, NODES, keep_last=2, **({} if plan.local_save else NOT_LOCAL))
+    settings = {"keep_last": 2, "save_format": plan.save_format, **({} if plan.local_save else NOT_LOCAL)}
+    started = start(ROW, folder, NODES, **settings)
     manager, state = started.manager, started.state
     engine = manager.engine
     with open(journal if engine.global_rank == 0 else "/dev/null", "a") as file:

@@ -195,6 +195,9 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
     }
     for section, fields in changes.items():
         sections[section] = dataclasses.replace(sections[section], **fields)
+    parallel = sections["parallel"]
+    # With another schedule the number is ignored, and a test would not run what it claims.
+    assert parallel.virtual_pipeline_stages == 1 or parallel.pipeline_schedule == "interleaved"
     return Config(**sections)
 
 

@@ -16,6 +16,7 @@ from megatron.checkpoint.formats.deepspeed_files import (
     sharded_weight_files,
 )
 from megatron.checkpoint.formats.native import NativeReader
+from megatron.checkpoint.formats.registry import NATIVE
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.formats.universal_info import (
     INFO_KEY,
@@ -84,6 +85,11 @@ def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False
 
 def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
     checkpoint = open_checkpoint(folder)
+    if checkpoint.format != NATIVE:
+        raise UserError(
+            f"--input_folder {folder} has the format {checkpoint.format}, expected {NATIVE}: convert it with "
+            "tools/convert_checkpoint.py --format universal"
+        )
     run = checkpoint.run
     with expect_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
         specs = {name: recorded_spec(record) for name, record in run["parameters"].items()}

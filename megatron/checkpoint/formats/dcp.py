@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), which PyTorch opens without this program.
 
-    .metadata           torch's table of tensors and chunks
-    __0_<N>.distcp      the chunks: archives of torch.save, one after the other
-    run.json            as in a native checkpoint
+    .metadata               torch's table of tensors and chunks
+    __<rank>_<N>.distcp     the chunks: archives of torch.save, one after the other
+    run.json                as in a native checkpoint
 
     <parameter>                             fp32 values, without the padding of the vocabulary
     optimizer.state.<parameter>.<moment>    a moment of Adam or momentum SGD, fp32
@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,17 +34,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.utils.serialization import config as serialization
 
-from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.files import Files, HashedFile, file_problems
 from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
+from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of
 from megatron.checkpoint.record import Checkpoint
-from megatron.files import expect_layout, write_atomically
+from megatron.files import expect_layout
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+from megatron.mpu.parameters import ParameterSpec, local_shape, shard_boxes
 
 # Prefix of what the optimizer holds.
 OPTIMIZER = "optimizer."
@@ -62,6 +62,11 @@ _ALIGNMENT = 64
 def key_of(name: str, state_name: str) -> str:
     """Returns the key of a parameter's state, or of its 'step'. torch makes a nested dict of the keys."""
     return name if state_name == VALUES else f"{OPTIMIZER}state.{name}.{state_name}"
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    """Returns the keys of the nested dict that torch makes for a key."""
+    return ("optimizer", key.removeprefix(OPTIMIZER)) if key.startswith(OPTIMIZER) else (key,)
 
 
 class DcpReader(StateReader):
@@ -84,7 +89,7 @@ class DcpReader(StateReader):
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
         if (key := key_of(name, "step")) not in self.stored.tensors:
-            return super().optimizer_scalars(name)
+            return {}  # momentum SGD counts no steps
         with expect_layout(self.folder, "the optimizer's step"):
             return {"step": self.stored.read(key).float().reshape(()).clone()}
 
@@ -106,22 +111,37 @@ class DcpReader(StateReader):
         self._checked_shape(name, state_name, spec)
         return self.region_of(name, state_name, None).float()
 
-    def stored_shard(self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-        """See `StateReader`. Reads only the chunks that overlap with the shard."""
-        dim = spec.shard_dim
-        shape = self._checked_shape(name, state_name, spec)
-        if dim is None:
-            return self.region_of(name, state_name, None).float().reshape(-1)
-        shard, offset = torch.zeros(local_shape(spec, tp_group)), 0
-        num_valid = spec.num_valid_rows if spec.num_valid_rows is not None else shape[dim]
-        for part in local_slices(spec, tp_group):
-            stop = min(part.stop, num_valid)
-            if part.start < stop:
-                region = _with(shape, dim, (part.start, stop))
-                values = self.region_of(name, state_name, region)
-                shard.narrow(dim, offset, stop - part.start).copy_(values)
-            offset += part.stop - part.start
-        return shard.reshape(-1)
+    def read_shard(
+        self,
+        name: str,
+        state_name: str,
+        spec: ParameterSpec,
+        tp_group: TPGroup,
+        start: int = 0,
+        stop: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `StateReader`. Reads only the chunks that hold one of these elements."""
+        self._checked_shape(name, state_name, spec)
+        stop = prod(local_shape(spec, tp_group)) if stop is None else stop
+        target = torch.zeros(stop - start) if out is None else out.zero_()  # padded rows are zeros
+        for box in shard_boxes(spec, tp_group, start, stop):
+            region = [(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)]
+            place = target[box.first - start : box.first - start + box.numel]
+            place.view(box.sizes).copy_(self.region_of(name, state_name, region))
+        return target
+
+    def files_to_verify(self) -> list[str]:
+        """See `StateReader`. Returns all files with digests: so a damaged one is named."""
+        files = self.checkpoint.run.get("files", {})
+        return sorted(name for name in files if "sha256" in files[name])
+
+    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
+        """Compares all files with their digests, or the weights with theirs."""
+        if weights_only or not (names := self.files_to_verify()):
+            return super().verify(weights_only)
+        files = {name: self.checkpoint.run["files"][name] for name in names}
+        return len(files), [problem for problem in file_problems(self.folder, files) if problem]
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         spec = self.specs.get(name)
@@ -171,21 +191,24 @@ class DcpFiles:
         file_name, file = self._take_file()
         for offsets, values in chunks:
             is_view = values.untyped_storage().nbytes() > values.nbytes
-            info = _append(file_name, file, values.clone() if is_view else values)
-            with self._lock:
-                found = self._tensors[name].chunks
-                index = MetadataIndex(name, offsets, len(found))
-                found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(values.shape)))
-                self._places[index] = info
+            info = append_archive(file_name, file, values.clone() if is_view else values)
+            self.add_chunk(name, offsets, values.shape, info)
         if file.tell() < _FILE_BYTES:
             self._free.put((file_name, file))
         else:
             self.files[file_name] = file.close()
 
+    def add_chunk(self, name: str, offsets: Sequence[int], sizes: Sequence[int], place: _StorageInfo) -> None:
+        """Adds a chunk of a declared tensor that is written. place: of its archive."""
+        with self._lock:
+            found = self._tensors[name].chunks
+            self._places[MetadataIndex(name, offsets, len(found))] = place
+            found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+
     def write_object(self, name: str, value: Any) -> None:
         """Writes an object other than a tensor."""
         file_name, file = self._take_file()
-        info = _append(file_name, file, value)
+        info = append_archive(file_name, file, value)
         with self._lock:
             self._tensors[name] = BytesStorageMetadata()
             self._paths[name] = (name,)
@@ -203,7 +226,7 @@ class DcpFiles:
             return name, HashedFile(self.folder / name)
 
     def finish(self) -> Files:
-        """Closes the files and writes `.metadata`. Returns the files."""
+        """Closes the files and writes `.metadata`. Returns the facts of all files."""
         while not self._free.empty():
             name, file = self._free.get_nowait()
             self.files[name] = file.close()
@@ -214,17 +237,17 @@ class DcpFiles:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        write_atomically(self.folder / METADATA_FILE, pickle.dumps(metadata))
+        table = HashedFile(self.folder / METADATA_FILE)
+        table.write(pickle.dumps(metadata))
+        self.files[METADATA_FILE] = table.close()
         return self.files
 
 
-def _append(file_name: str, file: HashedFile, value: Any) -> _StorageInfo:
-    """Writes an archive of torch.save at the end of a file. Returns its place."""
+def append_archive(file_name: str, file: Any, value: Any) -> _StorageInfo:
+    """Writes an archive of torch.save at the end of a file-like object. Returns its place."""
     file.write(bytes(-file.tell() % _ALIGNMENT))
     start = file.tell()
-    # The digests of the tensors and of the file replace the archive's checksums. The setting is the thread's.
-    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
-        torch.save(value, cast(Any, file))
+    save_archive(value, file)
     return _StorageInfo(file_name, start, file.tell() - start)
 
 
@@ -247,9 +270,7 @@ class DcpWriter(ParameterWriter):
     def write_state(self, name: str, state_name: str, shape: Sequence[int], blocks: Iterable[Tensor]) -> None:
         """Writes one state of a parameter, or the optimizer's step, whose shape is ()."""
         key = key_of(name, state_name)
-        is_of_optimizer = key.startswith(OPTIMIZER)
-        path = ("optimizer", key.removeprefix(OPTIMIZER)) if is_of_optimizer else (key,)
-        self.distcp.declare(key, shape, path)
+        self.distcp.declare(key, shape, path_of(key))
         self.distcp.write(key, _row_chunks(blocks, shape) if shape else (((), block) for block in blocks))
 
     def finish(self) -> None:

@@ -191,8 +191,8 @@ class DcpFolder:
         return self.tensors[name]
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Returns a tensor, or a copy of a region of it, in the stored dtype. A whole tensor of one chunk
-        shares memory with the file."""
+        """Returns a tensor, or a region of it, in the stored dtype. A whole tensor of one chunk shares memory
+        with the file."""
         stored = self.tensor(name)
         if region is None and len(stored.chunks) == 1:
             whole = self._open(stored, stored.chunks[0])

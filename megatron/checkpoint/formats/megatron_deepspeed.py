@@ -36,7 +36,7 @@ The rows of two kinds of parameters are in a different order (megatron/model/tra
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 COMPARED_ARGUMENTS = ("activation", "normalization", "disable_bias_linear")
 # An argument that exists only in versions in which queries, keys and values are blocks.
 _NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
+# A result of `translate_arguments`: whether the rows of a gated MLP must be reordered.
+_GATED = "has_gated_mlp"
 _ROTARY_DEFAULTS = {"rope_theta": 10000, "rotary_percent": 1.0}
 
 
@@ -98,8 +100,13 @@ def describe_translation(names: Collection[str]) -> str:
     )
 
 
-def translate_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns the source's arguments, and the model's settings under this program's names as well."""
+def translate_arguments(
+    args: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """Returns the source's arguments, and the model's settings under this program's names as well.
+
+    args: empty if the source saved none. shapes: of the parameters, if they are known.
+    """
     rotary = "rotary" if args.get("use_rotary_position_embeddings") else None
     positions = "absolute" if _POSITIONS in translate_names(names) else rotary
     norm, biases = args.get("normalization"), args.get("add_bias_linear")
@@ -107,7 +114,8 @@ def translate_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict
         **args,
         "position_embedding_type": positions,
         "glu_activation": "swiglu" if args.get("swiglu") else None,
-        "activation": _activation(args),
+        _GATED: _has_gated_mlp(shapes) if not args else bool(args.get("swiglu")),
+        "activation": gelu_of(args),
         "normalization": _NORMS.get(norm, norm) if isinstance(norm, str) else None,
         "disable_bias_linear": None if biases is None else not biases,
         "untie_embeddings_and_output_weights": has_own_head(names),
@@ -123,8 +131,17 @@ def translate_arguments(args: Mapping[str, Any], names: Collection[str]) -> dict
     return here
 
 
-def _activation(args: Mapping[str, Any]) -> str | None:
-    """Returns the value of --activation; None for a gated MLP, or if the arguments do not determine it."""
+def _has_gated_mlp(shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Returns whether the first matrix of an MLP has twice as many rows as the second has columns."""
+    first, second = ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight")
+    name = next((name for name in shapes if name.endswith(first)), "")
+    other = shapes.get(name.removesuffix(first) + second, ())
+    return len(other) == 2 and shapes[name][0] == 2 * other[1]
+
+
+def gelu_of(args: Mapping[str, Any]) -> str | None:
+    """Returns the value of --activation for the arguments of Megatron-LM or of a program based on it; None
+    for a gated MLP, or if the arguments do not determine it."""
     fused = args.get("bias_gelu_fusion")
     if args.get("swiglu") or (fused is None and not args.get("onnx_safe") and not args.get("openai_gelu")):
         return None
@@ -154,7 +171,8 @@ def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
             f"{args.get('num_attention_heads')}: since commit 676a482c Megatron-DeepSpeed takes each "
             "third of the rows for queries, keys and values"
         )
-    if args["position_embedding_type"] is None:
+    has_arguments = "num_layers" in args
+    if has_arguments and args["position_embedding_type"] is None:
         found.append("it has neither learned nor rotary position embeddings")
     return found
 
@@ -164,7 +182,7 @@ def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tens
 
     name: in this program. args: from `translate_arguments`. Raises UserError if they do not fit the tensor.
     """
-    if args["glu_activation"] is not None and ".mlp.dense_h_to_4h." in name:
+    if args[_GATED] and ".mlp.dense_h_to_4h." in name:
         return torch.cat(tensor.chunk(2)[::-1])
     if _NEWER_ARGUMENT in args and ".query_key_value." in name:
         return _interleave_heads(name, tensor, args)

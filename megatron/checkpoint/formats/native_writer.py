@@ -22,12 +22,12 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
-from torch.utils.serialization import config as serialization
 
 from megatron.checkpoint.files import READ_THREADS, Files, describe_file
 from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, file_index, layer_of, places_in
 from megatron.checkpoint.formats.native import parameter_prefix
 from megatron.checkpoint.formats.state import StateBlocks, StateReader
+from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
 from megatron.config.model import padded_vocab_size
@@ -159,8 +159,8 @@ class NativeWriter(ParameterWriter):
 
     def _create(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Writes a file without the bytes of its fake tensors. Returns the content on the meta device."""
-        with skip_data(materialize_fake_tensors=True), serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
-            torch.save(content, path)
+        with skip_data(materialize_fake_tensors=True):
+            save_archive(content, path)
         self._open[path] = os.open(path, os.O_WRONLY)
         return torch.load(path, map_location="meta", weights_only=False)  # this process has just written it
 

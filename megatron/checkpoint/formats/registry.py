@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.checkpoint.record import RUN_FILE
-from megatron.config.registries import Choice, Registry, load_object
+from megatron.config.registries import SAVE_FORMATS, Choice, Registry, load_object
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader
@@ -64,6 +64,7 @@ FORMATS = Registry(
             "megatron.checkpoint.formats.dcp:DcpReader",
             writer="megatron.checkpoint.formats.dcp:DcpWriter",
             markers=(".metadata", RUN_FILE),
+            latest_file=LATEST_FILE,
         ),
         TORCHTITAN: CheckpointFormat(
             "torch.distributed.checkpoint with the names of torchtitan, for Llama models",
@@ -90,6 +91,11 @@ def format_of(folder: Path) -> str:
         if entry.markers and all((folder / marker).exists() for marker in entry.markers):
             return name
     return NATIVE
+
+
+def is_run_format(folder: Path) -> bool:
+    """Returns whether the checkpoint in `folder` has a format in which runs save (--save-format)."""
+    return format_of(folder) in SAVE_FORMATS
 
 
 def reader_class(folder: Path) -> type[StateReader]:

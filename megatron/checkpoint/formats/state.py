@@ -173,6 +173,11 @@ class StateReader(ABC):
         """
         return []
 
+    def recorded_model(self) -> tuple[dict[str, Any], int] | None:
+        """Returns the model that a checkpoint of another framework describes: fields of `ModelConfig`, and
+        the number of word embeddings with padding. None: it does not describe its model."""
+        return None
+
     # --- for a run, on any layout ---
 
     @property
@@ -189,10 +194,18 @@ class StateReader(ABC):
         return None
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        """Returns the optimizer's state of a parameter except its moments: the step."""
+        """Returns the optimizer's state of a parameter except its moments: the step; {} if the optimizer
+        does not count its updates."""
+        if not self.counts_updates(name):
+            return {}
         updates = (self.checkpoint.run.get("certificate") or {}).get("updates")
         step = self.checkpoint.state.iteration if updates is None else updates
-        return {"step": torch.tensor(float(step))} if len(self.state_names(name)) > 1 else {}
+        return {"step": torch.tensor(float(step))}
+
+    def counts_updates(self, name: str) -> bool:
+        """Returns whether the optimizer counts the updates of a parameter, as its moments show: Adam's bias
+        correction needs the number, SGD, Lion and the momentum of Muon do not."""
+        return "exp_avg_sq" in self.state_names(name)
 
     def read_shard(
         self,

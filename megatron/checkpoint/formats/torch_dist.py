@@ -24,13 +24,13 @@ from torch import Tensor
 from megatron.checkpoint.formats.dcp import DcpReader
 from megatron.checkpoint.formats.dcp_storage import DcpFolder, Region
 from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.megatron_deepspeed import gelu_of
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config
-from megatron.config.fields import option_name
-from megatron.config.model import MEGATRON_MODEL_ARGS
-from megatron.errors import UserError
+from megatron.config.model import MEGATRON_MODEL_ARGS, MEGATRON_POSITIONS, argument_differences
+from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.mpu.parameters import ParameterSpec
@@ -63,7 +63,16 @@ _OPTIMIZER = "optimizer."
 # Prefixes of the fp32 values of a run with 16-bit weights, by the kind of the optimizer.
 _MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_POSITIONS = {"rope": "rotary", "learned_absolute": "absolute"}
+# Arguments of models that no flag of this program describes, unless they have one of these values.
+_UNSUPPORTED = {
+    "num_experts": (None,),
+    "multi_latent_attention": (None, False),
+    "window_size": (None,),
+    "use_rope_scaling": (None, False),
+    "squared_relu": (None, False),
+    "mtp_num_layers": (None, 0),
+    "apply_layernorm_1p": (None, False),
+}
 
 
 class TorchDistReader(DcpReader):
@@ -95,19 +104,51 @@ class TorchDistReader(DcpReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
+        options = config.checkpoint
+        needs_moments = not (options.finetune or options.no_load_optim or config.training.no_train)
+        if needs_moments and config.optimizer.moments and not self.moments:
+            raise UserError(
+                f"checkpoint {self.folder} holds no moments by parameter: Megatron-Core saved none, "
+                "or by bucket (dp_reshardable), where no file names the parameters. Save it with "
+                "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load only the weights"
+            )
         saved = self.checkpoint.run["args"]
         position = saved.get("position_embedding_type")
-        saved = saved | {"position_embedding_type": _POSITIONS.get(position, position)}
-        differences = [
-            f"{option_name(name)} was {saved[name]}, is {value}"
-            for name, value in config.model_settings().items()
-            if name in MEGATRON_MODEL_ARGS and saved.get(name) not in (None, value)
-        ]
+        saved = saved | {"position_embedding_type": MEGATRON_POSITIONS.get(position, position)}
+        differences = argument_differences(config, saved, MEGATRON_MODEL_ARGS)
         words = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
         rows = self.shape_of(words, VALUES)[0] if words in self.stored_names else vocab_size
         if rows < vocab_size:
             differences.append(f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens")
         return differences
+
+    def recorded_model(self) -> tuple[dict[str, Any], int]:
+        """See `StateReader`. Translates the arguments of Megatron-Core."""
+        args = vars(self._common["args"])
+        lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in args]
+        if lacking:
+            raise UserError(f"checkpoint file {self.folder / COMMON_FILE}: its arguments lack {lacking[0]}")
+        for name, allowed in _UNSUPPORTED.items():
+            if args.get(name) not in allowed:
+                raise UserError(
+                    f"checkpoint {self.folder}: {name} is {one_line(args[name])} in the arguments of "
+                    f"Megatron-Core, expected {allowed[-1]}: such a model cannot be converted"
+                )
+        fields = {name: args[name] for name in MEGATRON_MODEL_ARGS if args.get(name) is not None}
+        position = fields.get("position_embedding_type")
+        if position is not None:
+            fields["position_embedding_type"] = MEGATRON_POSITIONS.get(position, position)
+        if (epsilon := args.get("norm_epsilon")) is not None:
+            fields["layernorm_epsilon"] = epsilon
+        if (norm := args.get("normalization")) is not None:
+            fields["normalization"] = norm
+        if args.get("swiglu"):
+            fields["glu_activation"] = "swiglu"
+        elif (activation := gelu_of(args)) is not None:
+            fields["activation"] = activation
+        if args.get("add_bias_linear") is False:
+            fields["disable_bias_linear"] = True
+        return fields, self.stored.tensor("embedding.word_embeddings.weight").shape[0]
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:

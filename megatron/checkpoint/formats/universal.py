@@ -1,10 +1,13 @@
-"""Universal checkpoints: one folder of fp32 tensors per parameter. The reader accepts three variants:
+"""Universal checkpoints: one folder of fp32 tensors per parameter. The reader accepts four variants:
 
 - This repository's: DeepSpeed's files and `run.json`.
 - DeepSpeed's, versions 0.2 to 0.4, which its ds_to_universal.py makes for Microsoft's Megatron-DeepSpeed and
   others. They have no `run.json`; `mp_rank_XX_model_states.pt` hold the iteration, the arguments with the
   consumed samples, and the learning-rate schedule. Versions 0.3 (`sub_param_shape`) and 0.4 (widths per rank)
   added entries for parameters made of unequal parts, which no model of this program has.
+- DeepSpeed's of an engine that runs without Megatron's arguments and patterns (see `external_universal`).
+  From ZeRO-3 the converter writes flat tensors and no `step.pt`. Without patterns it concatenates the shards
+  of tensor-parallel ranks along dimension 0.
 - BLOOM's of 2022 (0.1): like DeepSpeed's, but the word embedding keeps its padding, the replicas on TP ranks
   were averaged, and there is no `step.pt`: the optimizer's step is taken to be the iteration.
 
@@ -19,10 +22,11 @@ import logging
 import os
 import secrets
 import shutil
-from argparse import Namespace
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +34,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.formats import megatron_deepspeed
-from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files
+from megatron.checkpoint.formats import external_universal, megatron_deepspeed
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape
+from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape, reshard
 from megatron.checkpoint.formats.torch_archive import (
-    Stub,
     is_intact,
     matches_checksums,
     read_file,
     write_tensor,
 )
-from megatron.checkpoint.formats.universal_info import INFO_KEY, VOCAB_SIZE_KEY, check_info
-from megatron.checkpoint.names import check_parameter, shown
-from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
+from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
-from megatron.config.fields import option_name
-from megatron.config.model import MEGATRON_MODEL_ARGS
+from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import ParameterSpec, local_shape
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,29 +65,8 @@ _STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
 LOSS_SCALE_KEY = "loss_scaler_state"
 # In an unfinished checkpoint: the folder of parameters that are being written.
 UNFINISHED_FOLDER = "unfinished"
-# Values of BigScience's enumeration of position embeddings, and Microsoft's names -> this program's.
-_POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi", "learned_absolute": "absolute", "rope": "rotary"}
 # Maximum number of padded rows if the checkpoint does not say how it was padded. BLOOM has 200.
 _MOST_PADDING = 1024
-_NOT_COMPARED = (
-    "Another framework wrote it. Its data, dropout and schedule were not compared with this run's; its "
-    "model was compared only by the shapes of its tensors and the arguments that it holds"
-)
-
-
-def _check_attention_order(version: Any, path: Path) -> None:
-    """Raises UserError for a file of an old Megatron, in which query_key_value is not laid out per head."""
-    if isinstance(version, (int, float)) and version < 2:
-        raise UserError(
-            f"checkpoint file {path} has checkpoint_version {version}, expected 2 or later: rows of its "
-            "query_key_value are in another order. Load and save it with the program that wrote it"
-        )
-
-
-def parameter_folders(folder: Path) -> list[str]:
-    """Returns the stored names of the parameters. Raises HostileFileError for an unsafe folder name."""
-    parent = folder / PARAMETER_FOLDER
-    return [check_parameter(path.name, parent) for path in parent.iterdir() if path.is_dir()]
 
 
 class UniversalReader(StateReader):
@@ -99,47 +80,16 @@ class UniversalReader(StateReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """Reads the first mp_rank file; the others differ from it only in rank and random state."""
-        paths = model_files(folder)
-        if not paths:
-            raise UserError(
-                f"universal checkpoint {folder} has neither {RUN_FILE} nor mp_rank files, so its iteration "
-                "is not known"
-            )
-        content = read_file(paths[0])
-        names = parameter_folders(folder)
-        if not isinstance(content, Mapping):
-            raise UserError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
-        _check_attention_order(content.get("checkpoint_version"), paths[0])
-        args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
-        args = {key: _json_value(value) for key, value in args.items()}
-        position = args.get("position_embedding_type")
-        if isinstance(position, (int, str)):
-            args["position_embedding_type"] = _POSITIONS.get(position, position)
-        if megatron_deepspeed.has_megatron_deepspeed_names(names):
-            args = megatron_deepspeed.translate_arguments(args, names)
-        iteration = _first_int(content.get("iteration"), args.get("iteration"), step_of(folder.name))
-        batch = _first_int(args.get("global_batch_size"))
-        samples = _first_int(
-            args.get("consumed_train_samples"), content.get("global_samples"), iteration * batch
+        """See `StateReader`."""
+        checkpoint = external_universal.open_external(folder)
+        has_steps = any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}"))
+        if has_steps or cls(checkpoint)._common_step is not None:
+            return checkpoint
+        note = (
+            f"{checkpoint.unverified_note}. It has no {STEP_FILE}: the optimizer's step is taken to be the "
+            f"iteration, {checkpoint.state.iteration}"
         )
-        sequence = _first_int(args.get("seq_length"))
-        tokens = _first_int(args.get("consumed_train_tokens"), content.get("tokens"), samples * sequence)
-        if iteration < 0 or samples < 0:
-            raise UserError(
-                f"checkpoint file {paths[0]} has no iteration (it has {shown(content.get('iteration'))}) or "
-                "no number of consumed samples, so the position in the data is not known"
-            )
-        state = TrainingState(iteration, samples, max(tokens, 0))
-        info = content.get(INFO_KEY)
-        size = check_info(info, paths[0]).get(VOCAB_SIZE_KEY) if isinstance(info, Mapping) else None
-        run = {"args": args, "vocab_size": size}
-        note = _NOT_COMPARED
-        if not any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}")):
-            note += f". It has no {STEP_FILE}: the optimizer's step is taken to be the iteration, {iteration}"
-        if megatron_deepspeed.has_megatron_deepspeed_names(names):
-            note += f". {megatron_deepspeed.describe_translation(names)}"
-        return Checkpoint(folder, state, run, unverified_note=note)
+        return replace(checkpoint, unverified_note=note)
 
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
@@ -154,13 +104,7 @@ class UniversalReader(StateReader):
                     f"that cannot be converted: {'; '.join(variants)}"
                 )
         self._check_files()
-        differences = [
-            f"{option_name(name)} was {saved[name]}, is {value}"
-            for name, value in config.model_settings().items()
-            # The other framework may not have this argument.
-            if name in compared and saved.get(name) not in (None, value)
-        ]
-        return differences + self._vocabulary_differences(specs, vocab_size)
+        return argument_differences(config, saved, compared) + self._vocabulary_differences(specs, vocab_size)
 
     def _check_files(self) -> None:
         """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
@@ -182,8 +126,8 @@ class UniversalReader(StateReader):
             return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
         name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
         rows = self.read(name, VALUES).shape[0] if name in self._stored else vocab_size
-        unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
-        unit *= _first_int(args.get("tensor_model_parallel_size"), 1)
+        unit = first_int(args.get("make_vocab_size_divisible_by"), 128)
+        unit *= first_int(args.get("tensor_model_parallel_size"), 1)
         if vocab_size <= rows <= vocab_size + max(unit, _MOST_PADDING):
             return []
         return [f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens"]
@@ -191,11 +135,13 @@ class UniversalReader(StateReader):
     @cached_property
     def _stored(self) -> dict[str, str]:
         """Parameter -> its name in the files."""
-        return megatron_deepspeed.translate_names(parameter_folders(self.folder))
+        bare = without_wrappers(parameter_folders(self.folder))
+        translated = megatron_deepspeed.translate_names(bare.keys())
+        return {name: bare[source] for name, source in translated.items()}
 
     @cached_property
     def _is_megatron_deepspeed(self) -> bool:
-        names = self._stored.values()
+        names = without_wrappers(self._stored.values()).keys()
         return self.checkpoint.is_external and megatron_deepspeed.has_megatron_deepspeed_names(names)
 
     @property
@@ -213,16 +159,25 @@ class UniversalReader(StateReader):
         """See `StateReader`. The tensor is memory-mapped."""
         path = self._folder_of(name) / MOMENT_FILES.get(state_name, VALUES_FILE)
         entry = read_file(path)
-        tensor = entry.get("param") if isinstance(entry, Mapping) else None
+        # DeepSpeed's converter writes a flat tensor alone for ZeRO-3.
+        tensor = entry.get("param") if isinstance(entry, Mapping) else self._in_shape(name, entry)
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
             raise UserError(
                 f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
             )
         if spec is not None:
+            if (ranks := self.checkpoint.run.get("unmerged_ranks", 1)) > 1:
+                tensor = _merge_shards(tensor, spec, ranks)
             check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
             return megatron_deepspeed.translate_tensor(name, tensor, self.checkpoint.run["args"])
         return tensor
+
+    def _in_shape(self, name: str, flat: Any) -> Any:
+        """Returns a flat tensor in the shape of its parameter. Returns any other object as it is."""
+        shape = self.checkpoint.run.get("shapes", {}).get(self._stored.get(name, name))
+        fits = isinstance(flat, Tensor) and shape is not None and flat.numel() == prod(shape)
+        return flat.reshape(shape) if fits else flat
 
     def files_to_verify(self) -> list[str]:
         """See `StateReader`. Returns all files, unless the tensors have digests."""
@@ -272,6 +227,15 @@ class UniversalReader(StateReader):
             return read_file(path).get(LOSS_SCALE_KEY) if path.is_file() else None
 
     @cached_property
+    def _common_step(self) -> Any:
+        """The optimizer's step of all parameters, which only checkpoints of ZeRO-3 have; None if unknown."""
+        path = self._parameters / OPTIMIZER_STATE_FILE
+        with expect_layout(path, "the optimizer's state"):
+            content = read_file(path) if path.is_file() else {}
+            states = content.get("optimizer_state_dict", {}).get("state", {})
+            return next((state["step"] for state in states.values() if "step" in state), None)
+
+    @cached_property
     def moments(self) -> frozenset[str]:
         """See `StateReader`. Derived from the names of the files."""
         return frozenset(
@@ -279,11 +243,13 @@ class UniversalReader(StateReader):
         )
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        if len(self.state_names(name)) == 1:
-            return {}
         path = self._folder_of(name) / STEP_FILE
+        if len(self.state_names(name)) == 1 or not (self.counts_updates(name) or path.exists()):
+            return {}
         with expect_layout(path, "the optimizer's step"):
-            saved = read_file(path) if path.exists() else self.checkpoint.state.iteration
+            saved = read_file(path) if path.exists() else self._common_step
+            if saved is None:
+                saved = self.checkpoint.state.iteration
             step = torch.as_tensor(saved, dtype=torch.float32)
             if step.numel() != 1:
                 raise ValueError("it is not one number")
@@ -368,6 +334,22 @@ class UniversalWriter(StateWriter):
         return complete
 
 
+def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
+    """Returns the global parameter whose shards of `ranks` tensor-parallel ranks are concatenated along
+    dimension 0. Replicas are averaged if they differ, as in Microsoft's Megatron-DeepSpeed."""
+    if spec.num_valid_rows is not None or tensor.shape[0] % ranks:
+        return tensor
+    shards = tensor.chunk(ranks)
+    if spec.shard_dim is None:
+        same = all(torch.equal(shard, shards[0]) for shard in shards)
+        return shards[0] if same else torch.stack(shards).mean(dim=0)
+    if tuple(shards[0].shape) != local_shape(spec, TPGroup(0, ranks)):
+        return tensor
+    flat = [shard.reshape(-1) for shard in shards]
+    full = reshard(spec, TPGroup(), spec, ranks, lambda rank, first, last: flat[rank][first:last])
+    return full.reshape(spec.global_shape)
+
+
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
     """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
     entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
@@ -376,18 +358,3 @@ def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
     if spec.num_valid_rows is not None:
         entry["vocab_tensor"] = True
     return entry
-
-
-def _json_value(value: Any) -> Any:
-    """Converts an argument to a JSON type: an enumeration to its value, any other object to its text."""
-    if isinstance(value, Stub) and len(value.constructor_args) == 1:
-        value = value.constructor_args[0]
-    return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
-
-
-def _first_int(*values: Any) -> int:
-    """Returns the first value that is a non-negative integer; -1 if none is."""
-    numbers = (
-        value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    )
-    return next(numbers, -1)

@@ -38,7 +38,7 @@ from megatron.checkpoint.huggingface.family import (
 from megatron.checkpoint.huggingface.output import temporary_folder
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
-from megatron.checkpoint.record import RUN_FILE, TrainingState
+from megatron.checkpoint.record import IMPORTED_KEY, RUN_FILE, TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
 from megatron.config.fields import flag_of, option_name
@@ -102,10 +102,9 @@ class HuggingFaceModel:
     stored: dict[str, StoredWeight]
 
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
-        """Returns the config of a run that could have saved this model. data: the tokenizer's flags.
-        vocab_size: --vocab-size. Settings that do not affect the model have their defaults."""
+        """See `config_without_run`. data: the tokenizer's flags."""
         precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
-        return _config(self.fields, vocab_size, data, precision)
+        return config_without_run(self.fields, vocab_size, data, precision)
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -129,14 +128,19 @@ class HuggingFaceModel:
             yield name, parameter.transform.to_megatron(self.parts(name), self.model)
 
 
-def _config(
-    fields: Mapping[str, Any], vocab_size: int | None, data: DataConfig, precision: PrecisionConfig
+def config_without_run(
+    fields: Mapping[str, Any],
+    vocab_size: int | None,
+    data: DataConfig,
+    precision: PrecisionConfig | None = None,
 ) -> Config:
+    """Returns the config of a run that could have saved a model of another framework. fields: of
+    `ModelConfig`. vocab_size: --vocab-size. Settings that do not affect the model have their defaults."""
     return Config(
         model=ModelConfig(**fields, vocab_size=vocab_size),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
         schedule=ScheduleConfig(lr=1.0),
-        precision=precision,
+        precision=precision or PrecisionConfig(),
         data=data,
     )
 
@@ -152,7 +156,7 @@ def read_flags(folder: Path) -> Config:
     tokenizer in the folder. Without a tokenizer, every word embedding counts as a token. Reads no weights."""
     _, fields = read_settings(folder)
     rows, tokenizer = fields.pop("vocab_size"), own_tokenizer(folder)
-    return _config(fields, None if tokenizer else rows, DataConfig(**tokenizer), PrecisionConfig())
+    return config_without_run(fields, None if tokenizer else rows, DataConfig(**tokenizer))
 
 
 def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
@@ -364,7 +368,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
     with expect_layout(path, "the settings of a model that can be built"):
         try:
             config = model.config(DataConfig(), None)
-            specs = _specs_without_padding(config, model.rows, None)
+            specs = specs_without_padding(config, model.rows, None)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
     for parameter in model.parameters.values():
@@ -379,7 +383,8 @@ def _check_shapes(model: HuggingFaceModel) -> None:
                 )
 
 
-def _specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
+def specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
+    """Returns the specs of a model whose word embeddings have no padding, by name."""
     return {
         name: replace(spec, global_shape=spec.valid_shape)
         for name, spec in model_specs(config, vocab_size, eod).items()
@@ -411,7 +416,7 @@ def write_universal(
             f"{model.folder} has embeddings of {model.rows} tokens, and the tokenizer has {vocab_size}: give "
             "the flags of the tokenizer that the model was trained with"
         )
-    specs = _specs_without_padding(config, vocab_size, eod)
+    specs = specs_without_padding(config, vocab_size, eod)
     size_bytes = sum(4 * prod(spec.global_shape) for spec in specs.values())
     with temporary_folder(output, PARTIAL, size_bytes) as partial:
         writer = UniversalWriter(partial)
@@ -420,13 +425,13 @@ def write_universal(
             check_finite(values, model.folder, name)
             writer.write_parameter(name, specs[name], {VALUES: [values]})
             writer.finish_parameter(name)
-        run = _run_record(config, vocab_size, eod, specs)
+        run = first_run_record(config, vocab_size, eod, specs)
         sync_file(partial / PARAMETER_FOLDER)
         write_json(partial / RUN_FILE, add_checksum(run))
         move_into_place(partial, output)
 
 
-def _run_record(
+def first_run_record(
     config: Config, vocab_size: int, eod: int | None, specs: Mapping[str, ParameterSpec]
 ) -> dict[str, Any]:
     """Returns the `run.json` that a single process would write before its first step."""
@@ -444,6 +449,7 @@ def _run_record(
         "vocab_size": vocab_size,
         "eod": eod,
         "data": {},
+        IMPORTED_KEY: True,
         "parameters": {name: spec_record(spec) for name, spec in specs.items()},
         "files": {},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.checkpoint.discovery import current_path, find_universal, native_names, open_checkpoint
+from megatron.checkpoint.discovery import current_path, find_universal, open_checkpoint, saved_names
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig
@@ -39,10 +39,10 @@ def find_branch_point(options: CheckpointConfig, with_files: bool = True) -> Che
 def _native_folder(load: Path, iteration: int) -> Path:
     if (load / RUN_FILE).is_file() or format_of(load) != NATIVE:
         return load
-    names, name = native_names(load), f"global_step{iteration}"
+    names, name = saved_names(load), f"global_step{iteration}"
     if name in names:
         return current_path(load, name)
-    held = f"it holds {first_few(list(names))}" if names else "it holds no native checkpoint"
+    held = f"it holds {first_few(list(names))}" if names else "it holds no checkpoint of a run"
     if not names and (load / LATEST_UNIVERSAL_FILE).is_file():
         held += "; for a universal one add --universal_checkpoint"
     raise UserError(f"--branch-at {iteration}: --load {load} holds no {name}: {held}")
@@ -53,7 +53,7 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
     warm-up and not after the start of a decay."""
     state = checkpoint.state
     start = f"--branch-at {state.iteration}: checkpoint {checkpoint.folder}"
-    if checkpoint.is_external:
+    if not checkpoint.records_run:
         raise UserError(
             f"{start} was written by another framework, and its schedule is not known: resume it with --load "
             "and the flags of its schedule"

@@ -16,14 +16,26 @@ from megatron.checkpoint.discovery import (
     current_path,
     find_latest,
     find_universal,
-    native_names,
     open_checkpoint,
+    saved_names,
 )
 from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S, first_absent
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES, unneeded_files
-from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, NATIVE, UNIVERSAL, format_of
+from megatron.checkpoint.formats.registry import (
+    LATEST_UNIVERSAL_FILE,
+    NATIVE,
+    UNIVERSAL,
+    format_of,
+    is_run_format,
+)
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
-from megatron.checkpoint.lineage.identity import LatestRecord, RunIdentity, read_latest, read_record
+from megatron.checkpoint.lineage.identity import (
+    CHECKPOINT_NAME,
+    LatestRecord,
+    RunIdentity,
+    read_latest,
+    read_record,
+)
 from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
@@ -210,8 +222,9 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
     if checkpoint.is_local:
         old = _checkpoints_without_run_id(Path(str(config.save)), checkpoint.lineage, None)
         return RunIdentity(str(checkpoint.run_id), checkpoint.lineage, checkpoint.run.get("origin"), old)
-    # A converted checkpoint has the run.json of its source, but is not part of the source's lineage.
-    converted = format_of(checkpoint.folder) != NATIVE
+    # A converted checkpoint has the run.json of its source, but is not part of the source's lineage, which
+    # consists of names that runs give.
+    converted = not (is_run_format(checkpoint.folder) and CHECKPOINT_NAME.fullmatch(checkpoint.entry.name))
     lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
     origin: Any = origin_record(checkpoint)
     if config.save is None:
@@ -251,7 +264,7 @@ def _checkpoints_without_run_id(
     recorded = {read_latest(save), *(entry.name for entry in (record.entries if record else ()))}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
     found = set()
-    for name, path in native_names(save).items():
+    for name, path in saved_names(save).items():
         run = _run_record(path)
         if run is None:
             belongs = name in recorded or _lacks_run_file(path)
@@ -264,8 +277,8 @@ def _checkpoints_without_run_id(
 
 
 def checkpoints_of_other_runs(save: Path, identity: RunIdentity) -> list[str]:
-    """Returns the native checkpoints in --save that belong to other runs, by iteration."""
-    return [name for name, path in native_names(save).items() if not identity.owns(name, _run_record(path))]
+    """Returns the checkpoints in --save that belong to other runs, by iteration."""
+    return [name for name, path in saved_names(save).items() if not identity.owns(name, _run_record(path))]
 
 
 def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megatron.checkpoint.digests import RankDigests, rank_digests
 from megatron.checkpoint.files import Files
-from megatron.checkpoint.formats.deepspeed_files import Place
 from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.files import BackgroundFiles
+from megatron.checkpoint.saving.formats import SaveFormat
 from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
@@ -55,7 +55,8 @@ class RankResult:
     """What a rank has contributed to a save."""
 
     files: Files
-    places: dict[str, dict[str, Place]]
+    table: Any
+    """What `SaveFormat.write` has returned."""
     digests: RankDigests
     problem: str
 
@@ -77,6 +78,7 @@ class BackgroundSave:
     """The content of `run.json` without the files and the digests."""
     started: float
     """The clock (`time.monotonic`) at the begin of the save."""
+    format: SaveFormat
     before_report: Callable[[BackgroundSave, Files, str], str] | None = None
     """For a local checkpoint: called with the files that this rank has written and with its problem. Returns
     the problem to report."""
@@ -136,21 +138,19 @@ class BackgroundSaves:
     def start(
         self,
         save: BackgroundSave,
-        client_state: dict[str, Any],
         complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome],
     ) -> None:
         """Copies the state and returns. Collective.
 
-        client_state: for DeepSpeed's files. complete: called in a thread of rank 0 with the results of all
+        complete: called in a thread of rank 0 with the results of all
         ranks, by rank; it makes the checkpoint visible and returns the outcome.
         """
         engine, optimizer = self._engine, self._engine.optimizer
         problem = self.start_writer()
-        # Without the values, which for 8-bit moments are copies in fp32.
-        parts = [replace(part, values={}) for part in optimizer.local_param_states()]
-        files = BackgroundFiles(self.writer, {part.name: part for part in parts}, problem)
-        engine.save_files(str(save.saving.parent), save.saving.name, client_state, files)
-        problem = files.end(optimizer.state_dict)
+        parts = optimizer.local_param_states(with_values=False)
+        files = BackgroundFiles(self.writer, problem)
+        table = save.format.write(engine, save.saving, save.run, files)
+        problem = files.end()
         is_replicated = optimizer.partition_count == 1
         digests = rank_digests(
             parts, engine.layout, is_replicated, lambda part: files.digests.get(part.name, {})
@@ -158,7 +158,7 @@ class BackgroundSaves:
         save.canary_loss = canary_loss(engine, self._vocab_size)
         self._num_saves += 1
         self.in_flight = save
-        result = RankResult({}, files.places, digests, problem)
+        result = RankResult({}, table, digests, problem)
         work = (save, self._num_saves, None if problem else self.writer, result, complete)
         threading.Thread(target=self._finish_files, args=work, name="save", daemon=True).start()
 

@@ -73,10 +73,9 @@ def all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
     return {name: spec for specs in gather_from_all_ranks(own) for name, spec in specs.items()}
 
 
-def within_limit(run: dict[str, Any], index: dict[str, Any]) -> dict[str, Any]:
-    """Returns the content of `run.json` with the index, or without it if no reader would accept its size:
-    then all files are read. Raises OSError if the content is too large without it."""
-    for content in ({**run, "index": index}, run):
+def within_limit(*contents: dict[str, Any]) -> dict[str, Any]:
+    """Returns the first content of `run.json` whose size readers accept. Raises OSError if there is none."""
+    for content in contents:
         # The checksum is added later.
         if (size := len(json.dumps(content, indent=2)) + 100) <= MAX_JSON_BYTES:
             return content

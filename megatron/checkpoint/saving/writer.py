@@ -6,9 +6,9 @@ them: the SHA-256 of each file, and the digests of the parameters in it (see `me
 Nothing is read a second time. If the ring is smaller than the state, torch.save waits until the writer has
 freed a part of it.
 
-Messages to the writer: ("open", path, table of fragments), ("data", offset, length, used bytes, fragments in
-the piece), ("close",), ("end",). Messages to the rank: ("freed", bytes), ("written", Written), ("failed",
-text).
+Messages to the writer: ("open", path), ("table", table of fragments), ("data", offset, length, used bytes,
+fragments in the piece), ("close",), ("end",). Messages to the rank: ("freed", bytes), ("written", Written),
+("failed", text).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -65,6 +65,8 @@ def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
     # The replicas share the layer files, a file at a time.
     replicas = parallel.dp_cp_size
     weights = min(total, -(-total // replicas) + max(layer_parameters, default=0))
+    if not config.checkpoint.saves_layer_files:
+        weights = 0
     elements = -(-total // parallel.optimizer_partitions)
     needed = (
         weights * (4 if config.precision.name == "fp32" else 2)
@@ -138,21 +140,24 @@ class BackgroundWriter:
         return self._process.pid
 
     def write_file(
-        self, path: Path | None, fragments: Sequence[StoredFragment], save: Callable[[Any], None]
+        self, path: Path | None, contents: Iterable[tuple[Sequence[StoredFragment], Callable[[Any], None]]]
     ) -> None:
-        """Calls save(file), which writes to a file-like object. Returns once all bytes are in the ring.
+        """Writes the contents of a file, one after the other. Returns once all bytes are in the ring.
 
-        path: None if only digests are computed. fragments: the tensors whose digests are computed. Raises
-        OSError if the writer has failed.
+        path: None if only digests are computed. contents: of each, the tensors in it whose digests are
+        computed, and a function that writes it to a file-like object. Raises OSError if the writer has
+        failed.
         """
-        table = [(f.name, f.state_name, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
-        self._send("open", None if path is None else str(path), table)
-        try:
-            save(_RingFile(self, fragments))
-        except RuntimeError as error:  # torch's archive after an OSError of its file
-            if not self._problem:
-                raise
-            raise OSError(self._problem) from error
+        self._send("open", None if path is None else str(path))
+        for fragments, save in contents:
+            table = [(f.name, f.state_name, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
+            self._send("table", table)
+            try:
+                save(_RingFile(self, fragments))
+            except RuntimeError as error:  # torch's archive after an OSError of its file
+                if not self._problem:
+                    raise
+                raise OSError(self._problem) from error
         self._send("close")
 
     def end_save(self) -> None:
@@ -265,7 +270,7 @@ class _WriterProcess:
         self._result = Written()
         self._path: str | None = None
         self._file: HashedFile | None = None
-        self._table: list[tuple[str, str, ParameterSpec, int, int]] = []
+        self._fragments: list[tuple[str, str, ParameterSpec, int, int]] = []
 
     def run(self) -> None:
         """Serves the rank until it closes the connection, or until a file cannot be written."""
@@ -279,9 +284,12 @@ class _WriterProcess:
             with suppress(OSError):  # the rank has ended
                 self._pipe.send(("failed", f"{self._path}: {error.strerror or error}"))
 
-    def _open(self, path: str | None, table: list[tuple[str, str, ParameterSpec, int, int]]) -> None:
-        self._path, self._table = path, table
+    def _open(self, path: str | None) -> None:
+        self._path = path
         self._file = HashedFile(Path(path)) if path is not None else None
+
+    def _table(self, table: list[tuple[str, str, ParameterSpec, int, int]]) -> None:
+        self._fragments = table
 
     def _data(self, begin: int, count: int, used: int, parts: list[_Part]) -> None:
         piece = memoryview(self._ring)[begin : begin + count]
@@ -297,7 +305,7 @@ class _WriterProcess:
 
         from megatron.checkpoint.digests import add_part, fragment_digests
 
-        name, state_name, spec, tp_rank, tp_size = self._table[number]
+        name, state_name, spec, tp_rank, tp_size = self._fragments[number]
         values = torch.frombuffer(content, dtype=torch.float32)
         (part,) = fragment_digests(spec, TPGroup(tp_rank, tp_size), first, {state_name: values}).values()
         add_part(self._result.digests.setdefault(name, {}), state_name, part)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.fields import COMMON_FLAGS, Section, flag
+from megatron.config.registries import SAVE_FORMATS
 
 _LOAD = {"checkpoint.load": "set --load to the folder of the checkpoint"}
 
@@ -38,6 +39,12 @@ class CheckpointConfig(Section):
         at_least=1,
         help="iterations between checkpoints (default: save only at the end of the run and on exit)",
         needs={"checkpoint.save": "set --save to a folder, or remove --save-interval"},
+    )
+    save_format: str = flag(
+        "native",
+        choices=SAVE_FORMATS,
+        help="format of the checkpoints in --save; local checkpoints (--save-local) are always native",
+        used_with=("checkpoint.save",),
     )
     async_save: bool = flag(
         False,
@@ -176,6 +183,11 @@ class CheckpointConfig(Section):
             return False
         load = os.path.realpath(self.load)
         return os.path.realpath(self.save) in (load, os.path.dirname(load))
+
+    @property
+    def saves_layer_files(self) -> bool:
+        """Whether a rank saves weights in the precision of the run, beside the optimizer's fp32 values."""
+        return self.save_format == "native" or self.save_local is not None
 
     def local_folder(self, node: str) -> str:
         """Returns the folder of this run's local checkpoints on a node, by the name of the node. Runs with

@@ -51,8 +51,8 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
         path = tmp_path / f"{seed}.pt"
         fragments = [fragment(values[:5000], 0, "fp32"), fragment(values[5000:], 5000, "fp32")]
         fragments.append(fragment(moment, 0, "exp_avg"))
-        writer.write_file(path, fragments, partial(torch.save, state))
-        writer.write_file(None, [fragment(moment, 0, "other")], partial(torch.save, moment))
+        writer.write_file(path, [(fragments, partial(torch.save, state))])
+        writer.write_file(None, [([fragment(moment, 0, "other")], partial(torch.save, moment))])
         writer.end_save()
         flat.zero_()  # training continues
         written = writer.written()
@@ -72,12 +72,14 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
 
 def test_a_full_disk_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
     writer = BackgroundWriter(1 << 16, lambda: None)
-    writer.write_file(tmp_path / "folder" / "missing.pt", [], lambda file: torch.save(torch.zeros(10), file))
+    writer.write_file(
+        tmp_path / "folder" / "missing.pt", [([], lambda file: torch.save(torch.zeros(10), file))]
+    )
     writer.end_save()
     written = writer.written()
     assert "missing.pt: No such file" in written.problem
     with pytest.raises(OSError, match="missing.pt"):
-        writer.write_file(tmp_path / "other.pt", [], lambda file: torch.save(torch.zeros(10), file))
+        writer.write_file(tmp_path / "other.pt", [([], lambda file: torch.save(torch.zeros(10), file))])
     writer.close()
 
 
@@ -97,14 +99,14 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
         os.kill(writer.pid, signal.SIGKILL)
     problem = ""
     try:
-        writer.write_file(tmp_path / "file.pt", [], save)
+        writer.write_file(tmp_path / "file.pt", [([], save)])
         writer.end_save()
         written = writer.written()
         if moment == "after":
             assert not written.problem
             os.kill(writer.pid, signal.SIGKILL)
             while not problem:
-                writer.write_file(tmp_path / "file.pt", [], save)
+                writer.write_file(tmp_path / "file.pt", [([], save)])
     except OSError as error:
         problem = str(error)
     assert problem == "the checkpoint writer has ended with exit code -9"

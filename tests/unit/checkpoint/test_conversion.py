@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import format_of, open_reader
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
@@ -24,8 +27,9 @@ from megatron.files import HostileFileError
 from megatron.mpu.layout import TPGroup
 from tests.end_to_end.clone import commands_in
 from tests.end_to_end.command import ROOT
+from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
-from tests.unit.checkpoint.native_folder import flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
 
 GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
@@ -121,13 +125,22 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     config = CONFIGS["tied"]
     native = write_native(tmp_path / "checkpoints", config, random_wholes(config))
+    (tmp_path / "core").mkdir()
+    core = unpack("torch_dist_llama", tmp_path).rename(tmp_path / "core" / "iter_0000100")
     for command in commands_in("docs/conversion.md"):
-        _, *words = command.split()
-        words = [str(ROOT / word) if word.startswith("tools/") else word for word in words]
-        subprocess.run([sys.executable, *words], check=True, cwd=tmp_path)
+        words = [str(ROOT / word) if word.startswith("tools/") else word for word in command.split()]
+        subprocess.run([sys.executable, *words[1:]], check=True, cwd=tmp_path)
+        if command.endswith("--format torchtitan"):
+            shutil.copy(tmp_path / "model" / "config.json", tmp_path / "titan")
     for name in ("dcp", "global_step5", "global_step5_universal"):
         assert_equal(states_of(tmp_path / "exported" / name), states_of(native))
     assert len(torch.load(tmp_path / "exported" / "states.pt")) > 1
+    states = dict(sorted(states_of(core).items()))
+    assert_equal(dict(sorted(states_of(tmp_path / "core_again" / "iter_0000100").items())), states)
+    for name in ("from_titan", "from_model"):
+        reader = open_reader(open_checkpoint(tmp_path / name / "global_step0_universal"))
+        assert {(key, VALUES) for key in reader.stored_names} == {key for key in states if key[1] == VALUES}
+        assert all(torch.equal(reader.read(key, VALUES), states[key, VALUES]) for key in reader.stored_names)
 
 
 DAMAGED_FILES = {"native": "*mp_rank_00_*_states.pt", "universal": "zero/8.weight/fp32.pt"}
@@ -174,6 +187,8 @@ def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
+    # Whoever changes the table can change its record, too.
+    change_run(folder, lambda run: run["files"].update({path.name: describe_file(path)}))
 
 
 def first_chunks(metadata: Metadata) -> list[ChunkStorageMetadata]:

@@ -75,7 +75,7 @@ def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
     return mode.largest, 4 * prod(spec.valid_shape)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("model", [{}, pytest.param({"glu_activation": "swiglu"}, id="gated")])
 def test_the_largest_allocation_is_a_chunk(
     tp: int, model: dict[str, Any], tmp_path: Path, small_blocks: None

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from megatron.mpu.parameters import (
     merge_shards,
     new_parameter,
     own_storage,
+    shard_boxes,
     spec_of,
 )
 from tests.reference.shards import shard_of
@@ -124,3 +127,37 @@ def test_a_part_of_a_buffer_has_a_storage_of_its_own_without_a_copy(dtype):
     assert torch.equal(part, flat[10:30].view(4, 5)) and not part.requires_grad
     flat.untyped_storage().resize_(flat.nbytes)  # ZeRO-3 frees gathered weights by resizing
     assert own_storage(torch.full((100_000,), 7.0)).sum() == 700_000  # it keeps the memory
+
+
+BOX_SPECS = [
+    ParameterSpec((5,)),
+    ParameterSpec((12, 7), shard_dim=0, num_valid_rows=7),
+    ParameterSpec((12, 5), shard_dim=0, num_fused_parts=2),
+    ParameterSpec((5, 12), shard_dim=1),
+    ParameterSpec((3, 8, 2), shard_dim=1, num_fused_parts=2),
+    ParameterSpec((2, 3, 4), shard_dim=2),
+]
+
+
+@pytest.mark.parametrize("spec", BOX_SPECS, ids=lambda spec: str(spec.global_shape))
+def test_the_boxes_of_every_range_of_a_shard_are_its_elements(spec: ParameterSpec) -> None:
+    """Each box has consecutive elements of the shard; together they are the range without the padding."""
+    full = torch.arange(math.prod(spec.global_shape)).view(spec.global_shape)
+    for size in (1, 2):
+        for rank in range(size):
+            group = TPGroup(rank, size)
+            slices = [
+                full.narrow(spec.shard_dim or 0, s.start, s.stop - s.start) for s in local_slices(spec, group)
+            ]
+            shard = torch.cat(slices, spec.shard_dim or 0).reshape(-1)
+            limit = math.prod(spec.valid_shape)
+            for start in range(len(shard) + 1):
+                for stop in range(start, len(shard) + 1):
+                    found = []
+                    for box in shard_boxes(spec, group, start, stop):
+                        region = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                        elements = full[region].reshape(-1)
+                        assert len(elements) == box.numel > 0
+                        assert torch.equal(elements, shard[box.first : box.first + box.numel])
+                        found += elements.tolist()
+                    assert found == [value for value in shard[start:stop].tolist() if value < limit]
