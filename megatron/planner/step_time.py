@@ -214,8 +214,14 @@ def _within(window: int | None, kernel: Kernel) -> Kernel:
     `window` keys up to its position instead of all earlier keys. Other kernels are returned unchanged."""
     if window is None or kernel.product is None or not is_attention(kernel):
         return kernel
-    share = min(window / kernel.product[1], 1.0)
-    return replace(kernel, flops=kernel.flops * (2 * share - share**2))
+    queries, keys, _ = kernel.product  # the queries are the last ones of the keys
+
+    def scores(limit: float) -> float:
+        """Returns the scores of the queries, each with at most `limit` keys."""
+        first, last = (n**2 / 2 if n <= limit else limit * n - limit**2 / 2 for n in (keys - queries, keys))
+        return last - first
+
+    return replace(kernel, flops=kernel.flops * scores(window) / scores(keys))
 
 
 def stage_times(
