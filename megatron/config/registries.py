@@ -205,6 +205,7 @@ POSITION_EMBEDDINGS = Registry(
             "megatron.model.position:ROTARY",
             settings=(
                 "rotary_base",
+                "window_rotary_base",
                 "rotary_percent",
                 "rotary_interleaved",
                 "rope_scaling_type",

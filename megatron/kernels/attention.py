@@ -33,6 +33,8 @@ class AttentionMask:
     sample_keys: int64 [batch], see `mpu.random.DropoutRNG.sample_keys`. None: no dropout.
     dropout: probability that an attention weight is dropped.
     first_head: the model's index of this rank's first query head. The dropout mask depends on it.
+    window: most keys that a query attends to, if `first_keys` contains a window. It only changes the FLOPs
+        that are counted.
     """
 
     slopes: Tensor | None = None
@@ -41,6 +43,7 @@ class AttentionMask:
     sample_keys: Tensor | None = None
     dropout: float = 0.0
     first_head: int = 0
+    window: int | None = None
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask) -> Tensor:
@@ -69,6 +72,7 @@ class _FlashAttention(torch.autograd.Function):
             scale,
             mask.dropout,
             mask.first_head,
+            mask.window,
         )
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.scale, ctx.mask = scale, mask
@@ -79,7 +83,7 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
-        numbers = (ctx.scale, mask.dropout, mask.first_head)
+        numbers = (ctx.scale, mask.dropout, mask.first_head, mask.window)
         grad_query, row_sums, row_keys = attention_backward_query_op(
             query,
             key,
@@ -105,6 +109,7 @@ class _FlashAttention(torch.autograd.Function):
             row_keys,
             ctx.scale,
             mask.dropout,
+            mask.window,
         )
         return grad_query, grad_key, grad_value, None, None
 
@@ -157,6 +162,7 @@ def attention_forward_op(
     scale: float,
     p: float,
     first_head: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and the base-2 log of each row's sum of exponentials, fp32 [batch, heads, seq]."""
     from megatron.kernels.attention_triton import attention_forward_kernel  # triton is optional
@@ -198,6 +204,7 @@ def attention_backward_query_op(
     scale: float,
     p: float,
     first_head: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
     from megatron.kernels.attention_triton import attention_backward_query_kernel  # triton is optional
@@ -226,7 +233,7 @@ def attention_backward_query_op(
 
 @attention_backward_query_op.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, p, _first_head = others
+    *_, p, _first_head, _window = others
     return _like(query), _per_row(query, torch.float32), _row_keys(query, p)
 
 
@@ -244,6 +251,7 @@ def attention_backward_key_op(
     row_keys: Tensor,
     scale: float,
     p: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
     from megatron.kernels.attention_triton import attention_backward_key_kernel  # triton is optional
@@ -327,27 +335,35 @@ def _row_keys(query: Tensor, p: float) -> Tensor:
     return _per_row(query if p else query[:0], torch.int64)
 
 
-# FLOPs of products [seq, seq, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
+# FLOPs of products [seq, seq, head_dim]. As in PyTorch's formulas, the causal mask does not halve them. The
+# kernels compute no scores outside of a window.
 
 
 @register_flop_formula(torch.ops.megatron.attention_forward)
-def _forward_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _forward_flops(query_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and weights times values."""
-    return 2 * _product_flops(query_shape)
+    return 2 * _product_flops(query_shape, others[-1])
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_query)
-def _backward_query_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _backward_query_flops(query_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and the gradients of weights and queries."""
-    return 3 * _product_flops(query_shape)
+    return 3 * _product_flops(query_shape, others[-1])
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_key)
-def _backward_key_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _backward_key_flops(query_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and the gradients of weights, keys and values."""
-    return 4 * _product_flops(query_shape)
+    return 4 * _product_flops(query_shape, others[-1])
 
 
-def _product_flops(query_shape: torch.Size) -> int:
+def _product_flops(query_shape: torch.Size, window: int | None) -> int:
     seq, batch, heads, head_dim = query_shape
-    return 2 * batch * heads * seq * seq * head_dim
+    return 2 * batch * heads * head_dim * scores_within(window, seq)
+
+
+def scores_within(window: int | None, seq: int) -> int:
+    """Returns the scores that the kernels compute for each head, times 2 because of the causal mask: seq^2,
+    or with a window w seq - w^2 / 2, times 2."""
+    width = seq if window is None else min(window, seq)
+    return 2 * width * seq - width**2

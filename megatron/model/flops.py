@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
 from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, training_attention
 
 _FORWARD_AND_BACKWARD = 3
@@ -84,8 +85,10 @@ def layer_matrix_elements(model: ModelConfig) -> int:
     return (attention + mlp) * model.hidden_size
 
 
-def transformer_layer_flops(config: Config) -> float:
+def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included.
+    has_window: whether the layer has the window of --window-size, outside of which the Triton kernels compute
+    no scores.
 
     Like --simulate, it counts the matrix products that are launched. The backward pass of a fused attention
     kernel recomputes the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the
@@ -94,10 +97,12 @@ def transformer_layer_flops(config: Config) -> float:
     """
     model, training = config.model, config.training
     tokens = config.batch.micro_batch_size * model.seq_length
-    scores = 2 * tokens * model.seq_length * model.query_width
+    attention = training_attention(config, has_window)
+    window = model.window_size if has_window and attention == Implementation.TRITON else None
+    seq = model.seq_length
+    scores = 2 * config.batch.micro_batch_size * scores_within(window, seq) * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
-    attention = training_attention(config)
     if attention == Implementation.TRITON:
         total += 3 * scores
     elif attention != Implementation.UNFUSED or recomputes_scores(config):

@@ -1,6 +1,6 @@
 """What the layers of a stage share, and what they pass to each other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.context_parallel import tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
@@ -48,25 +49,35 @@ class LayerContext:
         """The components that --position-embedding-type uses."""
         return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
 
+    def has_window(self, layer_index: int) -> bool:
+        """Returns whether the layer with this index in the layer list has the window of --window-size."""
+        return self.config.model.has_window(layer_index - FIRST_TRANSFORMER_LAYER)
+
     @cached_property
-    def masks(self) -> AttentionMasks:
-        """Attention biases for this rank's heads."""
+    def masks(self) -> dict[bool, AttentionMasks]:
+        """Attention biases for this rank's heads, by whether a layer has a window."""
         slopes, all_slopes = None, self.positions.slopes
         if all_slopes is not None:
             heads = self.config.model.num_attention_heads // self.tp_group.size
             first = self.tp_group.rank * heads
             slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
-        return AttentionMasks(
-            slopes,
-            within_documents=self.config.data.reset_attention_mask,
-            window=self.config.model.window_size,
-        )
+        within_documents, size = self.config.data.reset_attention_mask, self.config.model.window_size
+        windows = {True: size, False: None}
+        return {kind: AttentionMasks(slopes, within_documents, window) for kind, window in windows.items()}
 
     @cached_property
-    def rotary(self) -> RotaryEmbedding | None:
-        """Rotary tables, or None with other position embeddings."""
-        rotary = self.positions.rotary
-        return None if rotary is None else rotary(self.config.model, self.cp_group)
+    def rotary(self) -> dict[bool, RotaryEmbedding] | None:
+        """Rotary tables, by whether a layer has a window, or None with other position embeddings."""
+        rotary, model = self.positions.rotary, self.config.model
+        if rotary is None:
+            return None
+        full = rotary(model, self.cp_group)
+        # Without a pattern all layers have one table, and so do kinds with the same frequencies.
+        window = full
+        if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type):
+            base = model.window_rotary_base or model.rotary_base
+            window = rotary(replace(model, rotary_base=base, rope_scaling_type=None), self.cp_group)
+        return {True: window, False: full}
 
     @property
     def sequence_parallel(self) -> bool:

@@ -199,23 +199,13 @@ class Rank:
     def time(self, actions: Iterable[Action], dtype: str | None = None) -> PassTime:
         """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's."""
         cluster, dtype = self.cluster, dtype or self.config.precision.name
-        window = self.config.model.attention_window
         return pass_time(
             actions,
-            lambda kernel: cluster.kernel_seconds(_within(window, kernel), dtype),
+            lambda kernel: cluster.kernel_seconds(kernel, dtype),
             lambda call: cluster.network.seconds(call, self.layout),
             cluster.launch_s,
             cluster.contention,
         )
-
-
-def _within(window: int | None, kernel: Kernel) -> Kernel:
-    """Returns the kernel with the FLOPs of attention within --window-size: each query has scores with the
-    `window` keys up to its position instead of all earlier keys. Other kernels are returned unchanged."""
-    if window is None or kernel.product is None or not is_attention(kernel):
-        return kernel
-    share = min(window / kernel.product[1], 1.0)
-    return replace(kernel, flops=kernel.flops * (2 * share - share**2))
 
 
 def stage_times(

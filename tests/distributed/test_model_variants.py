@@ -72,6 +72,11 @@ LLAMA3_ROPE = {
 }
 YARN = {**LLAMA, **ROPE, "rope_scaling_type": "yarn", "rope_beta_slow": 0.5, "rope_beta_fast": 2.0}
 OLMO2_WINDOW = {**OLMO2, "window_size": 7}
+# Windows in two of three layers, whose rotary angles differ from those of the third.
+PATTERN = {
+    **{**WINDOW, "window_pattern": ("W", "W", "F"), "window_rotary_base": 500.0, "rotary_base": 50.0},
+    **{"rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
+}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
@@ -88,6 +93,13 @@ PLAIN_CASES = {
     "neox": (NEOX, {"arrangement": "parallel", "rotary": {"part": 0.5}, "exact_gelu": True}),
     "falcon": (FALCON, {"groups": 1, "arrangement": "parallel-one-norm", "exact_gelu": True}),
     "window": (WINDOW, {"groups": 2, "window": 7}),
+    "window-pattern": (
+        PATTERN,
+        {
+            **{"groups": 2, "window": 7, "pattern": "WWF"},
+            **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
+        },
+    ),
     "rms-norm": ({"normalization": "RMSNorm"}, {}),
     "untied": ({"untie_embeddings_and_output_weights": True}, {}),
     "no-bias": ({"disable_bias_linear": True}, {}),
@@ -184,6 +196,18 @@ LAYOUTS = {
     "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
     "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
     "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
+    "pattern-tp2-pp2-uneven-cp2": (
+        PATTERN,
+        Row(tp=2, pp=2, cp=2),
+        {"parallel": {"sequence_parallel": True, "partition_method": "stages:E+3,1+L"}},
+    ),
+    "pattern-pp2-interleaved-dropout": (
+        {**PATTERN, **DROPOUT},
+        Row(pp=2, dp=2, zero=1, recompute=True),
+        {**INTERLEAVED, "training": {"checkpoint_num_layers": 2}},
+    ),
+    "pattern-tp2-dp2-zero3": (PATTERN, Row(tp=2, dp=2, micro_batch=2), ZERO3),
+    "pattern-pp2-dualpipev": (PATTERN, Row(pp=2, micro_batch=2), DUALPIPEV),
     "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
     "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
     "llama3-rope-tp4-sequence-recompute": (

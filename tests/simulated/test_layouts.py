@@ -83,7 +83,7 @@ def test_the_calls_of_all_ranks_fit(name):
     assert find_deadlock(all_calls(config, records_of(name), micro_batches)) is None
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.gate(rows=GATE_ROWS, also=["pipeline-2-window-pattern"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_step_is_planned(name):
     assert disagreements(config_of(LAYOUTS[name]), records_of(name)) == []
@@ -104,7 +104,7 @@ def test_another_step_is_not_the_planned_one():
         assert any(what in text for text in found), what
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@pytest.mark.gate(rows=GATE_ROWS, also=["pipeline-2-window-pattern"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_flops_that_partitions_balance_are_those_of_the_step(name):
     """The formulas of `megatron.model.flops`, which need no device, equal the counted FLOPs."""

@@ -7,11 +7,12 @@ each kind of rank. The processes and all recordings are kept, since a search nee
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from threading import Lock
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config.window_pattern import WINDOW
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.pipeline.methods import TRANSFORMER_LAYER
@@ -117,7 +119,7 @@ def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) ->
 def _stage(config: Config, names: Sequence[str], vocab_size: int, first: int, end: int) -> StageCosts:
     """Returns the costs of the layers `first` to `end` - 1 as a stage whose neighbors are on other ranks."""
     count = list(names[first:end]).count(TRANSFORMER_LAYER)
-    parts = _Parts.record(config, names, vocab_size, count)
+    parts = _Parts.record(config, names, vocab_size, range(first, end))
     tokens = ((config.batch.micro_batch_size, config.model.seq_length), torch.int64)
     shards = config.parallel.tensor_model_parallel_size if config.parallel.sends_parts else 1
     return StageCosts(
@@ -147,8 +149,10 @@ class _Parts:
     """The layers of a small recorded model, from which the costs of the run's layers are taken.
 
     begins: index of the first transformer layer. few: transformer layers of the recorded model. many:
-    transformer layers of the run. per_group: transformer layers that are recomputed together. rest:
-    transformer layers in the smaller group at the end of a stage, if its layers do not fill the last group.
+    transformer layers of the run. per_group: transformer layers that are recomputed together. period: number
+    of groups after which the kinds of layers repeat (--window-pattern); 1 if all layers are of one kind.
+    rest: transformer layers in the smaller group at the end of a stage, if its layers do not fill the last
+    group.
     """
 
     model: ModelCosts
@@ -156,23 +160,36 @@ class _Parts:
     few: int
     many: int
     per_group: int
+    period: int
     rest: int
 
     @classmethod
-    def record(cls, config: Config, names: Sequence[str], vocab_size: int, count: int) -> _Parts:
-        """Records a model for stages with `count` transformer layers.
+    def record(cls, config: Config, names: Sequence[str], vocab_size: int, stage: range) -> _Parts:
+        """Records a model for a stage with the entries `stage` of the layer list.
 
-        It has the first group of the model, which also computes tensors that all layers share, a second
-        group, and the smaller group at the end of a stage. With ZeRO-2 and 3 it has four groups, since a
-        layer starts collectives of the layer after the next.
+        It has the first group of each kind, which also computes tensors that all layers of the kind share, a
+        second group of each kind, and the smaller group at the end of the stage. With ZeRO-2 and 3 it has two
+        more groups, since a layer starts collectives of the layer after the next. The kinds of its first and
+        last layers are those of the stage's first and last layers.
         """
+        begins, many = names.index(TRANSFORMER_LAYER), config.model.num_layers
+        layers = [entry - begins for entry in stage if begins <= entry < begins + many]
         per_group = config.training.checkpoint_num_layers if config.training.recomputes_layers else 1
-        groups = 4 if config.parallel.shards_gradients else 2
-        many, rest = config.model.num_layers, count % per_group
-        few = min(many // per_group, groups) * per_group + rest
-        settings, entries = _layers_config(config, few), len(names) - many + few
+        pattern = config.model.window_pattern or (WINDOW,)
+        period = math.lcm(len(pattern), per_group) // per_group
+        fewest = 4 if config.parallel.shards_gradients else 2
+        count, rest = divmod(len(layers), per_group)
+        groups = 2 * period + fewest - 2
+        if count >= groups:
+            groups += (count - groups) % period
+        else:
+            missing = min(many // per_group, fewest) - count
+            groups = count + period * max(-(-missing // period), 0)
+        few = groups * per_group + rest
+        kinds = tuple(pattern[layer % len(pattern)] for layer in range(min(layers, default=0), many + few))
+        settings, entries = _layers_config(config, kinds[:few]), len(names) - many + few
         recording = _RECORDINGS.get(record_layers, settings, vocab_size, entries, run_uses_kernels(config))
-        return cls(recording.result(), names.index(TRANSFORMER_LAYER), few, many, per_group, rest)
+        return cls(recording.result(), begins, few, many, per_group, period, rest)
 
     @property
     def _groups(self) -> list[LayerCost]:
@@ -191,22 +208,26 @@ class _Parts:
             found += [layer for layer in self.model.layers if layer.first == last - self.rest]
         after = [layer for layer in self.model.layers if layer.first >= last]
         is_last = end == self.model.layers[-1].end + self.many - self.few
-        return found + [
+        found += [
             layer
             for layer in after
             if first <= layer.first + self.many - self.few < end or (is_last and layer is after[-1])
         ]
+        ends = accumulate((layer.end - layer.first for layer in found), initial=first)
+        return [replace(layer, first=a, end=b) for layer, (a, b) in zip(found, pairwise(ends), strict=True)]
 
     def _groups_of(self, count: int, has_last: bool, has_first: bool) -> list[LayerCost]:
         """Returns the costs of the `count` groups of a stage. has_last, has_first: whether the stage has the
         last or the first transformer layer of the model."""
-        known = self._groups
+        known, period = self._groups, self.period
         if has_first and has_last and count <= len(known):
             return known
-        found = [known[-2 if len(known) > 2 else -1]] * count
-        # The first layer of a stage also computes the tensors that all its layers share.
-        if count and (has_first or self.outputs_of(self.begins - 1) == known[0].output):
-            found[0] = known[0]
+        # The last group that is neither the model's last one, nor the first of its kind.
+        inner = max(len(known) - period - (len(known) > 2 * period), 0)
+        found = [known[inner + (index - inner) % period] for index in range(count)]
+        # The first layer of each kind in a stage also computes the tensors that all its layers share.
+        if has_first or self.outputs_of(self.begins - 1) == known[0].output:
+            found[:period] = known[: min(period, count)]
         if count > 1 and has_last:
             found[-1] = known[-1]
         if has_first and has_last:
@@ -328,9 +349,9 @@ class _Recordings:
 _RECORDINGS = _Recordings()
 
 
-def _layers_config(config: Config, num_layers: int) -> Config:
-    """Returns the configuration of a model with few layers. Settings on which the costs of layers do not
-    depend are reset, so that equal configurations are recorded once."""
+def _layers_config(config: Config, kinds: tuple[str, ...]) -> Config:
+    """Returns the configuration of a model with few layers, of these kinds (--window-pattern). Settings on
+    which the costs of layers do not depend are reset, so that equal configurations are recorded once."""
     parallel = config.parallel
     shards = parallel.shards_gradients
     context = parallel.context_parallel_size
@@ -345,7 +366,8 @@ def _layers_config(config: Config, num_layers: int) -> Config:
         "parallel.zero_stage": parallel.zero_stage if shards else 0,
         "parallel.ddp_bucket_size": None,
         "parallel.cpu_offload": False,
-        "model.num_layers": num_layers,
+        "model.num_layers": len(kinds),
+        "model.window_pattern": kinds,
         "batch.global_batch_size": config.batch.micro_batch_size * replicas,
     }
     return _without_run(config.with_settings(settings), OptimizerConfig())
@@ -364,6 +386,7 @@ def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, h
         "parallel.virtual_pipeline_stages": 1,
         "parallel.ddp_bucket_size": 1 if has_buckets else _NO_BUCKETS,
         "model.num_layers": num_layers,
+        "model.window_pattern": None,
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,
