@@ -43,13 +43,14 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
         """document_ids: [batch, seq], or None if the mask does not depend on documents."""
-        if self.cp_group.size > 1:
-            return self._attend_chunks(query, key, value, document_ids)
-        seq, batch, heads, head_dim = query.shape
+        local, batch, heads, head_dim = query.shape
+        seq = local * self.cp_group.size
         rate = self.dropout_rate if self.training else 0.0
-        choice = implementation_for(query, rate, self.masks)
+        choice = implementation_for(query, seq, rate, self.masks)
+        if self.cp_group.size > 1:
+            return self._attend_chunks(query, key, value, document_ids, rate, choice)
         if choice == Implementation.TRITON:
-            return self._flash_attention(query, key, value, document_ids, rate).flatten(2)
+            return self._flash_attention(query, key, value, document_ids, rate, seq).flatten(2)
         if key.shape[2] < heads:  # each query head gets a copy of its group's key and value
             key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
@@ -67,10 +68,17 @@ class CoreAttention(nn.Module):
 
     @not_compiled  # hashes the salt in Python
     def _flash_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        rate: float,
+        seq: int,
     ) -> Tensor:
-        """Runs the Triton kernel. Returns [seq, batch, heads, head_dim]."""
-        seq, batch, heads, _ = query.shape
+        """Runs the Triton kernel. Returns [queries, batch, heads, head_dim]. The queries are the last ones of
+        the keys, which are the first ones of `seq` tokens."""
+        _, batch, heads, _ = query.shape
         first_keys, end_queries = self.masks.ranges(seq, batch, query.device, document_ids)
         mask = AttentionMask(
             self.masks.slopes_on(query.device),
@@ -79,39 +87,43 @@ class CoreAttention(nn.Module):
             device_sample_keys(query, self.dropout_rng, self.dropout_salt, batch_dim=1) if rate else None,
             rate,
             first_head=self.tp_group.rank * heads,
+            seq=seq,
             window=self.masks.window_of(seq),
         )
         return flash_attention(query, key, value, self.scale, mask)
 
     @not_compiled  # keeps the collective as it is written
     def _attend_chunks(
-        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        rate: float,
+        choice: Implementation,
     ) -> Tensor:
         """Computes this rank's chunks of queries with context parallelism. The queries of a chunk attend only
         to the keys up to its end, so all ranks compute about equally many scores."""
-        local, batch, heads, head_dim = query.shape
-        seq = local * self.cp_group.size
-        rate = self.dropout_rate if self.training else 0.0
+        seq, heads = len(query) * self.cp_group.size, query.shape[2]
         key, value = gather_keys_and_values(key, value, self.cp_group)
-        is_plain = not rate and self.masks.bias_is_causal(seq)
         # The flash kernels share keys and values among the heads of a group; others get copies.
-        if key.shape[2] < heads and not (is_plain and query.dtype != torch.float32):
+        shares = choice == Implementation.SDPA and query.dtype != torch.float32
+        if key.shape[2] < heads and not shares and choice != Implementation.TRITON:
             key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        outputs, first = [], 0
-        for rows in self.cp_group.chunks(seq):
-            own, first = query[:, :, first : first + len(rows)], first + len(rows)
-            keys, values = key[:, :, : rows.stop], value[:, :, : rows.stop]
-            if is_plain:
+        outputs = []
+        for rows, own in zip(self.cp_group.chunks(seq), query.chunk(2), strict=True):
+            parts = (own, key[: rows.stop], value[: rows.stop])
+            if choice == Implementation.TRITON:
+                outputs.append(self._flash_attention(*parts, document_ids, rate, seq))
+                continue
+            parts = tuple(x.permute(1, 2, 0, 3) for x in parts)
+            if choice == Implementation.SDPA:
                 bias = attention_bias.causal_lower_right(len(rows), rows.stop)
-                shares = keys.shape[1] < heads
-                output = F.scaled_dot_product_attention(
-                    own, keys, values, bias, scale=self.scale, enable_gqa=shares
-                )
+                output = F.scaled_dot_product_attention(*parts, bias, scale=self.scale, enable_gqa=shares)
             else:
-                output = self._attend_by_blocks(own, keys, values, document_ids, rate, rows, seq)
-            outputs.append(output)
-        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).reshape(local, batch, heads * head_dim)
+                output = self._attend_by_blocks(*parts, document_ids, rate, rows, seq)
+            outputs.append(output.permute(2, 0, 1, 3))
+        return torch.cat(outputs).flatten(2)
 
     @not_compiled  # dropout's masks are hashed in Python
     def _attend_by_blocks(

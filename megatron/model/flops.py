@@ -100,7 +100,7 @@ def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     attention = training_attention(config, has_window)
     window = model.window_size if has_window and attention == Implementation.TRITON else None
     seq = model.seq_length
-    scores = 2 * config.batch.micro_batch_size * scores_within(window, seq) * model.query_width
+    scores = 2 * config.batch.micro_batch_size * scores_within(window, seq, seq) * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:

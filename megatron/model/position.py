@@ -103,10 +103,6 @@ class AttentionMasks:
         """Returns the window; None if it covers a sequence of `seq` tokens."""
         return self.window if self.window is not None and self.window < seq else None
 
-    def bias_is_causal(self, seq: int) -> bool:
-        """Returns whether only the causal mask applies to a sequence of `seq` tokens."""
-        return self.slopes is None and not self.within_documents and self.window_of(seq) is None
-
     def slopes_on(self, device: torch.device) -> Tensor | None:
         """Returns the slopes, fp32 [heads], on `device`; None without ALiBi. Copies them only once."""
         if self.slopes is not None and self._device_slopes is None:
@@ -159,7 +155,7 @@ class AttentionMasks:
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor | None:
         """Returns a bias that broadcasts to [batch, heads, seq, seq], -inf where forbidden; or None."""
-        if self.bias_is_causal(seq):
+        if self.slopes is None and not self.within_documents and self.window_of(seq) is None:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
 

@@ -40,9 +40,9 @@ def row(*numbers, layout=None, full=True, **settings):
 
 
 ROWS = [
-    row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", layout=SEQUENCE_PARALLEL, full=False),
-    row(cp=2, pp=2, zero=1, micro_batch=2, full=False),
+    row(DOCUMENTS, DROPPED, GROUPED, cp=2, pp=2, zero=1, micro_batch=2, positions="rotary", full=False),
     row(cp=2, dp=2, zero=3, positions="alibi", recompute=True, full=False),
+    row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", layout=SEQUENCE_PARALLEL),
     row(cp=4, positions="rotary"),
     row(WINDOW, cp=4, zero=2),
     row(PLAIN, cp=4, zero=1, dp=2),
