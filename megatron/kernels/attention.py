@@ -348,8 +348,8 @@ def _row_keys(query: Tensor, p: float) -> Tensor:
     return _per_row(query if p else query[:0], torch.int64)
 
 
-# FLOPs of products [queries, keys, head_dim]. As in PyTorch's formulas, the causal mask does not halve them. The
-# kernels compute no scores outside of a window.
+# FLOPs of products [queries, keys, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
+# The kernels compute no scores outside of a window.
 
 
 @register_flop_formula(torch.ops.megatron.attention_forward)
