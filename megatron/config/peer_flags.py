@@ -297,7 +297,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--rotary-scaling-factor": "set --rope-scaling-type and --rope-scaling-factor",
     "--no-position-embedding": "set --position-embedding-type rotary or alibi, and remove the flag",
     "--apply-query-key-layer-scaling": "attention scores are not scaled by the layer number; remove the flag",
-    "--apply-layernorm-1p": "norms are initialized to 1 and have no offset; remove the flag",
     "--embedding-weights-in-fp32": "weights have the precision of the run; remove the flag",
     "--init-method-xavier-uniform": "weights have a normal distribution; set --init-method-std",
     "--no-initialization": "weights are always initialized; remove the flag",

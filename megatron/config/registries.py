@@ -91,13 +91,16 @@ GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
         "geglu": Choice("GELU", "torch.nn.functional:gelu"),
+        "geglu_tanh": Choice(
+            "GELU with the tanh approximation, as in Gemma", "megatron.model.activations:gelu"
+        ),
         "liglu": Choice("identity", "megatron.model.activations:identity"),
         "reglu": Choice("ReLU", "torch.nn.functional:relu"),
         "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
     },
 )
 
-# Modules with __init__(hidden_size, epsilon, use_apex), [..., hidden] -> [..., hidden].
+# Modules with __init__(size, epsilon, use_apex, zero_centered), [..., size] -> [..., size].
 NORMALIZATIONS = Registry(
     "--normalization",
     {
@@ -135,6 +138,15 @@ LAYER_ARRANGEMENTS = Registry(
             "attention, then MLP, each x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656)",
             "megatron.model.gpt_model:post_norm",
             norms=("post_attention_layernorm", "post_mlp_layernorm"),
+            ends_with_norm=True,
+        ),
+        "pre-post-norm": LayerArrangement(
+            "attention, then MLP, each x + norm(f(norm(x))), as in Gemma 3 (arXiv:2503.19786)",
+            "megatron.model.gpt_model:pre_post_norm",
+            norms=(
+                *("input_layernorm", "post_attention_layernorm"),
+                *("pre_mlp_layernorm", "post_mlp_layernorm"),
+            ),
             ends_with_norm=True,
         ),
         "parallel": LayerArrangement(

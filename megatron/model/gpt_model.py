@@ -51,7 +51,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
 from megatron.mpu.compilation import not_compiled
@@ -148,6 +148,9 @@ class EmbeddingPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
+        if model.scale_embeddings:
+            dtype = PARAMETER_DTYPES[context.config.precision.name]
+            self.multiplier *= torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self.dropout_rng, self.dropout_shard = context.dropout_rng, context.dropout_shard
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
@@ -229,6 +232,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = ParallelSelfAttention(context, layer_index)
         self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = ParallelMLP(context)
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
@@ -282,6 +286,15 @@ def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tens
     output = layer.post_attention_layernorm(layer.self_attention(x, document_ids))
     x = layer.dropout_add(output, x, "self_attention")
     return layer.dropout_add(layer.post_mlp_layernorm(layer.mlp(x)), x, "mlp")
+
+
+def pre_post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
+    """x = x + dropout(norm(attention(norm(x)))), then x = x + dropout(norm(mlp(norm(x)))): Gemma 3 (arXiv
+    2503.19786)."""
+    output = layer.self_attention(layer.input_layernorm(x), document_ids)
+    x = layer.dropout_add(layer.post_attention_layernorm(output), x, "self_attention")
+    output = layer.mlp(layer.pre_mlp_layernorm(x))
+    return layer.dropout_add(layer.post_mlp_layernorm(output), x, "mlp")
 
 
 def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:

@@ -77,6 +77,11 @@ PATTERN = {
     **{**WINDOW, "window_pattern": ("W", "W", "F"), "window_rotary_base": 500.0, "rotary_base": 50.0},
     **{"rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
 }
+GEMMA3 = {
+    **{**PATTERN, "glu_activation": "geglu_tanh", "layer_arrangement": "pre-post-norm", "qk_layernorm": True},
+    **{"apply_layernorm_1p": True, "scale_embeddings": True, "untie_embeddings_and_output_weights": False},
+    "softmax_scale": 24**-0.5,
+}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
@@ -205,6 +210,13 @@ LAYOUTS = {
         {**PATTERN, **DROPOUT},
         Row(pp=2, dp=2, zero=1, recompute=True),
         {**INTERLEAVED, "training": {"checkpoint_num_layers": 2}},
+    ),
+    "gemma3-tp2-pp2-sequence-recompute": (GEMMA3, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
+    "gemma3-tp4-dp2-zero3": (GEMMA3, Row(tp=4, dp=2, micro_batch=2), ZERO3),
+    "gemma3-cp2-pp2-zero-bubble": (
+        GEMMA3,
+        Row(cp=2, pp=2, zero=1),
+        {"parallel": {"pipeline_schedule": "zero-bubble"}},
     ),
     "pattern-tp2-dp2-zero3": (PATTERN, Row(tp=2, dp=2, micro_batch=2), ZERO3),
     "pattern-pp2-dualpipev": (PATTERN, Row(pp=2, micro_batch=2), DUALPIPEV),

@@ -27,17 +27,22 @@ def plain_gpt_logits(
     pattern="W",
     full=None,
     exact_gelu=False,
+    gemma=False,
 ):
     """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
 
     groups: number of head groups that share keys and values. rotary: arguments of `rotate`. window: number of
     tokens that a token attends to, in the layers that have a W in `pattern`; the others have an F, and the
     arguments `full` of `rotate`. A norm without bias is an RMS norm. `weights` decides whether linear
-    layers have biases, attention has norms of queries and keys, and the head is untied.
+    layers have biases, attention has norms of queries and keys, and the head is untied. gemma: the
+    word embeddings are multiplied by sqrt(hidden), and norms multiply by 1 + weight.
     """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
     seq, hidden = x.shape[1], x.shape[2]
+    if gemma:
+        x = x * hidden**0.5
+        weights = {name: w + 1 if "layernorm" in name or w.dim() == 1 else w for name, w in weights.items()}
     if embed_norm:
         name = "tied_modules.embed.word_embeddings.norm"
         x = F.layer_norm(x, (hidden,), weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -62,6 +67,9 @@ def plain_gpt_logits(
         elif arrangement == "post-norm":
             x = x + normed("post_attention", attend(x))
             x = x + normed("post_mlp", feed(x))
+        elif arrangement == "pre-post-norm":
+            x = x + normed("post_attention", attend(normed("input", x)))
+            x = x + normed("post_mlp", feed(normed("pre_mlp", x)))
         elif arrangement == "parallel":
             x = x + attend(normed("input", x)) + feed(normed("post_attention", x))
         elif arrangement == "parallel-one-norm":
@@ -134,7 +142,9 @@ def mlp(weights, index, x, glu, exact_gelu=False):
         wide = F.gelu(wide, approximate="none" if exact_gelu else "tanh")
     else:
         value, gate = wide.chunk(2, -1)
-        wide = value * {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}[glu](gate)
+        gates = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}
+        gates["geglu_tanh"] = lambda g: F.gelu(g, approximate="tanh")
+        wide = value * gates[glu](gate)
     return linear(weights, f"{index}.mlp.dense_4h_to_h", wide)
 
 

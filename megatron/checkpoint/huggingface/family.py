@@ -236,6 +236,8 @@ FAMILIES = Registry(
         "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.llama:QWEN2"),
         "qwen3": Choice("Qwen 3", f"{_FAMILIES}.llama:QWEN3"),
         "olmo2": Choice("OLMo 2", f"{_FAMILIES}.llama:OLMO2"),
+        "olmo3": Choice("OLMo 3", f"{_FAMILIES}.llama:OLMO3"),
+        "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.gemma:GEMMA3"),
         "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
         "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
     },

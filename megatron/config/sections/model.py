@@ -93,6 +93,7 @@ class ModelConfig(Section):
         choices=QK_NORMS,
         summary="over the {}",
         help="elements that --qk-layernorm normalizes together",
+        excludes={"model.apply_layernorm_1p": "norms over all heads have no 1 + weight; remove one of them"},
         needs={"model.qk_layernorm": "add --qk-layernorm, or remove --qk-layernorm-scope"},
     )
     softmax_scale: float | None = flag(
@@ -262,6 +263,19 @@ class ModelConfig(Section):
     )
     normalization: str = flag(
         "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms in the model"
+    )
+    apply_layernorm_1p: bool = flag(
+        False,
+        summary="zero-centered norms",
+        help="multiply by 1 + weight in all norms, as in Gemma, instead of by the weight; the weights are "
+        "initialized to 0",
+        megatron_arg=True,
+    )
+    scale_embeddings: bool = flag(
+        False,
+        summary="scaled embeddings",
+        help="multiply the word embeddings by the square root of --hidden-size, rounded to the precision of "
+        "the run, as in Gemma",
     )
     layer_arrangement: str = flag(
         "pre-norm",
