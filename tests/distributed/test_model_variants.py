@@ -105,6 +105,15 @@ PLAIN_CASES = {
             **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
         },
     ),
+    "gemma3": (
+        {**GEMMA3, "softmax_scale": None},
+        {
+            **{"groups": 2, "window": 7, "pattern": "WWF", "arrangement": "pre-post-norm"},
+            **{"scale_embeddings": True, "zero_centered": True},
+            **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
+        },
+    ),
+    "zero-centered-layer-norm": ({"apply_layernorm_1p": True}, {"zero_centered": True}),
     "rms-norm": ({"normalization": "RMSNorm"}, {}),
     "untied": ({"untie_embeddings_and_output_weights": True}, {}),
     "no-bias": ({"disable_bias_linear": True}, {}),

@@ -27,22 +27,25 @@ def plain_gpt_logits(
     pattern="W",
     full=None,
     exact_gelu=False,
-    gemma=False,
+    scale_embeddings=False,
+    zero_centered=False,
 ):
     """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
 
     groups: number of head groups that share keys and values. rotary: arguments of `rotate`. window: number of
     tokens that a token attends to, in the layers that have a W in `pattern`; the others have an F, and the
     arguments `full` of `rotate`. A norm without bias is an RMS norm. `weights` decides whether linear
-    layers have biases, attention has norms of queries and keys, and the head is untied. gemma: the
-    word embeddings are multiplied by sqrt(hidden), and norms multiply by 1 + weight.
+    layers have biases, attention has norms of queries and keys, and the head is untied. scale_embeddings:
+    by sqrt(hidden). zero_centered: norms multiply by 1 + weight.
     """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
     seq, hidden = x.shape[1], x.shape[2]
-    if gemma:
+    if scale_embeddings:
         x = x * hidden**0.5
-        weights = {name: w + 1 if "layernorm" in name or w.dim() == 1 else w for name, w in weights.items()}
+    if zero_centered:
+        norms = ("layernorm.weight", f"{layers + 4}.weight")
+        weights = {name: w + 1 if name.endswith(norms) else w for name, w in weights.items()}
     if embed_norm:
         name = "tied_modules.embed.word_embeddings.norm"
         x = F.layer_norm(x, (hidden,), weights[f"{name}.weight"], weights[f"{name}.bias"])
