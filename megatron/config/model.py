@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.config import Config
 from megatron.config.fields import flag_of, option_name, value_text
 from megatron.config.sections.model import ModelConfig
-from megatron.config.window_pattern import FULL
+from megatron.config.window_pattern import WINDOW
 from megatron.errors import ConfigError
 
 MEGATRON_MODEL_ARGS = tuple(
@@ -93,10 +93,13 @@ def check_model(config: Config) -> None:
             f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
             "change one of them"
         )
-    if model.window_pattern == (FULL,):
+    if model.window_pattern is not None and len(model.window_pattern) == 1:
+        which, flags = (
+            ("all", "") if model.window_pattern == (WINDOW,) else ("none of the", " and --window-size")
+        )
         raise ConfigError(
-            f"--window-pattern gives none of the {model.num_layers} layers the window of --window-size: "
-            "remove both flags, or change the pattern"
+            f"--window-pattern gives {which} {model.num_layers} layers the window of --window-size: expected "
+            f"layers with and without it; remove --window-pattern{flags}, or change the pattern"
         )
     if model.pad_vocab_size_to is not None:
         check_vocab_divides(model.pad_vocab_size_to, tensor)

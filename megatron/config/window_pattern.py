@@ -16,14 +16,14 @@ WINDOW, FULL = "W", "F"
 _MAX_LAYERS = 100_000
 
 
-def window_pattern(words: Sequence[str], num_layers: int) -> tuple[str, ...] | None:
-    """Returns the shortest pattern of letters that gives `num_layers` layers the same kinds; None if all
-    layers have the window. Raises ConfigError for an invalid pattern."""
+def window_pattern(words: Sequence[str], num_layers: int) -> tuple[str, ...]:
+    """Returns the shortest pattern of letters that gives `num_layers` layers the same kinds. Raises
+    ConfigError for an invalid pattern."""
     text = "".join(words)
     letters = _letters(text, num_layers)
     kinds = (letters * -(-num_layers // len(letters)))[:num_layers]
     period = next(n for n in range(1, num_layers + 1) if kinds[n:] == kinds[: num_layers - n])
-    return None if kinds[:period] == WINDOW else tuple(kinds[:period])
+    return tuple(kinds[:period])
 
 
 def _letters(text: str, num_layers: int) -> str:

@@ -367,7 +367,7 @@ def _layers_config(config: Config, kinds: tuple[str, ...]) -> Config:
         "parallel.ddp_bucket_size": None,
         "parallel.cpu_offload": False,
         "model.num_layers": len(kinds),
-        "model.window_pattern": kinds,
+        "model.window_pattern": kinds if config.model.window_pattern else None,
         "batch.global_batch_size": config.batch.micro_batch_size * replicas,
     }
     return _without_run(config.with_settings(settings), OptimizerConfig())

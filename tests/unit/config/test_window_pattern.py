@@ -29,8 +29,6 @@ def model_of(layers, *words):
         (8, "--window-attn-skip-freq ([1]*3+[0]*1)*2", "WWWF"),
         (5, "--window-attn-skip-freq 2*[1,0]+[1]", "WF"),
         (5, "--window-attn-skip-freq [1,1,0,1,0]", "WWFWF"),
-        (3, "--window-pattern W W W F", None),
-        (8, "--window-attn-skip-freq [1]*8", None),
         (4, "", None),
     ],
 )
@@ -51,7 +49,11 @@ def test_equal_kinds_of_layers_have_one_pattern(layers, words, pattern):
         ("--window-pattern ([1]*9999999999999)", "expected letters"),
         ("--window-pattern __import__('os')", "expected letters"),
         ("--window-attn-skip-freq [1]*3", "has 3 layers, but --num-layers is 4: correct one"),
-        ("--window-attn-skip-freq 1", "gives none of the 4 layers the window"),
+        ("--window-attn-skip-freq 1", "none of the 4 layers .*; remove --window-pattern and --window-size"),
+        (
+            "--window-pattern W W W W F",
+            "gives all 4 layers the window .*; remove --window-pattern, or change",
+        ),
         ("--window-rotary-base 500", "--window-rotary-base .*--window-pattern"),
     ],
 )

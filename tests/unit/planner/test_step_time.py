@@ -298,6 +298,32 @@ def test_a_window_saves_the_time_of_the_scores_outside_of_it() -> None:
     assert tenth.total < 0.8 * half.total < 0.8 * whole.total
 
 
+def test_layers_with_and_without_a_window_have_their_own_times_and_weights() -> None:
+    long = "--seq-length 16384 --max-position-embeddings 16384 --micro-batch-size 1 --world-size 2"
+    long += " --pipeline-model-parallel-size 2 --partition-method"
+    windows, none = (predicted(f"{long} stages:12,12 {window}") for window in ("--window-size 1024", ""))
+    pattern = f"--window-size 1024 --window-pattern {'W ' * 12} {'F ' * 12}"
+    halves = predicted(f"{long} stages:12,12 {pattern}")
+    assert (halves.stages[0].forward, halves.stages[0].backward) == pytest.approx(
+        (windows.stages[0].forward, windows.stages[0].backward), rel=1e-6
+    )
+    assert (halves.stages[1].forward, halves.stages[1].backward) == pytest.approx(
+        (none.stages[1].forward, none.stages[1].backward), rel=1e-6
+    )
+    assert halves.stages[0].forward < 0.7 * halves.stages[1].forward
+    mixed = predicted(f"{long} stages:11,13 --window-size 1024 --window-pattern F W")
+    layers = (6 * none.stages[0].forward + 5 * windows.stages[0].forward) / 12
+    assert mixed.stages[0].forward == pytest.approx(layers, rel=0.02)
+
+    def layers_of_stage_0(method: str) -> int:
+        plan = plan_stages(config_of(f"{long} {method} {pattern}"), VOCAB)
+        return plan.names[: plan.bounds[1]].count("ParallelTransformerLayerPipe")
+
+    assert layers_of_stage_0("time") > 13
+    assert layers_of_stage_0("type:@window|@full:3") == 16
+    assert layers_of_stage_0("type:transformer") == 12
+
+
 def test_one_process_reduces_no_gradients() -> None:
     step = predicted("--global-batch-size 8")
     assert step.reduction + step.exposed_communication < 1e-9 < step.optimizer
