@@ -78,11 +78,12 @@ def check_layout(config: Config) -> None:
             f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: weight "
             "gradients have separate passes, which do not divide the sequence; remove one of the two flags"
         )
-    elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+    elements = config.batch.micro_batch_size * config.seq_length_per_rank * config.model.hidden_size
     if config.training.partition_activations and elements % tensor:
+        length = "--seq-length / --context-parallel-size" if context > 1 else "--seq-length"
         raise ConfigError(
             f"--partition-activations: the {elements} elements of a layer's input (--micro-batch-size x "
-            f"--seq-length x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
+            f"{length} x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
             "change one of them"
         )
     if parallel.zero_stage >= 2 and pipeline > 1:

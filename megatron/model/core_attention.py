@@ -116,12 +116,14 @@ class CoreAttention(nn.Module):
             if choice == Implementation.TRITON:
                 outputs.append(self._flash_attention(*parts, document_ids, rate, seq))
                 continue
-            parts = tuple(x.permute(1, 2, 0, 3) for x in parts)
+            own, keys, values = (x.permute(1, 2, 0, 3) for x in parts)
             if choice == Implementation.SDPA:
                 bias = attention_bias.causal_lower_right(len(rows), rows.stop)
-                output = F.scaled_dot_product_attention(*parts, bias, scale=self.scale, enable_gqa=shares)
+                output = F.scaled_dot_product_attention(
+                    own, keys, values, bias, scale=self.scale, enable_gqa=shares
+                )
             else:
-                output = self._attend_by_blocks(*parts, document_ids, rate, rows, seq)
+                output = self._attend_by_blocks(own, keys, values, document_ids, rate, rows, seq)
             outputs.append(output.permute(2, 0, 1, 3))
         return torch.cat(outputs).flatten(2)
 

@@ -14,6 +14,7 @@ from megatron.config import Config, ModelConfig
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, training_attention
+from megatron.mpu.layout import CPGroup
 
 _FORWARD_AND_BACKWARD = 3
 _RECOMPUTED_FORWARD = 1
@@ -95,12 +96,14 @@ def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor. So without hidden
     dropout, the last matrix product of a group of layers is not recomputed.
     """
-    model, training = config.model, config.training
-    tokens = config.batch.micro_batch_size * model.seq_length
+    model, training, batch = config.model, config.training, config.batch.micro_batch_size
     attention = training_attention(config, has_window)
     window = model.window_size if has_window and attention == Implementation.TRITON else None
-    seq = model.seq_length
-    scores = 2 * config.batch.micro_batch_size * scores_within(window, seq, seq) * model.query_width
+    tokens = batch * config.seq_length_per_rank
+    # With context parallelism the queries of a chunk have products only with the keys up to its end.
+    chunks = CPGroup(size=config.parallel.context_parallel_size).chunks(model.seq_length)
+    scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
+    scores = 2 * batch * scores_of_head * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:
@@ -135,7 +138,7 @@ def recomputes_scores(config: Config) -> bool:
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:
     """Returns the FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
-    tokens = config.batch.micro_batch_size * config.model.seq_length
+    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
     forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
     return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 

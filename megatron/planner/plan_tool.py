@@ -179,6 +179,10 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     ):
         changes += [(f"{name} {2 * value}", {field: 2 * value})]
         changes += [(f"{name} {value // 2}", {field: value // 2})] if value % 2 == 0 else []
+    cp_size = parallel.context_parallel_size
+    cp_sizes = [2 * cp_size] if config.is_long_enough_for(2 * cp_size) else []
+    for size in cp_sizes + ([cp_size // 2] if cp_size % 2 == 0 else []):
+        changes.append((f"context-parallel size {size}", {"parallel.context_parallel_size": size}))
     recomputes = not config.training.recomputes_layers
     change: dict[str, object] = {
         "training.checkpoint_activations": recomputes,

@@ -33,8 +33,6 @@ from megatron.planner.simulation.stage_costs import stage_costs
 from megatron.planner.step_time import Cluster, Rank, find_cluster
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-MIN_CONTEXT_TOKENS = 8192
-"""Smallest number of tokens of a sequence on a context-parallel rank in a search: shorter sequences fit."""
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
 VIRTUAL_STAGES = (2, 4)
 PLANNED = 30
@@ -163,10 +161,9 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
 
 
 def _context_and_pipeline_sizes(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yields (CP, PP) that divide `ranks`. CP above 1 leaves each rank at least MIN_CONTEXT_TOKENS tokens."""
-    seq_length = config.model.seq_length
+    """Yields (CP, PP) that divide `ranks`, with CP above 1 only for long sequences."""
     for cp_size in _divisors(ranks):
-        is_possible = seq_length % (2 * cp_size) == 0 and seq_length // cp_size >= MIN_CONTEXT_TOKENS
+        is_possible = config.model.seq_length % (2 * cp_size) == 0 and config.is_long_enough_for(cp_size)
         if cp_size == 1 or is_possible:
             for pp_size in _divisors(ranks // cp_size):
                 yield cp_size, pp_size
@@ -235,7 +232,7 @@ class _Estimator:
         if training.recomputes_layers:
             backward, held = backward + forward, layer.input_bytes * batch
         padded = padded_vocab_size(self._vocab_size, model, tp_size)
-        tokens, flops = batch * model.seq_length, head_flops(config, padded)
+        tokens, flops = batch * config.seq_length_per_rank, head_flops(config, padded)
         product = Kernel("mm", flops, 0.0, (tokens, padded / tp_size, model.hidden_size))
         head = self._cluster.kernel_seconds(product, config.precision.name)
         seconds = forward + backward

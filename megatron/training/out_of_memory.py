@@ -129,6 +129,8 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
         if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
             yield "optimizer.use_bnb_optimizer", True
         yield "parallel.cpu_offload", True
+    if config.is_long_enough_for(2 * parallel.context_parallel_size):
+        yield "parallel.context_parallel_size", 2 * parallel.context_parallel_size
     yield "parallel.tensor_model_parallel_size", 2 * parallel.tensor_model_parallel_size
     if not parse_partition_method(parallel.partition_method).stages:
         yield "parallel.pipeline_model_parallel_size", 2 * parallel.pipeline_model_parallel_size
