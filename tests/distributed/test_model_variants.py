@@ -136,7 +136,7 @@ def initial_weights_and_history(row, changes):
     return weights, train(engine, range(STEPS))
 
 
-@pytest.mark.gate(rows=4, also=["llama"])
+@pytest.mark.gate(rows=4, also=["llama", "gemma3"])
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
@@ -210,10 +210,15 @@ LAYOUTS = {
     "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
     "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
     "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
-    "pattern-tp2-pp2-uneven-cp2": (
+    "pattern-cp2-pp2-uneven": (
         PATTERN,
-        Row(tp=2, pp=2, cp=2),
-        {"parallel": {"sequence_parallel": True, "partition_method": "stages:E+3,1+L"}},
+        Row(cp=2, pp=2),
+        {"parallel": {"partition_method": "stages:E+3,1+L"}},
+    ),
+    "pattern-tp2-cp2-pp2-uneven-sequence": (
+        PATTERN,
+        Row(tp=2, cp=2, pp=2),
+        {"parallel": {"sequence_parallel": True, "partition_method": "stages:E+1,3+L"}},
     ),
     "pattern-pp2-interleaved-dropout": (
         {**PATTERN, **DROPOUT},
@@ -239,7 +244,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=1, also=["pattern-cp2-pp2-uneven"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, layout = LAYOUTS[name]
