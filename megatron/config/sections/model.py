@@ -111,7 +111,7 @@ class ModelConfig(Section):
         metavar="TOKENS",
         summary="window of {} tokens",
         help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens before "
-        "it",
+        "it. Megatron-LM's LEFT,0 does not count the token itself: give LEFT + 1",
     )
     window_pattern: tuple[str, ...] | None = flag(
         None,
