@@ -50,9 +50,10 @@ def _evaluated(node: ast.expr) -> list[int]:
     """Returns the list of an expression of [0, 1], + and *. Raises ValueError for anything else."""
     match node:
         case ast.List(elts=elements):
-            numbers = [element.value for element in elements if isinstance(element, ast.Constant)]
-            if len(numbers) == len(elements) and all(type(n) is int and n in (0, 1) for n in numbers):
-                return [int(n) for n in numbers if isinstance(n, int)]
+            values = [element.value for element in elements if isinstance(element, ast.Constant)]
+            numbers = [value for value in values if isinstance(value, int) and value in (0, 1)]
+            if len(numbers) == len(elements):
+                return numbers
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _evaluated(left) + _evaluated(right)
         case (

@@ -340,7 +340,8 @@ class ParallelSelfAttention(nn.Module):
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
-        self.rotary = context.rotary and context.rotary[context.has_window(layer_index)]
+        tables = context.rotary
+        self.rotary = None if tables is None else tables[context.has_window(layer_index)]
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
