@@ -80,7 +80,7 @@ PATTERN = {
 GEMMA3 = {
     **{**PATTERN, "glu_activation": "geglu_tanh", "layer_arrangement": "pre-post-norm", "qk_layernorm": True},
     **{"apply_layernorm_1p": True, "scale_embeddings": True, "untie_embeddings_and_output_weights": False},
-    "softmax_scale": 24**-0.5,
+    **{"softmax_scale": 24**-0.5, "init_method_std": 0.1},
 }
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.

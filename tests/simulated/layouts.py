@@ -115,9 +115,9 @@ LAYOUTS = {
     "pipeline-2-window-pattern": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 14 --bf16 "
     f"{LLAMA} {GROUPS} --window-size 32 --window-pattern W W F --partition-method stages:E+4,10+L "
     "--reset-attention-mask",
-    "pipeline-2-window-pattern-recompute": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 21 "
+    "pipeline-2-window-pattern-recompute": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 20 "
     f"--bf16 {LLAMA} --window-size 32 --window-pattern W W W F --window-rotary-base 500 "
-    "--partition-method stages:E+6,15+L --checkpoint-activations --checkpoint-num-layers 3",
+    "--partition-method stages:E+6,14+L --checkpoint-activations --checkpoint-num-layers 2",
     "data-2-zero3-window-pattern": f"--world-size 2 --bf16 --zero-stage 3 {LLAMA} "
     "--window-size 32 --window-pattern W F",
     "alone-qk-layernorm-absolute": "--bf16 --qk-layernorm",
