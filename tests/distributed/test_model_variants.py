@@ -226,6 +226,7 @@ LAYOUTS = {
         {**INTERLEAVED, "training": {"checkpoint_num_layers": 2}},
     ),
     "gemma3-tp2-pp2-sequence-recompute": (GEMMA3, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
+    "gemma3-tp2-pp2-bf16": (GEMMA3, Row(tp=2, pp=2, precision="bf16"), {}),
     "gemma3-tp4-dp2-zero3": (GEMMA3, Row(tp=4, dp=2, micro_batch=2), ZERO3),
     "gemma3-cp2-pp2-zero-bubble": (
         GEMMA3,
