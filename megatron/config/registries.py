@@ -100,12 +100,18 @@ GLU_ACTIVATIONS = Registry(
     },
 )
 
-# Modules with __init__(size, epsilon, use_apex, zero_centered), [..., size] -> [..., size].
+# Modules with __init__(size, epsilon, use_apex), [..., size] -> [..., size]. Those with apply_layernorm_1p
+# among their settings get a fourth argument, True, if it is set.
+_CENTERED = ("apply_layernorm_1p",)
 NORMALIZATIONS = Registry(
     "--normalization",
     {
-        "LayerNorm": Choice("layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm"),
-        "RMSNorm": Choice("RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm"),
+        "LayerNorm": Choice(
+            "layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm", settings=_CENTERED
+        ),
+        "RMSNorm": Choice(
+            "RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm", settings=_CENTERED
+        ),
     },
 )
 

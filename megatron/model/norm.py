@@ -16,11 +16,15 @@ def norm_class(config: Config) -> type[nn.Module]:
     return NORMALIZATIONS.load(config.model.normalization)
 
 
-def norm_arguments(config: Config, size: int | None = None) -> tuple[int, float, bool, bool]:
+def norm_arguments(
+    config: Config, size: int | None = None
+) -> tuple[int, float, bool] | tuple[int, float, bool, bool]:
     """Returns the arguments of `norm_class`. size: None for the hidden size."""
     model = config.model
-    use_apex, zero_centered = config.optimizer.use_apex, model.apply_layernorm_1p
-    return size or model.hidden_size, model.layernorm_epsilon, use_apex, zero_centered
+    arguments = (size or model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex)
+    if model.apply_layernorm_1p and "apply_layernorm_1p" not in model.unused_fields():
+        return (*arguments, True)
+    return arguments
 
 
 def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
