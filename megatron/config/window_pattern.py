@@ -17,8 +17,8 @@ _MAX_LAYERS = 100_000
 
 
 def window_pattern(words: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Returns the shortest pattern of letters that gives `num_layers` layers the same kinds. Raises
-    ConfigError for an invalid pattern."""
+    """Returns the shortest pattern of letters that describes `num_layers` layers. Raises ConfigError for an
+    invalid pattern."""
     text = "".join(words)
     letters = _letters(text, num_layers)
     kinds = (letters * -(-num_layers // len(letters)))[:num_layers]

@@ -72,7 +72,7 @@ class LayerContext:
         if rotary is None:
             return None
         full = rotary(model, self.cp_group)
-        # Without a pattern all layers have one table, and so do kinds with the same frequencies.
+        # One table for all layers without a pattern, and for kinds with equal frequencies.
         window = full
         if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type):
             base = model.window_rotary_base or model.rotary_base

@@ -225,11 +225,10 @@ class _Parts:
         known, count = self._groups, len(self.stage)
         if has_first and has_last and count <= len(known):
             return known
-        inner = dict(zip(self.kinds, known, strict=True))  # the last group of each kind
-        if self.prefetches and len(known) > 2:
-            inner |= dict(
-                zip(self.kinds[:-1], known, strict=False)
-            )  # the model's last group prefetches nothing
+        groups = list(zip(self.kinds, known, strict=True))
+        inner = dict(groups)  # the last group of each kind
+        if self.prefetches and len(known) > 2:  # the last group of the model prefetches nothing
+            inner |= dict(groups[:-1])
         found = [inner[kind] for kind in self.stage]
         # The first layer of each kind in a stage also computes the tensors that all its layers share.
         if has_first or self.outputs_of(self.begins - 1) == known[0].output:
@@ -237,7 +236,7 @@ class _Parts:
                 found[self.stage.index(kind)] = known[self.kinds.index(kind)]
         if count > 1 and has_last:
             found[-1] = known[-1]
-        if self.prefetches:
+        if self.prefetches and has_first and has_last:
             found[:2] = known[:2]
         return found
 
