@@ -111,7 +111,7 @@ def plan_stages(
         memory = find_memory_costs(config, vocab_size)
     partition = partition_layers(
         parse_partition_method(parallel.partition_method),
-        replace(table, seconds=_per_layer(table.kinds, seconds), memory=memory),
+        replace(table, seconds=_per_layer(layer_kinds(names, config.model), seconds), memory=memory),
         PipelineShape(
             parallel.pipeline_model_parallel_size, parallel.stages_per_rank, parallel.schedule.is_v_schedule
         ),
@@ -159,8 +159,8 @@ def layer_table(config: Config, vocab_size: int, names: list[str], parameters: l
         for index, name in enumerate(names)
     ]
     layer_flops[head] = flops.head_flops(config, padded)
-    kinds = layer_kinds(names, config.model)
-    return LayerTable(names, held_parameters(config, names, parameters), layer_flops, kinds)
+    types = layer_types(names, config.model)
+    return LayerTable(names, held_parameters(config, names, parameters), layer_flops, types)
 
 
 def held_parameters(config: Config, names: list[str], parameters: list[int]) -> list[int]:
@@ -193,16 +193,23 @@ def _per_layer(kinds: list[str], seconds: dict[str, float] | None) -> list[float
     return times
 
 
+def layer_types(names: list[str], model: ModelConfig) -> list[str]:
+    """Returns the name of each layer. With --window-pattern the names of transformer layers end with @window or
+    @full."""
+    if model.window_pattern is None:
+        return names
+    first = names.index(TRANSFORMER_LAYER)
+    ends = {True: "@window", False: "@full"}
+    return [
+        name + ends[model.has_window(index - first)] if name == TRANSFORMER_LAYER else name
+        for index, name in enumerate(names)
+    ]
+
+
 def layer_kinds(names: list[str], model: ModelConfig) -> list[str]:
-    """Returns the kind of each layer: its name, with @first for the embedding and @last for the head; with
-    --window-pattern also with @window for transformer layers with a window, and @full for those without."""
-    first, layer = names.index(EMBEDDING), names.index(TRANSFORMER_LAYER)
-    kinds = []
-    for index, name in enumerate(names):
-        place = ""
-        if name == EMBEDDING:
-            place = "@first" if index == first else "@last"
-        elif name == TRANSFORMER_LAYER and model.window_pattern:
-            place = "@window" if model.has_window(index - layer) else "@full"
-        kinds.append(name + place)
-    return kinds
+    """Returns the kind of each layer: its type, with @first for the embedding and @last for the head."""
+    first = names.index(EMBEDDING)
+    return [
+        f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
+        for index, name in enumerate(layer_types(names, model))
+    ]
