@@ -194,8 +194,8 @@ def _per_layer(kinds: list[str], seconds: dict[str, float] | None) -> list[float
 
 
 def layer_types(names: list[str], model: ModelConfig) -> list[str]:
-    """Returns the name of each layer. With --window-pattern the names of transformer layers end with @window or
-    @full."""
+    """Returns the name of each layer. With --window-pattern the names of transformer layers end with @window
+    or @full."""
     if model.window_pattern is None:
         return names
     first = names.index(TRANSFORMER_LAYER)
