@@ -55,12 +55,12 @@ def check_layout(config: Config) -> None:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
-    if parallel.world_size % (tensor * context * pipeline):
+    if parallel.world_size % parallel.ranks_per_replica:
         by_context = f"--context-parallel-size {context} x " if context > 1 else ""
         number = "three" if context > 1 else "two"
         raise ConfigError(
             f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
-            f"{by_context}--pipeline-model-parallel-size {pipeline} = {tensor * context * pipeline}: start a "
+            f"{by_context}--pipeline-model-parallel-size {pipeline} = {parallel.ranks_per_replica}: start a "
             f"multiple of that (--world-size with --dry-run), or change one of the {number}"
         )
     if context > 1 and config.model.seq_length % parallel.length_multiple:

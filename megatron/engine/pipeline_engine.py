@@ -27,7 +27,8 @@ from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig, share_out
+from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
+from megatron.shares import share_out
 
 
 class GPTEngine(ScheduleExecutor):
@@ -246,10 +247,7 @@ def mixed_precision_optimizer(
         dp_size=layout.dp_cp_size,
         dp_rank=layout.dp_cp_rank,
         model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
-        description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
-        f"TP rank {layout.tp_rank}, "
-        + (f"CP rank {layout.cp_rank}, " if layout.cp_size > 1 else "")
-        + f"DP rank {layout.dp_rank})",
+        description=f"rank {layout.rank} ({layout.place})",
         stage=_stage_group(layout, tp_group, model) if config.optimizer.updates_matrices else None,
     )
     buckets = _buckets(model, parallel.bucket_size)

@@ -151,7 +151,7 @@ class EmbeddingPipe(nn.Module):
         if model.scale_embeddings:
             dtype = PARAMETER_DTYPES[context.config.precision.name]
             self.multiplier *= torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
-        self.dropout_rng, self.dropout_shard = context.dropout_rng, context.dropout_shard
+        self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
             mark_sequence_parallel_grads(self)
@@ -177,8 +177,8 @@ class EmbeddingPipe(nn.Module):
         if self.training and self.dropout_rate > 0:
             rate, rng, salt = self.dropout_rate, self.dropout_rng, "embedding.dropout"
             batch_dim = 1 if self.sequence_parallel else 0
-            shard = self.dropout_shard(hidden, 1 - batch_dim)
-            hidden = dropout(hidden, rate, rng, salt, batch_dim=batch_dim, **shard, tp_group=self.tp_group)
+            part = self.dropout_part(hidden, 1 - batch_dim)
+            hidden = dropout(hidden, rate, rng, salt, batch_dim=batch_dim, part=part, tp_group=self.tp_group)
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
     @property
@@ -239,7 +239,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.layer_index, self.metrics = layer_index, context.metrics
         self.tp_group = context.tp_group
-        self.dropout_rng, self.dropout_shard = context.dropout_rng, context.dropout_shard
+        self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
         if context.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
@@ -258,10 +258,10 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     @not_compiled  # hashes the layer's index in Python
     def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
-        salt, shard = f"{self.layer_index}.{block}.hidden_dropout", self.dropout_shard(output, 0)
+        salt, part = f"{self.layer_index}.{block}.hidden_dropout", self.dropout_part(output, 0)
         rate, rng, tp_group = self.dropout_rate, self.dropout_rng, self.tp_group
         return dropout_add(
-            output, residual, rate, rng, salt, bias=bias, batch_dim=1, **shard, tp_group=tp_group
+            output, residual, rate, rng, salt, bias=bias, batch_dim=1, part=part, tp_group=tp_group
         )
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
@@ -84,14 +83,14 @@ class LayerContext:
         """Whether activations outside attention and MLP are sharded along the sequence (arXiv 2205.05198)."""
         return self.config.parallel.sequence_parallel and self.tp_group.size > 1
 
-    def dropout_shard(self, hidden: Tensor, dim: int) -> dict[str, Any]:
-        """Returns which part of the full activation a hidden state is, as arguments of `mpu.random.dropout`.
-        dim: its sequence dimension."""
-        if self.cp_group.size == 1:
-            return {"shard_dim": dim if self.sequence_parallel else None}
+    def dropout_part(self, hidden: Tensor, dim: int) -> Part | None:
+        """Returns which part of the full activation a hidden state is, for `mpu.random.dropout`. dim: its
+        sequence dimension."""
         tp_group = self.tp_group if self.sequence_parallel else TPGroup()
+        if tp_group.size == self.cp_group.size == 1:
+            return None
         seq = hidden.shape[dim] * tp_group.size * self.cp_group.size
-        return {"part": Part(dim, tensor_shard(self.cp_group.chunks(seq), tp_group), seq)}
+        return Part(dim, tensor_shard(self.cp_group.chunks(seq), tp_group), seq)
 
     @property
     def resets_rotary_positions(self) -> bool:

@@ -123,17 +123,27 @@ class ParallelLayout:
         """Number of ranks of each pipeline rank."""
         return self.tp_size * self.dp_cp_size
 
+    def coordinates_of(self, rank: int) -> tuple[int, int, int, int]:
+        """Returns the pipeline, data, context and tensor coordinates of a rank."""
+        rest, tensor = divmod(rank, self.tp_size)
+        rest, context = divmod(rest, self.cp_size)
+        return (*divmod(rest, self.dp_size), context, tensor)
+
+    def rank_at(self, pipeline: int, data: int, context: int, tensor: int) -> int:
+        """Inverts `coordinates_of`."""
+        return ((pipeline * self.dp_size + data) * self.cp_size + context) * self.tp_size + tensor
+
     @property
     def tp_rank(self) -> int:
-        return self.rank % self.tp_size
+        return self.coordinates_of(self.rank)[3]
 
     @property
     def cp_rank(self) -> int:
-        return self.rank // self.tp_size % self.cp_size
+        return self.coordinates_of(self.rank)[2]
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // (self.tp_size * self.cp_size) % self.dp_size
+        return self.coordinates_of(self.rank)[1]
 
     @property
     def dp_cp_size(self) -> int:
@@ -143,11 +153,17 @@ class ParallelLayout:
     @property
     def dp_cp_rank(self) -> int:
         """Index of this rank among the `dp_cp_size` ranks that hold the same parameters."""
-        return self.rank // self.tp_size % self.dp_cp_size
+        return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def pipeline_stage(self) -> int:
-        return self.rank // self.ranks_per_stage
+        return self.coordinates_of(self.rank)[0]
+
+    @property
+    def place(self) -> str:
+        """The coordinates of `rank`, for messages."""
+        context = f"CP rank {self.cp_rank}, " if self.cp_size > 1 else ""
+        return f"stage {self.pipeline_stage}, TP rank {self.tp_rank}, {context}DP rank {self.dp_rank}"
 
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:

@@ -390,7 +390,7 @@ def time_shares(step: StepTime) -> str:
         for index, seconds in enumerate((stage.matmul, stage.memory, stage.communication)):
             parts[index] += step.micro_batches * seconds
     busiest = max(by_rank.values(), key=sum)
-    names = ("matrix products", "other kernels", "tensor-parallel and ZeRO collectives")
+    names = ("matrix products", "other kernels", "collectives of TP, CP and ZeRO")
     shares = dict(zip(names, busiest, strict=True))
     shares["waits in the pipeline"] = max(step.pipeline - sum(busiest), 0.0)
     shares["gradient reduction"] = step.reduction

@@ -1,5 +1,7 @@
 """Context parallelism trains with the numbers of one process, with any schedule, mask and ZeRO stage."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from tests.distributed.parity import (
 )
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.support.checkpoints import state_after
+from tests.support.golden import BOUND as GOLDEN_BOUND
+from tests.support.golden import GOLDEN_ROWS, committed
 from tests.support.layouts import DROPOUT, STEPS, Row, relative_errors, train_layout
 from tests.support.pool import run_world
 
@@ -23,6 +27,7 @@ DOCUMENTS = {"data": {"reset_attention_mask": True, "reset_position_ids": True}}
 WINDOW = {"model": {"window_size": 7}}
 DROPPED = {"model": DROPOUT}
 PLAIN = {"training": {"loss_implementation": "plain"}}
+PARTITIONED = {"training": {"checkpoint_activations": True, "partition_activations": True}}
 ZERO_BUBBLE = {"parallel": {"pipeline_schedule": "zero-bubble"}}
 
 
@@ -49,6 +54,7 @@ ROWS = [
     row(DROPPED, DOCUMENTS, cp=2, tp=2, pp=2, positions="alibi"),
     row(GROUPED, cp=2, pp=2, dp=2, zero=1, positions="rotary", layout=INTERLEAVED),
     row(DROPPED, WINDOW, cp=4, pp=2, recompute=True, layout=ZERO_BUBBLE),
+    row(cp=2, tp=2, recompute=True, layout=PARTITIONED),
     row(cp=2, pp=2, tp=2, layout=merged(DUALPIPEV, SEQUENCE_PARALLEL)),
 ]
 
@@ -60,6 +66,25 @@ def test_context_parallelism_has_the_numbers_of_one_process(row, numbers, layout
     for history in run_world(row.world_size, train_layout, row, steps, **merged(numbers, layout)):
         errors = relative_errors(history, expected)
         assert max(errors) <= BOUND, errors
+
+
+GOLDEN = {
+    "absolute on one process": {"cp": 4},
+    "rotary with a gated MLP, TP 2": {"cp": 2},
+    "alibi with a norm after the embedding, PP 2 x DP 2, ZeRO 1": {"cp": 2, "dp": 1},
+    "dropout with recomputation, PP 2": {"cp": 2},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_golden_losses_are_those_of_context_parallel_ranks(name):
+    golden, changes = GOLDEN_ROWS[name]
+    row = replace(golden, **GOLDEN[name])
+    expected = [tuple(step) for step in committed()[name]]
+    assert len(expected) == STEPS == 20
+    for history in run_world(row.world_size, train_layout, row, **changes):
+        assert max(relative_errors(history, expected)) <= GOLDEN_BOUND
 
 
 @pytest.mark.full

@@ -249,7 +249,12 @@ class ParallelConfig(Section):
     @property
     def data_parallel_size(self) -> int:
         """Data-parallel size (DP): number of replicas of the model."""
-        return self.world_size // (
+        return self.world_size // self.ranks_per_replica
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that compute the samples of one data-parallel replica: TP x CP x PP."""
+        return (
             self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
         )
 

@@ -60,7 +60,7 @@ function stepParts(step) {
   return [
     { name: "matrix products", color: "matmul", value: matmul },
     { name: "other kernels", color: "other", value: other },
-    { name: "tensor-parallel and ZeRO collectives", color: "tensor", value: tensor },
+    { name: "collectives of TP, CP and ZeRO", color: "tensor", value: tensor },
     { name: "waits in the pipeline", color: "waits", value: waits },
     { name: "gradient reduction", color: "reduction", value: step.reduction },
     { name: "optimizer", color: "optimizer", value: step.optimizer },
