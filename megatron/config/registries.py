@@ -148,7 +148,7 @@ LAYER_ARRANGEMENTS = Registry(
         ),
         "pre-post-norm": LayerArrangement(
             "attention, then MLP, each x + norm(f(norm(x))), as in Gemma 3 (arXiv:2503.19786)",
-            "megatron.model.gpt_model:pre_post_norm",
+            "megatron.model.gpt_model:post_norm",
             norms=(
                 *("input_layernorm", "post_attention_layernorm"),
                 *("pre_mlp_layernorm", "post_mlp_layernorm"),

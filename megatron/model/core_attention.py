@@ -37,7 +37,7 @@ class CoreAttention(nn.Module):
         self.dropout_rate = context.config.model.attention_dropout
         self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
         self.recompute = context.config.training.recomputes_attention
-        self.masks = context.masks[context.has_window(layer_index)]
+        self.masks = context.masks(layer_index)
         self.tp_group, self.cp_group = context.tp_group, context.cp_group
         self.dropout_rng = context.dropout_rng
 

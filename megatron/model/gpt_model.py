@@ -51,7 +51,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, TIED_EMBEDDING
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
 from megatron.mpu.compilation import not_compiled
@@ -147,10 +147,7 @@ class EmbeddingPipe(nn.Module):
         self.fp32_residual = context.config.precision.fp32_residual_connection
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
-        self.multiplier = model.embedding_multiplier
-        if model.scale_embeddings:
-            dtype = PARAMETER_DTYPES[context.config.precision.name]
-            self.multiplier *= torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        self.multiplier = context.embedding_multiplier
         self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
@@ -226,7 +223,7 @@ class ParallelTransformerLayerPipe(nn.Module):
 
         def norm(name: str) -> nn.Module:
             if name not in LAYER_ARRANGEMENTS[model.layer_arrangement].norms:
-                return nn.Identity()  # not called
+                return nn.Identity()
             return norm_class(context.config)(*norm_arguments(context.config))
 
         self.input_layernorm = norm("input_layernorm")
@@ -279,18 +276,11 @@ def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tenso
 
 
 def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(norm(attention(x))), then x = x + dropout(norm(mlp(x))).
+    """x = x + dropout(norm(attention(y))), then x = x + dropout(norm(mlp(y))), where y is x or norm(x).
 
-    OLMo 2 has this arrangement (arXiv 2501.00656, section 3.2). The original Transformer normalizes the sum.
+    OLMo 2 has y = x (arXiv 2501.00656, section 3.2), Gemma 3 has y = norm(x) (pre-post-norm, arXiv
+    2503.19786). The original Transformer normalizes the sum.
     """
-    output = layer.post_attention_layernorm(layer.self_attention(x, document_ids))
-    x = layer.dropout_add(output, x, "self_attention")
-    return layer.dropout_add(layer.post_mlp_layernorm(layer.mlp(x)), x, "mlp")
-
-
-def pre_post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(norm(attention(norm(x)))), then x = x + dropout(norm(mlp(norm(x)))): Gemma 3 (arXiv
-    2503.19786)."""
     output = layer.self_attention(layer.input_layernorm(x), document_ids)
     x = layer.dropout_add(layer.post_attention_layernorm(output), x, "self_attention")
     output = layer.mlp(layer.pre_mlp_layernorm(x))
@@ -340,8 +330,7 @@ class ParallelSelfAttention(nn.Module):
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
-        tables = context.rotary
-        self.rotary = None if tables is None else tables[context.has_window(layer_index)]
+        self.rotary = context.rotary(layer_index)
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)

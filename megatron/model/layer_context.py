@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.context_parallel import tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
@@ -48,13 +49,30 @@ class LayerContext:
         """The components that --position-embedding-type uses."""
         return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
 
-    def has_window(self, layer_index: int) -> bool:
-        """Returns whether the layer with this index in the layer list has the window of --window-size."""
+    @property
+    def embedding_multiplier(self) -> float:
+        """Multiplier of the embedding output. --scale-embeddings rounds its factor like a weight."""
+        model = self.config.model
+        if not model.scale_embeddings:
+            return model.embedding_multiplier
+        dtype = PARAMETER_DTYPES[self.config.precision.name]
+        factor: float = torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        return model.embedding_multiplier * factor
+
+    def masks(self, layer_index: int) -> AttentionMasks:
+        """Returns the attention biases of a layer of the layer list, for this rank's heads."""
+        return self._masks[self._has_window(layer_index)]
+
+    def rotary(self, layer_index: int) -> RotaryEmbedding | None:
+        """Returns the rotary tables of a layer, or None with other position embeddings."""
+        return None if self._rotary is None else self._rotary[self._has_window(layer_index)]
+
+    def _has_window(self, layer_index: int) -> bool:
         return self.config.model.has_window(layer_index - FIRST_TRANSFORMER_LAYER)
 
     @cached_property
-    def masks(self) -> dict[bool, AttentionMasks]:
-        """Attention biases for this rank's heads, by whether a layer has a window."""
+    def _masks(self) -> dict[bool, AttentionMasks]:
+        """The masks that all layers with a window share (True), and all layers without (False)."""
         slopes, all_slopes = None, self.positions.slopes
         if all_slopes is not None:
             heads = self.config.model.num_attention_heads // self.tp_group.size
@@ -65,14 +83,13 @@ class LayerContext:
         return {kind: AttentionMasks(slopes, within_documents, window) for kind, window in windows.items()}
 
     @cached_property
-    def rotary(self) -> dict[bool, RotaryEmbedding] | None:
-        """Rotary tables, by whether a layer has a window, or None with other position embeddings."""
+    def _rotary(self) -> dict[bool, RotaryEmbedding] | None:
+        """The tables of all layers with a window (True) and without (False): one table if their frequencies
+        are equal."""
         rotary, model = self.positions.rotary, self.config.model
         if rotary is None:
             return None
-        full = rotary(model, self.cp_group)
-        # One table for all layers without a pattern, and for kinds with equal frequencies.
-        window = full
+        full = window = rotary(model, self.cp_group)
         if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type):
             base = model.window_rotary_base or model.rotary_base
             window = rotary(replace(model, rotary_base=base, rope_scaling_type=None), self.cp_group)
@@ -95,7 +112,7 @@ class LayerContext:
     @property
     def resets_rotary_positions(self) -> bool:
         """Whether rotary positions count from the start of each document."""
-        return self.rotary is not None and self.config.data.reset_position_ids
+        return self.positions.rotary is not None and self.config.data.reset_position_ids
 
     @property
     def layers_need_document_ids(self) -> bool:

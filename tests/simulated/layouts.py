@@ -124,6 +124,9 @@ LAYOUTS = {
     "tensor-2-qwen3": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {QWEN3}",
     "tensor-2-olmo2-recompute": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {OLMO2} "
     "--checkpoint-activations",
+    "pipeline-2-tensor-2-gemma3": "--world-size 4 --pipeline-model-parallel-size 2 --bf16 --num-layers 7 "
+    f"--tensor-model-parallel-size 2 {QWEN3} --glu-activation geglu_tanh --layer-arrangement pre-post-norm "
+    "--apply-layernorm-1p --scale-embeddings --window-size 32 --window-pattern W W W W W F",
     "tensor-2-neox-sequence": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {NEOX} "
     "--sequence-parallel",
     "pipeline-2-tensor-2-olmo2": "--world-size 4 --pipeline-model-parallel-size 2 "
