@@ -36,7 +36,7 @@ class CPGroup:
     """The context-parallel group of this rank: its rank in the group, the group's size, the process group.
 
     A sequence is divided into 2 x `size` equal chunks. Rank i holds the chunks i and 2 x `size` - 1 - i, so
-    that causal attention is the same work on every rank (Llama 3, arXiv 2407.21783, section 3.3.2). `group`
+    that causal attention is equal work on every rank (Llama 3, arXiv 2407.21783, section 3.3.2). `group`
     is None if `size` is 1: then each rank holds whole sequences, and nothing communicates.
     """
 
@@ -64,7 +64,7 @@ class ParallelLayout:
     Megatron-LM. So the ranks of a tensor-parallel group are consecutive, and share a node if TP divides the
     number of GPUs per node.
 
-    The ranks of a context-parallel group read the same samples and hold the same parameters, so gradients are
+    The ranks of a context-parallel group read equal samples and hold equal parameters, so gradients are
     reduced, and ZeRO shards, over the data- and context-parallel ranks together (`dp_cp_size`). This group is
     the axis `data` of DeepSpeed's topology.
     """
@@ -147,12 +147,12 @@ class ParallelLayout:
 
     @property
     def dp_cp_size(self) -> int:
-        """Number of ranks that hold the same parameters: DP x CP."""
+        """Number of ranks with equal parameters: DP x CP."""
         return self.dp_size * self.cp_size
 
     @property
     def dp_cp_rank(self) -> int:
-        """Index of this rank among the `dp_cp_size` ranks that hold the same parameters."""
+        """Index of this rank among the `dp_cp_size` ranks with equal parameters."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     @property

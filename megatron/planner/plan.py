@@ -247,8 +247,9 @@ def _calls(
             (stage + 1, costs.outputs, costs.sends, (("forward", "send"), ("backward", "recv_"))),
         ):
             if parts and plan.rank_of(neighbor) != rank:
-                size = spec_bytes(specs) / parts
                 for during, operation in operations:
+                    sent = specs if during == "forward" else specs[:1]  # document ids have no gradient
+                    size = spec_bytes(sent) / parts
                     yield during, micro_batches, Collective("stages", operation, size)
     after = chain(*update.reductions, update.reduce, update.step, *update.gathers)
     yield from (("step", 1, action) for action in after if isinstance(action, Collective))

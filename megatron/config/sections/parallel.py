@@ -260,7 +260,7 @@ class ParallelConfig(Section):
 
     @property
     def dp_cp_size(self) -> int:
-        """Number of ranks that hold the same parameters: DP x CP. Gradients are reduced over them."""
+        """Number of ranks with equal parameters: DP x CP. Gradients are reduced over them."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
