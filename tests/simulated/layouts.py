@@ -130,6 +130,8 @@ LAYOUTS = {
     "pipeline-2-window-pattern-recompute": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 20 "
     f"--bf16 {LLAMA} --window-size 32 --window-pattern W W W F --window-rotary-base 500 "
     "--partition-method stages:E+6,14+L --checkpoint-activations --checkpoint-num-layers 2",
+    "context-2-window-pattern": "--world-size 2 --context-parallel-size 2 --bf16 --window-size 48 "
+    f"--window-pattern W F {LLAMA} {GROUPS}",
     "data-2-zero3-window-pattern": f"--world-size 2 --bf16 --zero-stage 3 {LLAMA} "
     "--window-size 32 --window-pattern W F",
     "alone-qk-layernorm-absolute": "--bf16 --qk-layernorm",
