@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.config.config import Config
-from megatron.config.fields import flag_of, option_name
+from megatron.config.fields import flag_of, option_name, value_text
 from megatron.config.sections.model import ModelConfig
+from megatron.config.window_pattern import WINDOW
 from megatron.errors import ConfigError
 
 MEGATRON_MODEL_ARGS = tuple(
@@ -38,7 +39,7 @@ def argument_differences(config: Config, saved: Mapping[str, Any], names: Collec
 def model_summary(model: ModelConfig) -> str:
     """Returns sizes and variants of the model in one line, for logs and reports."""
     variants = [
-        summary.format(value)
+        summary.format(value_text(value) if isinstance(value, tuple) else value)
         for field in dataclasses.fields(ModelConfig)
         if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
     ]
@@ -91,6 +92,14 @@ def check_model(config: Config) -> None:
         raise ConfigError(
             f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
             "change one of them"
+        )
+    if model.window_pattern is not None and len(model.window_pattern) == 1:
+        which, flags = (
+            ("all", "") if model.window_pattern == (WINDOW,) else ("none of the", " and --window-size")
+        )
+        raise ConfigError(
+            f"--window-pattern gives {which} {model.num_layers} layers the window of --window-size: expected "
+            f"layers with and without it; remove --window-pattern{flags}, or change the pattern"
         )
     if model.pad_vocab_size_to is not None:
         check_vocab_divides(model.pad_vocab_size_to, tensor)

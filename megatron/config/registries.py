@@ -91,18 +91,27 @@ GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
         "geglu": Choice("GELU", "torch.nn.functional:gelu"),
+        "geglu_tanh": Choice(
+            "GELU with the tanh approximation, as in Gemma", "megatron.model.activations:gelu"
+        ),
         "liglu": Choice("identity", "megatron.model.activations:identity"),
         "reglu": Choice("ReLU", "torch.nn.functional:relu"),
         "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
     },
 )
 
-# Modules with __init__(hidden_size, epsilon, use_apex), [..., hidden] -> [..., hidden].
+# Modules with __init__(size, epsilon, use_apex), [..., size] -> [..., size]. Those with apply_layernorm_1p
+# among their settings get a fourth argument, True, if it is set.
+_CENTERED = ("apply_layernorm_1p",)
 NORMALIZATIONS = Registry(
     "--normalization",
     {
-        "LayerNorm": Choice("layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm"),
-        "RMSNorm": Choice("RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm"),
+        "LayerNorm": Choice(
+            "layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm", settings=_CENTERED
+        ),
+        "RMSNorm": Choice(
+            "RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm", settings=_CENTERED
+        ),
     },
 )
 
@@ -135,6 +144,15 @@ LAYER_ARRANGEMENTS = Registry(
             "attention, then MLP, each x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656)",
             "megatron.model.gpt_model:post_norm",
             norms=("post_attention_layernorm", "post_mlp_layernorm"),
+            ends_with_norm=True,
+        ),
+        "pre-post-norm": LayerArrangement(
+            "attention, then MLP, each x + norm(f(norm(x))), as in Gemma 3 (arXiv:2503.19786)",
+            "megatron.model.gpt_model:post_norm",
+            norms=(
+                *("input_layernorm", "post_attention_layernorm"),
+                *("pre_mlp_layernorm", "post_mlp_layernorm"),
+            ),
             ends_with_norm=True,
         ),
         "parallel": LayerArrangement(
@@ -205,6 +223,7 @@ POSITION_EMBEDDINGS = Registry(
             "megatron.model.position:ROTARY",
             settings=(
                 "rotary_base",
+                "window_rotary_base",
                 "rotary_percent",
                 "rotary_interleaved",
                 "rope_scaling_type",

@@ -34,6 +34,8 @@ class AttentionMask:
     dropout: probability that an attention weight is dropped.
     first_head: the model's index of this rank's first query head. The dropout mask depends on it.
     seq: number of tokens of the sequence, if the keys are only its first tokens. None: all keys are given.
+    window: most keys that a query attends to, if `first_keys` contains a window. It only changes the FLOPs
+        that are counted.
     """
 
     slopes: Tensor | None = None
@@ -43,6 +45,7 @@ class AttentionMask:
     dropout: float = 0.0
     first_head: int = 0
     seq: int | None = None
+    window: int | None = None
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask) -> Tensor:
@@ -74,6 +77,7 @@ class _FlashAttention(torch.autograd.Function):
             mask.dropout,
             mask.first_head,
             mask.seq or len(key),
+            mask.window,
         )
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.scale, ctx.mask = scale, mask
@@ -85,7 +89,7 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
         seq = mask.seq or len(key)
-        numbers = (ctx.scale, mask.dropout, mask.first_head, seq)
+        numbers = (ctx.scale, mask.dropout, mask.first_head, seq, mask.window)
         grad_query, row_sums, row_keys = attention_backward_query_op(
             query,
             key,
@@ -112,6 +116,7 @@ class _FlashAttention(torch.autograd.Function):
             ctx.scale,
             mask.dropout,
             seq,
+            mask.window,
         )
         return grad_query, grad_key, grad_value, None, None
 
@@ -165,6 +170,7 @@ def attention_forward_op(
     p: float,
     first_head: int,
     seq: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and the base-2 log of each query's sum of exponentials, fp32."""
     from megatron.kernels.attention_triton import attention_forward_kernel  # triton is optional
@@ -207,6 +213,7 @@ def attention_backward_query_op(
     p: float,
     first_head: int,
     seq: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
     from megatron.kernels.attention_triton import attention_backward_query_kernel  # triton is optional
@@ -235,7 +242,7 @@ def attention_backward_query_op(
 
 @attention_backward_query_op.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, p, _first_head, _seq = others
+    *_, p, _first_head, _seq, _window = others
     return _like(query), _per_row(query, torch.float32), _row_keys(query, p)
 
 
@@ -254,6 +261,7 @@ def attention_backward_key_op(
     scale: float,
     p: float,
     seq: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
     from megatron.kernels.attention_triton import attention_backward_key_kernel  # triton is optional
@@ -341,26 +349,40 @@ def _row_keys(query: Tensor, p: float) -> Tensor:
 
 
 # FLOPs of products [queries, keys, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
+# The kernels compute no scores outside of a window.
 
 
 @register_flop_formula(torch.ops.megatron.attention_forward)
-def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and weights times values."""
-    return 2 * _product_flops(query_shape, key_shape)
+    return 2 * _product_flops(query_shape, key_shape, others[-1])
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_query)
-def _backward_query_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _backward_query_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and the gradients of weights and queries."""
-    return 3 * _product_flops(query_shape, key_shape)
+    return 3 * _product_flops(query_shape, key_shape, others[-1])
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_key)
-def _backward_key_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _backward_key_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and the gradients of weights, keys and values."""
-    return 4 * _product_flops(query_shape, key_shape)
+    return 4 * _product_flops(query_shape, key_shape, others[-1])
 
 
-def _product_flops(query_shape: torch.Size, key_shape: torch.Size) -> int:
+def _product_flops(query_shape: torch.Size, key_shape: torch.Size, window: int | None) -> int:
     queries, batch, heads, head_dim = query_shape
-    return 2 * batch * heads * queries * key_shape[0] * head_dim
+    return 2 * batch * heads * head_dim * scores_within(window, queries, key_shape[0])
+
+
+def scores_within(window: int | None, queries: int, keys: int) -> int:
+    """Returns the scores that are counted for the last `queries` of `keys` tokens: queries x keys, of which a
+    window leaves the share that it leaves of the scores below the causal mask."""
+
+    def below_mask(limit: int) -> int:
+        """Returns twice the scores of the queries, each with at most `limit` keys."""
+        first, last = (n**2 if n <= limit else (2 * n - limit) * limit for n in (keys - queries, keys))
+        return last - first
+
+    product = queries * keys
+    return product if window is None or not product else product * below_mask(window) // below_mask(keys)

@@ -102,9 +102,10 @@ def run_uses_kernels(config: Config) -> bool:
     return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
 
 
-def training_attention(config: Config) -> Implementation:
-    """Returns the implementation that a training run on GPUs uses."""
+def training_attention(config: Config, has_window: bool = False) -> Implementation:
+    """Returns the implementation that a training run on GPUs uses in its layers with or without a window."""
     model = config.model
+    window = model.window_size if has_window else None
     required = AttentionRequirements(
         dropout=model.attention_dropout,
         alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,
@@ -113,7 +114,7 @@ def training_attention(config: Config) -> Implementation:
         head_dim=model.kv_channels,
         on_cpu=False,
         kernels_unsupported_reason=None if run_uses_kernels(config) else "no kernels",
-        window=model.attention_window,
+        window=window if window and window < model.seq_length else None,
         context_parallel=config.parallel.context_parallel_size > 1,
     )
     return choose_attention(required)[0]

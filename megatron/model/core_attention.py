@@ -31,13 +31,13 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
-        """`layer_index` is part of the dropout's salt."""
+        """`layer_index` is part of the dropout's salt, and selects the layer's window."""
         super().__init__()
         self.scale = context.config.model.attention_scale
         self.dropout_rate = context.config.model.attention_dropout
         self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
         self.recompute = context.config.training.recomputes_attention
-        self.masks = context.masks
+        self.masks = context.masks(layer_index)
         self.tp_group, self.cp_group = context.tp_group, context.cp_group
         self.dropout_rng = context.dropout_rng
 
@@ -88,6 +88,7 @@ class CoreAttention(nn.Module):
             rate,
             first_head=self.tp_group.rank * heads,
             seq=seq,
+            window=self.masks.window_of(seq),
         )
         return flash_attention(query, key, value, self.scale, mask)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
 from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, training_attention
+from megatron.mpu.layout import CPGroup
 
 _FORWARD_AND_BACKWARD = 3
 _RECOMPUTED_FORWARD = 1
@@ -84,22 +86,26 @@ def layer_matrix_elements(model: ModelConfig) -> int:
     return (attention + mlp) * model.hidden_size
 
 
-def transformer_layer_flops(config: Config) -> float:
+def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included.
+    has_window: whether the layer has the window of --window-size, outside of which the Triton kernels compute
+    no scores.
 
     Like --simulate, it counts the matrix products that are launched. The backward pass of a fused attention
     kernel recomputes the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the
     Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor. So without hidden
     dropout, the last matrix product of a group of layers is not recomputed.
     """
-    model, training, context = config.model, config.training, config.parallel.context_parallel_size
-    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
-    scores: float = 2 * tokens * model.seq_length * model.query_width
-    if context > 1:  # the queries of a chunk have products only with the keys up to its end
-        scores *= (2 * context + 1) / (4 * context)
+    model, training, batch = config.model, config.training, config.batch.micro_batch_size
+    attention = training_attention(config, has_window)
+    window = model.window_size if has_window and attention == Implementation.TRITON else None
+    tokens = batch * config.seq_length_per_rank
+    # With context parallelism the queries of a chunk have products only with the keys up to its end.
+    chunks = CPGroup(size=config.parallel.context_parallel_size).chunks(model.seq_length)
+    scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
+    scores = 2 * batch * scores_of_head * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
-    attention = training_attention(config)
     if attention == Implementation.TRITON:
         total += 3 * scores
     elif attention != Implementation.UNFUSED or recomputes_scores(config):

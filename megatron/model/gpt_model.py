@@ -147,7 +147,7 @@ class EmbeddingPipe(nn.Module):
         self.fp32_residual = context.config.precision.fp32_residual_connection
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
-        self.multiplier = model.embedding_multiplier
+        self.multiplier = context.embedding_multiplier
         self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
@@ -223,12 +223,13 @@ class ParallelTransformerLayerPipe(nn.Module):
 
         def norm(name: str) -> nn.Module:
             if name not in LAYER_ARRANGEMENTS[model.layer_arrangement].norms:
-                return nn.Identity()  # not called
+                return nn.Identity()
             return norm_class(context.config)(*norm_arguments(context.config))
 
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = ParallelSelfAttention(context, layer_index)
         self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = ParallelMLP(context)
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
@@ -275,13 +276,15 @@ def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tenso
 
 
 def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(norm(attention(x))), then x = x + dropout(norm(mlp(x))).
+    """x = x + dropout(norm(attention(y))), then x = x + dropout(norm(mlp(y))), where y is x or norm(x).
 
-    OLMo 2 has this arrangement (arXiv 2501.00656, section 3.2). The original Transformer normalizes the sum.
+    OLMo 2 has y = x (arXiv 2501.00656, section 3.2), Gemma 3 has y = norm(x) (pre-post-norm, arXiv
+    2503.19786). The original Transformer normalizes the sum.
     """
-    output = layer.post_attention_layernorm(layer.self_attention(x, document_ids))
-    x = layer.dropout_add(output, x, "self_attention")
-    return layer.dropout_add(layer.post_mlp_layernorm(layer.mlp(x)), x, "mlp")
+    output = layer.self_attention(layer.input_layernorm(x), document_ids)
+    x = layer.dropout_add(layer.post_attention_layernorm(output), x, "self_attention")
+    output = layer.mlp(layer.pre_mlp_layernorm(x))
+    return layer.dropout_add(layer.post_mlp_layernorm(output), x, "mlp")
 
 
 def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -327,7 +330,7 @@ class ParallelSelfAttention(nn.Module):
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
-        self.rotary = context.rotary
+        self.rotary = context.rotary(layer_index)
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)

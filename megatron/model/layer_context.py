@@ -1,12 +1,14 @@
 """What the layers of a stage share, and what they pass to each other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.context_parallel import tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
@@ -47,25 +49,51 @@ class LayerContext:
         """The components that --position-embedding-type uses."""
         return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
 
+    @property
+    def embedding_multiplier(self) -> float:
+        """Multiplier of the embedding output. --scale-embeddings rounds its factor like a weight."""
+        model = self.config.model
+        if not model.scale_embeddings:
+            return model.embedding_multiplier
+        dtype = PARAMETER_DTYPES[self.config.precision.name]
+        factor: float = torch.tensor(model.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        return model.embedding_multiplier * factor
+
+    def masks(self, layer_index: int) -> AttentionMasks:
+        """Returns the attention biases of a layer of the layer list, for this rank's heads."""
+        return self._masks[self._has_window(layer_index)]
+
+    def rotary(self, layer_index: int) -> RotaryEmbedding | None:
+        """Returns the rotary tables of a layer, or None with other position embeddings."""
+        return None if self._rotary is None else self._rotary[self._has_window(layer_index)]
+
+    def _has_window(self, layer_index: int) -> bool:
+        return self.config.model.has_window(layer_index - FIRST_TRANSFORMER_LAYER)
+
     @cached_property
-    def masks(self) -> AttentionMasks:
-        """Attention biases for this rank's heads."""
+    def _masks(self) -> dict[bool, AttentionMasks]:
+        """The masks that all layers with a window share (True), and all layers without (False)."""
         slopes, all_slopes = None, self.positions.slopes
         if all_slopes is not None:
             heads = self.config.model.num_attention_heads // self.tp_group.size
             first = self.tp_group.rank * heads
             slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
-        return AttentionMasks(
-            slopes,
-            within_documents=self.config.data.reset_attention_mask,
-            window=self.config.model.window_size,
-        )
+        within_documents, size = self.config.data.reset_attention_mask, self.config.model.window_size
+        windows = {True: size, False: None}
+        return {kind: AttentionMasks(slopes, within_documents, window) for kind, window in windows.items()}
 
     @cached_property
-    def rotary(self) -> RotaryEmbedding | None:
-        """Rotary tables, or None with other position embeddings."""
-        rotary = self.positions.rotary
-        return None if rotary is None else rotary(self.config.model, self.cp_group)
+    def _rotary(self) -> dict[bool, RotaryEmbedding] | None:
+        """The tables of all layers with a window (True) and without (False): one table if their frequencies
+        are equal."""
+        rotary, model = self.positions.rotary, self.config.model
+        if rotary is None:
+            return None
+        full = window = rotary(model, self.cp_group)
+        if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type):
+            base = model.window_rotary_base or model.rotary_base
+            window = rotary(replace(model, rotary_base=base, rope_scaling_type=None), self.cp_group)
+        return {True: window, False: full}
 
     @property
     def sequence_parallel(self) -> bool:
@@ -84,7 +112,7 @@ class LayerContext:
     @property
     def resets_rotary_positions(self) -> bool:
         """Whether rotary positions count from the start of each document."""
-        return self.rotary is not None and self.config.data.reset_position_ids
+        return self.positions.rotary is not None and self.config.data.reset_position_ids
 
     @property
     def layers_need_document_ids(self) -> bool:

@@ -16,9 +16,20 @@ def norm_class(config: Config) -> type[nn.Module]:
     return NORMALIZATIONS.load(config.model.normalization)
 
 
-def norm_arguments(config: Config) -> tuple[int, float, bool]:
-    """Returns the arguments of `norm_class`: hidden size, epsilon, use_apex."""
-    return config.model.hidden_size, config.model.layernorm_epsilon, config.optimizer.use_apex
+def norm_arguments(
+    config: Config, size: int | None = None
+) -> tuple[int, float, bool] | tuple[int, float, bool, bool]:
+    """Returns the arguments of `norm_class`. size: None for the hidden size."""
+    model = config.model
+    arguments = (size or model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex)
+    if model.apply_layernorm_1p and "apply_layernorm_1p" not in model.unused_fields():
+        return (*arguments, True)
+    return arguments
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    """Returns the factor of a normalized input, in fp32: the weight, or 1 + weight (--apply-layernorm-1p)."""
+    return weight.float() + 1.0 if zero_centered else weight.float()
 
 
 class MixedFusedLayerNorm(nn.Module):
@@ -28,24 +39,25 @@ class MixedFusedLayerNorm(nn.Module):
     apex's fused kernel (NVIDIA's apex must be installed), otherwise PyTorch's.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
+    ) -> None:
         super().__init__()
         self.normalized_shape = (hidden_size,)
-        self.epsilon = epsilon
-        ones = ParameterSpec((hidden_size,), init_value=1.0, weight_decay=False)
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+        start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
         zeros = ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False)
         # Replicated over the tensor-parallel ranks: every rank holds the full vector.
-        self.weight = new_parameter(ones, TPGroup())
+        self.weight = new_parameter(start, TPGroup())
         self.bias = new_parameter(zeros, TPGroup())
         self.normalize = _apex_layer_norm if use_apex else F.layer_norm
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
-        if hidden.dtype == self.weight.dtype:
+        if hidden.dtype == self.weight.dtype and not self.zero_centered:
             return self.normalize(hidden, self.normalized_shape, self.weight, self.bias, self.epsilon)
-        wide = self.normalize(
-            hidden.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.epsilon
-        )
+        weight = _factor(self.weight, self.zero_centered)
+        wide = self.normalize(hidden.float(), self.normalized_shape, weight, self.bias.float(), self.epsilon)
         return wide.to(self.weight.dtype)
 
 
@@ -55,18 +67,21 @@ class RMSNorm(nn.Module):
     Statistics in fp32, output in the parameter's dtype. `use_apex` has no effect: PyTorch's kernel is fused.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
+    ) -> None:
         super().__init__()
         self.normalized_shape = (hidden_size,)
-        self.epsilon = epsilon
-        ones = ParameterSpec((hidden_size,), init_value=1.0, weight_decay=False)
-        self.weight = new_parameter(ones, TPGroup())
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+        start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
+        self.weight = new_parameter(start, TPGroup())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameter."""
-        if hidden.dtype == self.weight.dtype:
+        if hidden.dtype == self.weight.dtype and not self.zero_centered:
             return F.rms_norm(hidden, self.normalized_shape, self.weight, self.epsilon)
-        wide = F.rms_norm(hidden.float(), self.normalized_shape, self.weight.float(), self.epsilon)
+        weight = _factor(self.weight, self.zero_centered)
+        wide = F.rms_norm(hidden.float(), self.normalized_shape, weight, self.epsilon)
         return wide.to(self.weight.dtype)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.model.layer_context import LayerContext
-from megatron.model.norm import norm_class
+from megatron.model.norm import norm_arguments, norm_class
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import all_reduce_
@@ -21,8 +21,8 @@ from megatron.mpu.parameters import ParameterSpec, mark_sequence_parallel_grad, 
 
 def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
     """Returns the norms of queries and keys for --qk-layernorm-scope head: --normalization over each head."""
-    model, norm = context.config.model, norm_class(context.config)
-    arguments = (model.kv_channels, model.layernorm_epsilon, context.config.optimizer.use_apex)
+    norm = norm_class(context.config)
+    arguments = norm_arguments(context.config, context.config.model.kv_channels)
     return _with_partial_gradients(context, norm(*arguments), norm(*arguments))
 
 

@@ -36,8 +36,8 @@ from megatron.model.pipeline_module import layer_names
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
-from megatron.pipeline.methods import TRANSFORMER_LAYER
-from megatron.pipeline.stages import head_kind, layer_kinds
+from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.pipeline.stages import layer_kinds
 
 WARM_UP, REPEATS = 2, 7
 
@@ -152,9 +152,11 @@ def _measure(
     layer_io: Any = tokens
     loss = CrossEntropy(tp_group, vocab_size, cp_group=cp_group)
     labels = (tokens, torch.ones(shape, device=device))
-    head = head_kind(layer_names(layers))
+    names = layer_names(layers)
+    kinds = layer_kinds(names, config.model)
+    head = kinds[embedding_and_head(names)[1]]
     fused = config.training.loss_implementation == "fused"
-    for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):
+    for kind, layer in zip(kinds, layers, strict=True):
         if kind in seconds:
             continue  # measured already; its output has the shape of its input
         if fused and head in seconds:
@@ -164,7 +166,7 @@ def _measure(
             function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
         else:
             function = _build(layer, config, device)
-        if kind == TRANSFORMER_LAYER and config.training.recomputes_layers:
+        if kind.startswith(TRANSFORMER_LAYER) and config.training.recomputes_layers:
             function = _recomputed(function)
         seconds[kind], layer_io = _time(function, layer_io)
     if not fused:

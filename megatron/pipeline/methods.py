@@ -47,6 +47,8 @@ class LayerTable:
     parameters: list[int]
     flops: list[float]
     """FLOPs of a micro-batch's forward and backward pass."""
+    types: list[str]
+    """The names that type:REGEX selects by: see `stages.layer_types`."""
     seconds: list[float] | None = None
     """Measured seconds of a micro-batch's forward and backward pass, for the method 'profile'."""
     memory: MemoryCosts | None = None
@@ -125,7 +127,7 @@ def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: Pipelin
 
 def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the weights that type:REGEX:WEIGHT assigns to the layers."""
-    return _balanced(method, layers, shape, _weights_by_name(method, layers.names), "")
+    return _balanced(method, layers, shape, _weights_by_name(method, layers.types), "")
 
 
 def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
@@ -170,16 +172,16 @@ def _balanced_costs(
     return Partition(bounds, [float(value / scale) for value in sums], unit)
 
 
-def _weights_by_name(method: PartitionMethod, names: Sequence[str]) -> list[Fraction]:
+def _weights_by_name(method: PartitionMethod, types: Sequence[str]) -> list[Fraction]:
     """Returns each layer's weight: the weight of the first alternative that matches the layer, or 0."""
-    weights: list[Fraction | None] = [None] * len(names)
+    weights: list[Fraction | None] = [None] * len(types)
     for alternative in method.alternatives:
         pattern = re.compile(alternative.pattern, re.IGNORECASE)
-        found = [index for index, name in enumerate(names) if pattern.search(name)]
+        found = [index for index, name in enumerate(types) if pattern.search(name)]
         if not found:
             raise ConfigError(
                 f"--partition-method {method.text}: '{alternative.text}' matches none of the layers, which "
-                f"are {', '.join(dict.fromkeys(names))}; expected something like {EXAMPLES['type']}"
+                f"are {', '.join(dict.fromkeys(types))}; expected something like {EXAMPLES['type']}"
             )
         chosen = {"": found, "first": found[:1], "last": found[-1:]}[alternative.place]
         without_weight = [index for index in chosen if weights[index] is None]

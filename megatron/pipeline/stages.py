@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed.pipe import LayerSpec
 
-from megatron.config import Config, ConfigError
+from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.model import padded_vocab_size
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.registries import PARTITION_METHODS, load_object
@@ -111,7 +111,7 @@ def plan_stages(
         memory = find_memory_costs(config, vocab_size)
     partition = partition_layers(
         parse_partition_method(parallel.partition_method),
-        replace(table, seconds=_per_layer(names, seconds), memory=memory),
+        replace(table, seconds=_per_layer(layer_kinds(names, config.model), seconds), memory=memory),
         PipelineShape(
             parallel.pipeline_model_parallel_size, parallel.stages_per_rank, parallel.schedule.is_v_schedule
         ),
@@ -152,10 +152,15 @@ def layer_table(config: Config, vocab_size: int, names: list[str], parameters: l
     """Returns the parameters and FLOPs of each layer on one rank."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
     _, head = embedding_and_head(names)
-    work = {TRANSFORMER_LAYER: flops.transformer_layer_flops(config)}
-    layer_flops = [work.get(name, 0.0) for name in names]
+    work = {window: flops.transformer_layer_flops(config, window) for window in (False, True)}
+    first = names.index(TRANSFORMER_LAYER)
+    layer_flops = [
+        work[config.model.has_window(index - first)] if name == TRANSFORMER_LAYER else 0.0
+        for index, name in enumerate(names)
+    ]
     layer_flops[head] = flops.head_flops(config, padded)
-    return LayerTable(names, held_parameters(config, names, parameters), layer_flops)
+    types = layer_types(names, config.model)
+    return LayerTable(names, held_parameters(config, names, parameters), layer_flops, types)
 
 
 def held_parameters(config: Config, names: list[str], parameters: list[int]) -> list[int]:
@@ -166,17 +171,17 @@ def held_parameters(config: Config, names: list[str], parameters: list[int]) -> 
     return held
 
 
-def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float] | None:
+def _per_layer(kinds: list[str], seconds: dict[str, float] | None) -> list[float] | None:
     if seconds is None:
         return None
-    missing = set(layer_kinds(names)) - seconds.keys()
+    missing = set(kinds) - seconds.keys()
     if missing:
         raise ConfigError(
             f"--partition-profile has no time of {', '.join(sorted(missing))}: delete the file; the next run "
             "measures again and writes it"
         )
     times, of_functions = [], 0.0
-    for kind in layer_kinds(names):
+    for kind in kinds:
         # The time of a function is added to the next layer, since functions are not partitioned separately.
         if kind[0].isupper():
             times.append(seconds[kind] + of_functions)
@@ -188,15 +193,23 @@ def _per_layer(names: list[str], seconds: dict[str, float] | None) -> list[float
     return times
 
 
-def layer_kinds(names: list[str]) -> list[str]:
-    """Returns the kind of each layer: its name, with @first for the embedding and @last for the head."""
-    first = names.index(EMBEDDING)
+def layer_types(names: list[str], model: ModelConfig) -> list[str]:
+    """Returns the name of each layer. With --window-pattern the names of transformer layers end with @window
+    or @full."""
+    if model.window_pattern is None:
+        return names
+    first = names.index(TRANSFORMER_LAYER)
+    ends = {True: "@window", False: "@full"}
     return [
-        f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
+        name + ends[model.has_window(index - first)] if name == TRANSFORMER_LAYER else name
         for index, name in enumerate(names)
     ]
 
 
-def head_kind(names: list[str]) -> str:
-    """Returns the kind of the LM head."""
-    return layer_kinds(names)[embedding_and_head(names)[1]]
+def layer_kinds(names: list[str], model: ModelConfig) -> list[str]:
+    """Returns the kind of each layer: its type, with @first for the embedding and @last for the head."""
+    first = names.index(EMBEDDING)
+    return [
+        f"{name}@{'first' if index == first else 'last'}" if name == EMBEDDING else name
+        for index, name in enumerate(layer_types(names, model))
+    ]

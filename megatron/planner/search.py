@@ -265,7 +265,8 @@ class _Estimator:
 @dataclass(frozen=True)
 class _LayerEstimate:
     """Costs of a transformer layer without recomputation: (forward seconds, backward seconds, bytes of the
-    activations kept between the passes). first: at a micro-batch of one sample. further: added by each
+    activations kept between the passes), the means over --window-pattern. first: at a micro-batch of one
+    sample. further: added by each
     further sample. input_bytes: bytes of the layer's input per sample."""
 
     first: tuple[float, ...]
@@ -275,12 +276,12 @@ class _LayerEstimate:
 
     @classmethod
     def record(cls, config: Config, vocab_size: int, cluster: Cluster) -> _LayerEstimate:
-        """Records the costs in a model of one layer."""
-        costs = []
+        """Records the costs in a model of one layer, or of the layers of --window-pattern."""
+        costs, count = [], len(config.model.window_pattern or "W")
         for batch in (1, 2):
             alone = config.with_settings(
                 {
-                    "model.num_layers": 1,
+                    "model.num_layers": count,
                     "batch.micro_batch_size": batch,
                     "parallel.pipeline_model_parallel_size": 1,
                     "parallel.pipeline_schedule": "1f1b",
@@ -294,12 +295,13 @@ class _LayerEstimate:
             plan = plan_stages(alone, vocab_size)
             index = plan.names.index(TRANSFORMER_LAYER)
             stage = stage_costs(alone, plan, vocab_size, 0)
-            (layer,) = (layer for layer in stage.layers if layer.first == index)
+            layers = [layer for layer in stage.layers if index <= layer.first < index + count]
             rank = Rank(alone, cluster, 0)
-            times = [rank.time(part.actions).total for part in (layer.forward, layer.backward)]
-            costs.append((*times, float(layer.forward.change)))
+            passes = ([layer.forward for layer in layers], [layer.backward for layer in layers])
+            times = [sum(rank.time(part.actions).total for part in parts) / count for parts in passes]
+            costs.append((*times, sum(part.change for part in passes[0]) / count))
         further = tuple(two - one for one, two in zip(*costs, strict=True))
-        return cls(costs[0], further, spec_bytes(layer.output) // 2, plan.parameters[index])
+        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, plan.parameters[index])
 
     def at(self, batch: int) -> tuple[float, ...]:
         """Returns (forward seconds, backward seconds, kept bytes) at a micro-batch of `batch` samples."""

@@ -199,29 +199,13 @@ class Rank:
     def time(self, actions: Iterable[Action], dtype: str | None = None) -> PassTime:
         """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's."""
         cluster, dtype = self.cluster, dtype or self.config.precision.name
-        window = self.config.model.attention_window
         return pass_time(
             actions,
-            lambda kernel: cluster.kernel_seconds(_within(window, kernel), dtype),
+            lambda kernel: cluster.kernel_seconds(kernel, dtype),
             lambda call: cluster.network.seconds(call, self.layout),
             cluster.launch_s,
             cluster.contention,
         )
-
-
-def _within(window: int | None, kernel: Kernel) -> Kernel:
-    """Returns the kernel with the FLOPs of attention within --window-size: each query has scores with the
-    `window` keys up to its position instead of all earlier keys. Other kernels are returned unchanged."""
-    if window is None or kernel.product is None or not is_attention(kernel):
-        return kernel
-    queries, keys, _ = kernel.product  # the queries are the last ones of the keys
-
-    def scores(limit: float) -> float:
-        """Returns the scores of the queries, each with at most `limit` keys."""
-        first, last = (n**2 / 2 if n <= limit else limit * n - limit**2 / 2 for n in (keys - queries, keys))
-        return last - first
-
-    return replace(kernel, flops=kernel.flops * scores(window) / scores(keys))
 
 
 def stage_times(

@@ -33,6 +33,11 @@ ROWS: dict[str, tuple[Row, dict[str, Any], dict[str, Any]]] = {
         {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2},
         {},
     ),
+    "TP 2 x PP 2, uneven, windows in some layers": (
+        Row(tp=2, pp=2, positions="rotary"),
+        {"partition_method": "stages:E+3,1+L"},
+        {"window_size": 5, "window_pattern": ("W", "W", "F"), "window_rotary_base": 100.0},
+    ),
     "ZeRO-3": (Row(dp=2), {"zero_stage": 3}, {}),
 }
 

@@ -72,6 +72,16 @@ LLAMA3_ROPE = {
 }
 YARN = {**LLAMA, **ROPE, "rope_scaling_type": "yarn", "rope_beta_slow": 0.5, "rope_beta_fast": 2.0}
 OLMO2_WINDOW = {**OLMO2, "window_size": 7}
+# Windows in two of three layers, whose rotary angles differ from those of the third.
+PATTERN = {
+    **{**WINDOW, "window_pattern": ("W", "W", "F"), "window_rotary_base": 500.0, "rotary_base": 50.0},
+    **{"rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
+}
+GEMMA3 = {
+    **{**PATTERN, "glu_activation": "geglu_tanh", "layer_arrangement": "pre-post-norm", "qk_layernorm": True},
+    **{"apply_layernorm_1p": True, "scale_embeddings": True, "untie_embeddings_and_output_weights": False},
+    **{"softmax_scale": 24**-0.5, "init_method_std": 0.1},
+}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
@@ -88,6 +98,22 @@ PLAIN_CASES = {
     "neox": (NEOX, {"arrangement": "parallel", "rotary": {"part": 0.5}, "exact_gelu": True}),
     "falcon": (FALCON, {"groups": 1, "arrangement": "parallel-one-norm", "exact_gelu": True}),
     "window": (WINDOW, {"groups": 2, "window": 7}),
+    "window-pattern": (
+        PATTERN,
+        {
+            **{"groups": 2, "window": 7, "pattern": "WWF"},
+            **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
+        },
+    ),
+    "gemma3": (
+        {**GEMMA3, "softmax_scale": None},
+        {
+            **{"groups": 2, "window": 7, "pattern": "WWF", "arrangement": "pre-post-norm"},
+            **{"scale_embeddings": True, "zero_centered": True},
+            **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
+        },
+    ),
+    "zero-centered-layer-norm": ({"apply_layernorm_1p": True}, {"zero_centered": True}),
     "rms-norm": ({"normalization": "RMSNorm"}, {}),
     "untied": ({"untie_embeddings_and_output_weights": True}, {}),
     "no-bias": ({"disable_bias_linear": True}, {}),
@@ -110,7 +136,7 @@ def initial_weights_and_history(row, changes):
     return weights, train(engine, range(STEPS))
 
 
-@pytest.mark.gate(rows=4, also=["llama"])
+@pytest.mark.gate(rows=4, also=["llama", "gemma3"])
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
@@ -184,6 +210,31 @@ LAYOUTS = {
     "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
     "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
     "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
+    "pattern-cp2-pp2-uneven": (
+        PATTERN,
+        Row(cp=2, pp=2),
+        {"parallel": {"partition_method": "stages:E+3,1+L"}},
+    ),
+    "pattern-tp2-cp2-pp2-uneven-sequence": (
+        PATTERN,
+        Row(tp=2, cp=2, pp=2),
+        {"parallel": {"sequence_parallel": True, "partition_method": "stages:E+1,3+L"}},
+    ),
+    "pattern-pp2-interleaved-dropout": (
+        {**PATTERN, **DROPOUT},
+        Row(pp=2, dp=2, zero=1, recompute=True),
+        {**INTERLEAVED, "training": {"checkpoint_num_layers": 2}},
+    ),
+    "gemma3-tp2-pp2-sequence-recompute": (GEMMA3, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
+    "gemma3-tp2-pp2-bf16": (GEMMA3, Row(tp=2, pp=2, precision="bf16"), {}),
+    "gemma3-tp4-dp2-zero3": (GEMMA3, Row(tp=4, dp=2, micro_batch=2), ZERO3),
+    "gemma3-cp2-pp2-zero-bubble": (
+        GEMMA3,
+        Row(cp=2, pp=2, zero=1),
+        {"parallel": {"pipeline_schedule": "zero-bubble"}},
+    ),
+    "pattern-tp2-dp2-zero3": (PATTERN, Row(tp=2, dp=2, micro_batch=2), ZERO3),
+    "pattern-pp2-dualpipev": (PATTERN, Row(pp=2, micro_batch=2), DUALPIPEV),
     "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
     "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
     "llama3-rope-tp4-sequence-recompute": (
@@ -194,7 +245,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.gate(rows=1)
+@pytest.mark.gate(rows=1, also=["pattern-cp2-pp2-uneven"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, layout = LAYOUTS[name]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ from megatron.config import parse_args
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.conftest import VOCAB_SIZE
-from tests.end_to_end.command import pretrain
+from tests.end_to_end.command import ROOT, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
-from tests.unit.checkpoint.hugging_face_folder import hf_logits, save_hf
+from tests.unit.checkpoint.hugging_face_folder import hf_logits, megatron_logits, save_hf
+from tests.unit.checkpoint.test_huggingface_llama import save_hf as save_olmo_3
 
 PROMPT = "def main(argv):\n    for argument in argv:"
 VARIANTS = {
@@ -180,3 +183,29 @@ def test_a_native_checkpoint_has_the_same_loss_after_a_round_trip_through_huggin
     assert len(run.evaluations) == len(again.evaluations) == 2
     for before, after in zip(run.evaluations, again.evaluations, strict=True):
         assert after["lm_loss"] == pytest.approx(before["lm_loss"], rel=1e-6)
+
+
+def test_the_command_of_the_page_for_olmo_3_converts_a_model_with_windows_in_some_layers(
+    tmp_path: Path,
+) -> None:
+    page = (ROOT / "docs" / "huggingface.md").read_text()
+    (command,) = (line for line in page.splitlines() if line.startswith(".venv") and "HF_OLMO3" in line)
+    save_olmo_3(tmp_path / "HF_OLMO3", "olmo-3")
+    script, *words = shlex.split(command)[1:]
+    run = subprocess.run(
+        [sys.executable, str(ROOT / script), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "wrote native/global_step0_universal: Olmo3ForCausalLM of HF_OLMO3" in run.stdout
+    flags = [*printed_flags(run.stdout), "--dry-run", "--lr", "1", "--train-iters", "1"]
+    model = parse_args([*flags, "--micro-batch-size", "1", "--global-batch-size", "1"], {}).model
+    assert (model.window_size, model.window_pattern) == (5, ("W", "W", "W", "F"))
+    assert (model.window_rotary_base, model.rope_scaling_type) == (None, "yarn")
+    converted = read_checkpoint(tmp_path / "native", universal=True)
+    expected = hf_logits(tmp_path / "HF_OLMO3")
+    assert expected.std() > 0.1
+    torch.testing.assert_close(megatron_logits(converted), expected, rtol=1e-5, atol=1e-5)

@@ -24,17 +24,28 @@ def plain_gpt_logits(
     rotary=None,
     arrangement="pre-norm",
     window=None,
+    pattern="W",
+    full=None,
     exact_gelu=False,
+    scale_embeddings=False,
+    zero_centered=False,
 ):
     """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
 
     groups: number of head groups that share keys and values. rotary: arguments of `rotate`. window: number of
-    tokens that a token attends to. A norm without bias is an RMS norm. `weights` decides whether linear
-    layers have biases, attention has norms of queries and keys, and the head is untied.
+    tokens that a token attends to, in the layers that have a W in `pattern`; the others have an F, and the
+    arguments `full` of `rotate`. A norm without bias is an RMS norm. `weights` decides whether linear
+    layers have biases, attention has norms of queries and keys, and the head is untied. scale_embeddings:
+    by sqrt(hidden). zero_centered: norms multiply by 1 + weight.
     """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
     seq, hidden = x.shape[1], x.shape[2]
+    if scale_embeddings:
+        x = x * hidden**0.5
+    if zero_centered:
+        norms = ("layernorm.weight", f"{layers + 4}.weight")
+        weights = {name: w + 1 if name.endswith(norms) else w for name, w in weights.items()}
     if embed_norm:
         name = "tied_modules.embed.word_embeddings.norm"
         x = F.layer_norm(x, (hidden,), weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -43,7 +54,9 @@ def plain_gpt_logits(
     for index in range(3, 3 + layers):
 
         def attend(x, index=index):
-            return attention(weights, index, x, heads, groups or heads, positions, rotary or {}, window)
+            is_full = pattern[(index - 3) % len(pattern)] == "F"
+            angles, width = (full, None) if is_full else (rotary, window)
+            return attention(weights, index, x, heads, groups or heads, positions, angles or {}, width)
 
         def feed(x, index=index):
             return mlp(weights, index, x, glu, exact_gelu)
@@ -57,6 +70,9 @@ def plain_gpt_logits(
         elif arrangement == "post-norm":
             x = x + normed("post_attention", attend(x))
             x = x + normed("post_mlp", feed(x))
+        elif arrangement == "pre-post-norm":
+            x = x + normed("post_attention", attend(normed("input", x)))
+            x = x + normed("post_mlp", feed(normed("pre_mlp", x)))
         elif arrangement == "parallel":
             x = x + attend(normed("input", x)) + feed(normed("post_attention", x))
         elif arrangement == "parallel-one-norm":
@@ -110,11 +126,12 @@ def heads_norm(weights, name, x, copies=1):
     return joined.unflatten(2, first.shape[1::2]).transpose(1, 2).repeat_interleave(copies, 1)
 
 
-def rotate(x, base=10000.0, part=1.0, interleaved=False):
-    """Complex multiplication of the pairs (x[i], x[i + dim / 2]), or of neighbors, of the first `part`."""
+def rotate(x, base=10000.0, part=1.0, interleaved=False, factor=1.0):
+    """Complex multiplication of the pairs (x[i], x[i + dim / 2]), or of neighbors, of the first `part`; the
+    angles are divided by `factor`."""
     seq, dim = x.shape[-2], int(part * x.shape[-1])
     x, rest = x[..., :dim], x[..., dim:]
-    frequency = base ** (-torch.arange(0, dim, 2) / dim)
+    frequency = base ** (-torch.arange(0, dim, 2) / dim) / factor
     angle = torch.arange(seq)[:, None] * frequency[None, :]
     first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
@@ -128,7 +145,9 @@ def mlp(weights, index, x, glu, exact_gelu=False):
         wide = F.gelu(wide, approximate="none" if exact_gelu else "tanh")
     else:
         value, gate = wide.chunk(2, -1)
-        wide = value * {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}[glu](gate)
+        gates = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}
+        gates["geglu_tanh"] = lambda g: F.gelu(g, approximate="tanh")
+        wide = value * gates[glu](gate)
     return linear(weights, f"{index}.mlp.dense_4h_to_h", wide)
 
 

@@ -124,10 +124,23 @@ LAYOUTS = {
     "alone-falcon-recompute": f"--bf16 {FALCON} {NO_DROPOUT} --checkpoint-activations",
     "alone-window-multi-query": f"--bf16 {LLAMA} {GROUPS} --window-size 32",
     "alone-window-without-kernels": f"--fp16 {LLAMA} {GROUPS} --window-size 32 --gpu v100-32gb",
+    "pipeline-2-window-pattern": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 14 --bf16 "
+    f"{LLAMA} {GROUPS} --window-size 32 --window-pattern W W F --partition-method stages:E+4,10+L "
+    "--reset-attention-mask",
+    "pipeline-2-window-pattern-recompute": "--world-size 2 --pipeline-model-parallel-size 2 --num-layers 20 "
+    f"--bf16 {LLAMA} --window-size 32 --window-pattern W W W F --window-rotary-base 500 "
+    "--partition-method stages:E+6,14+L --checkpoint-activations --checkpoint-num-layers 2",
+    "context-2-window-pattern": "--world-size 2 --context-parallel-size 2 --bf16 --window-size 48 "
+    f"--window-pattern W F {LLAMA} {GROUPS}",
+    "data-2-zero3-window-pattern": f"--world-size 2 --bf16 --zero-stage 3 {LLAMA} "
+    "--window-size 32 --window-pattern W F",
     "alone-qk-layernorm-absolute": "--bf16 --qk-layernorm",
     "tensor-2-qwen3": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {QWEN3}",
     "tensor-2-olmo2-recompute": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {OLMO2} "
     "--checkpoint-activations",
+    "pipeline-2-tensor-2-gemma3": "--world-size 4 --pipeline-model-parallel-size 2 --bf16 --num-layers 7 "
+    f"--tensor-model-parallel-size 2 {QWEN3} --glu-activation geglu_tanh --layer-arrangement pre-post-norm "
+    "--apply-layernorm-1p --scale-embeddings --window-size 32 --window-pattern W W W W W F",
     "tensor-2-neox-sequence": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {NEOX} "
     "--sequence-parallel",
     "pipeline-2-tensor-2-olmo2": "--world-size 4 --pipeline-model-parallel-size 2 "

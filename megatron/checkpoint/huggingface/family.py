@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.fields import changes_model, option_name
+from megatron.config.fields import changes_model, option_name, value_text
 from megatron.config.registries import Choice, Registry
 from megatron.errors import UserError, one_line
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
@@ -220,7 +220,7 @@ def setting(field: str, value: Any) -> str:
     """Returns a field and its value as a user types them: '--kv-channels 16', '--mup', 'no --mup'."""
     if value is None or value is False:
         return f"no {option_name(field)}"
-    return option_name(field) if value is True else f"{option_name(field)} {value}"
+    return option_name(field) if value is True else f"{option_name(field)} {value_text(value)}"
 
 
 _FAMILIES = "megatron.checkpoint.huggingface.families"
@@ -236,6 +236,8 @@ FAMILIES = Registry(
         "qwen2": Choice("Qwen 2 and 2.5", f"{_FAMILIES}.llama:QWEN2"),
         "qwen3": Choice("Qwen 3", f"{_FAMILIES}.llama:QWEN3"),
         "olmo2": Choice("OLMo 2", f"{_FAMILIES}.llama:OLMO2"),
+        "olmo3": Choice("OLMo 3", f"{_FAMILIES}.llama:OLMO3"),
+        "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.gemma:GEMMA3"),
         "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
         "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
     },

@@ -481,5 +481,6 @@ def start_flags(config: Config, output: Path) -> list[str]:
     words = ["--load", str(output.parent), "--universal_checkpoint"]
     for name, value in settings.items():
         if value is not None and value is not False:
-            words += [option_name(name)] if value is True else [option_name(name), str(value)]
+            words.append(option_name(name))
+            words += [] if value is True else map(str, value if isinstance(value, tuple) else (value,))
     return words

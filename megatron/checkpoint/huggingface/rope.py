@@ -1,10 +1,12 @@
 """Converts rotary settings between ModelConfig and Hugging Face's `rope_parameters`.
 
-Older files have `rope_theta` and `rope_scaling`, from which transformers makes `rope_parameters`.
+Older files have `rope_theta` and `rope_scaling`, from which transformers makes `rope_parameters`. Models with
+a sliding window in some layers (`layer_types`) have `rope_parameters` for each kind of layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from megatron.checkpoint.huggingface.family import Conversion
 from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
+from megatron.config.window_pattern import FULL, WINDOW, window_pattern
 from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -48,7 +51,9 @@ def _to_hf(model: ModelConfig) -> dict[str, Any]:
 def check_numbers(settings: Mapping[str, Any]) -> None:
     """Raises UserError for a rotary setting of a config.json that is not a number. transformers would fail in
     a computation, without naming the setting."""
-    for rope in (settings.get("rope_parameters"), settings.get("rope_scaling")):
+    found = [settings.get("rope_parameters"), settings.get("rope_scaling")]
+    found += found[0].values() if isinstance(found[0], dict) else []
+    for rope in found:
         if not isinstance(rope, dict):
             continue
         kind = rope.get("rope_type", rope.get("type"))
@@ -75,7 +80,13 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
     found = getattr(hf_config, "rope_parameters", None) or {}
     if not isinstance(found, dict):
         raise UserError(f"the model's rope_parameters are {one_line(found)}: expected an object")
-    rope: dict[str, Any] = dict(found)
+    return _fields_of(found, hf_config, read)
+
+
+def _fields_of(
+    found: Mapping[str, Any], hf_config: PreTrainedConfig, read: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    rope = dict(found)
     kind = rope.pop("rope_type", "default")
     if not isinstance(kind, str) or (kind != "default" and kind not in ROPE_SCALINGS):
         raise UserError(
@@ -95,6 +106,10 @@ def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dic
     if kind != "default":
         values["rope_scaling_type"] = kind
     without_effect = {**_WITHOUT_EFFECT, "type": kind}  # an older name of rope_type
+    if kind == "yarn" and type(rope.get("attention_factor")) is float:
+        used = 0.1 * math.log(values["rope_scaling_factor"]) + 1.0  # also without this key
+        if math.isclose(rope["attention_factor"], used, rel_tol=1e-9):
+            del rope["attention_factor"]
     for key, value in rope.items():
         # transformers adds the model's context length if the file has none.
         unused = key in read or (key == "original_max_position_embeddings" and kind in ("default", "linear"))
@@ -116,9 +131,17 @@ def _check_outside_settings(
     keys. keys: name of a setting outside -> its key inside.
     """
     used = getattr(hf_config, "rope_parameters", None) or {}
+    _compare_with_used(settings, settings.get("rope_parameters"), used, keys)
+
+
+def _compare_with_used(
+    settings: Mapping[str, Any], inside: Any, used: Mapping[str, Any], keys: Mapping[str, str]
+) -> None:
+    """Raises the UserError of `_check_outside_settings`. inside: rope_parameters in the file. used: what
+    transformers uses."""
     outside = {name: (settings.get(name), key) for name, key in keys.items()}
-    if settings.get("rope_scaling") and settings.get("rope_parameters"):
-        outside |= {f"rope_parameters.{key}": (v, key) for key, v in settings["rope_parameters"].items()}
+    if settings.get("rope_scaling") and inside:
+        outside |= {f"rope_parameters.{key}": (v, key) for key, v in inside.items()}
     for name, (value, key) in outside.items():
         if value is not None and value != used.get(key):
             raise UserError(
@@ -159,3 +182,81 @@ PARTIAL_ROPE = Conversion(
     check_file=partial(_check_outside_settings, keys=_OUTSIDE_PARTIAL),
 )
 """The conversion for families that may rotate only a part of each head."""
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _layers_to_hf(model: ModelConfig) -> dict[str, Any]:
+    full = _to_hf(model)["rope_parameters"]
+    base = model.window_rotary_base or model.rotary_base
+    sliding = {"rope_type": "default", "rope_theta": base} if model.window_pattern else full
+    return {
+        "layer_types": [_SLIDING if model.has_window(layer) else _FULL for layer in range(model.num_layers)],
+        # transformers needs a number, even if no layer has a window.
+        "sliding_window": model.window_size or model.max_position_embeddings,
+        "rope_parameters": {_FULL: full, _SLIDING: sliding},
+    }
+
+
+def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    kinds, by_kind = hf_config.layer_types, hf_config.rope_parameters
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != hf_config.num_hidden_layers
+        or set(kinds) - {_FULL, _SLIDING}
+    ):
+        raise UserError(
+            f"the model has layer_types = {one_line(kinds)}: expected {_FULL} or {_SLIDING} for each of the "
+            f"{hf_config.num_hidden_layers} layers"
+        )
+    if by_kind.keys() != {_FULL, _SLIDING} or not all(isinstance(rope, dict) for rope in by_kind.values()):
+        raise UserError(
+            f"the model's rope_parameters are {one_line(by_kind)}: expected an object for {_FULL} and one "
+            f"for {_SLIDING}"
+        )
+    if _SLIDING not in kinds:
+        return _fields_of(by_kind[_FULL], hf_config)
+    size = hf_config.sliding_window
+    if type(size) is not int or size < 1:
+        raise UserError(f"the model has sliding_window = {one_line(size)}: expected a positive number")
+    sliding = _fields_of(by_kind[_SLIDING], hf_config)
+    if _FULL not in kinds:
+        return {"window_size": size, **sliding}
+    if "rope_scaling_type" in sliding:
+        raise UserError(
+            f"the model's rope_parameters of {_SLIDING} are of rope_type {sliding['rope_scaling_type']}: "
+            "expected default"
+        )
+    fields = _fields_of(by_kind[_FULL], hf_config)
+    if sliding["rotary_base"] != fields["rotary_base"]:
+        fields["window_rotary_base"] = sliding["rotary_base"]
+    letters = [WINDOW if kind == _SLIDING else FULL for kind in kinds]
+    return {"window_size": size, "window_pattern": window_pattern(letters, len(kinds)), **fields}
+
+
+def _check_layers(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
+    """Raises UserError for a setting of a config.json that differs from what transformers uses."""
+    by_kind, inside = hf_config.rope_parameters, settings.get("rope_parameters") or {}
+    _compare_with_used(settings, inside.get(_FULL), by_kind[_FULL], _OUTSIDE)
+    local = {"rope_local_base_freq": settings.get("rope_local_base_freq")}
+    _compare_with_used(local, None, by_kind[_SLIDING], {"rope_local_base_freq": "rope_theta"})
+    pattern = settings.get("sliding_window_pattern")
+    if type(pattern) is int and pattern > 0:
+        kinds = [
+            _SLIDING if layer % pattern else _FULL for layer in range(1, hf_config.num_hidden_layers + 1)
+        ]
+        if kinds != hf_config.layer_types:
+            raise UserError(
+                f"the model has sliding_window_pattern = {pattern}, but transformers uses layer_types = "
+                f"{one_line(hf_config.layer_types)}: remove the wrong one"
+            )
+
+
+LAYERED_ROPE = Conversion(
+    megatron=(*ROPE.megatron, "window_size", "window_pattern", "window_rotary_base"),
+    hf=(*ROPE.hf, "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types"),
+    to_hf=_layers_to_hf,
+    to_megatron=_layers_to_megatron,
+    check_file=_check_layers,
+)
+"""The conversion for families with a sliding window in some layers."""

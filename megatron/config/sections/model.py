@@ -16,6 +16,7 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
+from megatron.config.window_pattern import WINDOW, window_pattern
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
@@ -92,6 +93,7 @@ class ModelConfig(Section):
         choices=QK_NORMS,
         summary="over the {}",
         help="elements that --qk-layernorm normalizes together",
+        excludes={"model.apply_layernorm_1p": "norms over all heads have no 1 + weight; remove one of them"},
         needs={"model.qk_layernorm": "add --qk-layernorm, or remove --qk-layernorm-scope"},
     )
     softmax_scale: float | None = flag(
@@ -109,7 +111,19 @@ class ModelConfig(Section):
         metavar="TOKENS",
         summary="window of {} tokens",
         help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens before "
-        "it",
+        "it. Megatron-LM's LEFT,0 does not count the token itself: give LEFT + 1",
+    )
+    window_pattern: tuple[str, ...] | None = flag(
+        None,
+        nargs="+",
+        metavar="W|F",
+        summary="layers {}",
+        help="layers that have the window of --window-size, as in W W W F: a W has it, an F attends to the "
+        "whole sequence, and the letters are repeated to --num-layers (default: all layers have it). "
+        "--rope-scaling-type then applies only to the layers without a window. Megatron-LM's "
+        "--window-attn-skip-freq N (every Nth layer is an F) and its lists are accepted, too",
+        changes_layer_time=False,
+        needs={"model.window_size": "set --window-size, or remove --window-pattern"},
     )
     seq_length: int = flag(
         changes_model=False,
@@ -138,6 +152,15 @@ class ModelConfig(Section):
         help="base of the rotary frequencies base^(-2i / dimension); Hugging Face calls it rope_theta",
         changes_layer_time=False,
         megatron_arg=True,
+    )
+    window_rotary_base: float | None = flag(
+        None,
+        above=1,
+        group="rotary embeddings",
+        summary="rotary base {:g} in windows",
+        help="with --window-pattern: rotary base of the layers with a window (default: --rotary-base)",
+        changes_layer_time=False,
+        needs={"model.window_pattern": "set --window-pattern, or remove --window-rotary-base"},
     )
     rotary_percent: float = flag(
         1.0,
@@ -240,6 +263,19 @@ class ModelConfig(Section):
     )
     normalization: str = flag(
         "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms in the model"
+    )
+    apply_layernorm_1p: bool = flag(
+        False,
+        summary="zero-centered norms",
+        help="multiply by 1 + weight in all norms, as in Gemma, instead of by the weight; the weights are "
+        "initialized to 0",
+        megatron_arg=True,
+    )
+    scale_embeddings: bool = flag(
+        False,
+        summary="scaled embeddings",
+        help="multiply the word embeddings by the square root of --hidden-size, rounded to the precision of "
+        "the run, as in Gemma",
     )
     layer_arrangement: str = flag(
         "pre-norm",
@@ -372,10 +408,10 @@ class ModelConfig(Section):
             )
         return None
 
-    @property
-    def attention_window(self) -> int | None:
-        """Maximum number of tokens that each token attends to; None for the whole sequence."""
-        return self.window_size if self.window_size and self.window_size < self.seq_length else None
+    def has_window(self, layer: int) -> bool:
+        """Returns whether a transformer layer, counted from 0, has the window of --window-size."""
+        pattern = self.window_pattern
+        return self.window_size is not None and (not pattern or pattern[layer % len(pattern)] == WINDOW)
 
     @property
     def query_width(self) -> int:
@@ -445,6 +481,8 @@ class ModelConfig(Section):
                     f"{self.num_attention_heads}: change one of them, or set --kv-channels"
                 )
             derived["kv_channels"] = self.hidden_size // self.num_attention_heads
+        if self.window_pattern is not None:
+            derived["window_pattern"] = window_pattern(self.window_pattern, self.num_layers)
         if self.max_position_embeddings is None:
             if self.position_embedding_type == "absolute":
                 raise ConfigError(

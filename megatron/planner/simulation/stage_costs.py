@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from threading import Lock
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config.window_pattern import WINDOW
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.pipeline.methods import TRANSFORMER_LAYER
@@ -117,11 +118,11 @@ def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) ->
 def _stage(config: Config, names: Sequence[str], vocab_size: int, first: int, end: int) -> StageCosts:
     """Returns the costs of the layers `first` to `end` - 1 as a stage whose neighbors are on other ranks."""
     count = list(names[first:end]).count(TRANSFORMER_LAYER)
-    parts = _Parts.record(config, names, vocab_size, count)
+    parts = _Parts.record(config, names, vocab_size, range(first, end))
     tokens = ((config.batch.micro_batch_size, config.model.seq_length), torch.int64)
     shards = config.parallel.tensor_model_parallel_size if config.parallel.sends_parts else 1
     return StageCosts(
-        layers=tuple(parts.layers_between(first, end, count)),
+        layers=tuple(parts.layers_between(first, end)),
         weight=_repeated(parts.model.weight, count, parts.few),
         inputs=parts.outputs_of(first - 1) if first else (tokens,),
         receives=shards if first > 0 else 0,
@@ -147,70 +148,96 @@ class _Parts:
     """The layers of a small recorded model, from which the costs of the run's layers are taken.
 
     begins: index of the first transformer layer. few: transformer layers of the recorded model. many:
-    transformer layers of the run. per_group: transformer layers that are recomputed together. rest:
-    transformer layers in the smaller group at the end of a stage, if its layers do not fill the last group.
+    transformer layers of the run. prefetches: a layer starts collectives of the layer after the next (ZeRO-2
+    and 3). stage, kinds: the groups of layers that are recomputed together, of the stage and of the recorded
+    model, as letters of --window-pattern. rest: transformer layers in the smaller group at the end of a
+    stage, if its layers do not fill the last group.
     """
 
     model: ModelCosts
     begins: int
     few: int
     many: int
-    per_group: int
+    prefetches: bool
+    stage: tuple[str, ...]
+    kinds: tuple[str, ...]
     rest: int
 
     @classmethod
-    def record(cls, config: Config, names: Sequence[str], vocab_size: int, count: int) -> _Parts:
-        """Records a model for stages with `count` transformer layers.
+    def record(cls, config: Config, names: Sequence[str], vocab_size: int, entries: range) -> _Parts:
+        """Records a model for a stage with these entries of the layer list.
 
-        It has the first group of the model, which also computes tensors that all layers share, a second
-        group, and the smaller group at the end of a stage. With ZeRO-2 and 3 it has four groups, since a
-        layer starts collectives of the layer after the next.
+        It has a first group of each kind, which also computes tensors that all layers of the kind share, a
+        second group of each kind, and the smaller group at the end of the stage. With ZeRO-2 and 3 the
+        stage's first two groups precede them, and its last group follows.
         """
+        begins, many = names.index(TRANSFORMER_LAYER), config.model.num_layers
         per_group = config.training.checkpoint_num_layers if config.training.recomputes_layers else 1
-        groups = 4 if config.parallel.shards_gradients else 2
-        many, rest = config.model.num_layers, count % per_group
-        few = min(many // per_group, groups) * per_group + rest
-        settings, entries = _layers_config(config, few), len(names) - many + few
-        recording = _RECORDINGS.get(record_layers, settings, vocab_size, entries, run_uses_kernels(config))
-        return cls(recording.result(), names.index(TRANSFORMER_LAYER), few, many, per_group, rest)
+        prefetches = config.parallel.shards_gradients
+        pattern = config.model.window_pattern or (WINDOW,)
+        letters = "".join(
+            pattern[(entry - begins) % len(pattern)] for entry in entries if begins <= entry < begins + many
+        )
+        count, rest = divmod(len(letters), per_group)
+        stage = tuple(letters[index * per_group :][:per_group] for index in range(count))
+        last = stage[-1] if stage else "".join(pattern * per_group)[:per_group]
+        different = dict.fromkeys(stage or (last,))
+        head = stage[:2] if prefetches else ()
+        firsts = tuple(kind for kind in different if kind not in head)
+        seconds = (*(kind for kind in different if kind != last), last)
+        kinds = (*head, *firsts, *seconds, *((last,) if prefetches else ()))
+        if count <= len(kinds):
+            fewest = min(many // per_group, 4 if prefetches else 2)
+            kinds = (*stage, *(last,) * (fewest - count))
+        few = len(kinds) * per_group + rest
+        recorded = "".join(kinds) + letters[len(letters) - rest :]
+        settings = _layers_config(config, few, tuple(recorded) if config.model.window_pattern else None)
+        recording = _RECORDINGS.get(
+            record_layers, settings, vocab_size, len(names) - many + few, run_uses_kernels(config)
+        )
+        return cls(recording.result(), begins, few, many, prefetches, stage, kinds, rest)
 
     @property
     def _groups(self) -> list[LayerCost]:
         end = self.begins + self.few - self.rest
         return [layer for layer in self.model.layers if self.begins <= layer.first < end]
 
-    def layers_between(self, first: int, end: int, count: int) -> list[LayerCost]:
-        """Returns the costs of the run's layers `first` to `end` - 1, with `count` transformer layers."""
+    def layers_between(self, first: int, end: int) -> list[LayerCost]:
+        """Returns the costs of the run's layers `first` to `end` - 1, the entries of `record`."""
         last = self.begins + self.few
         found = [layer for layer in self.model.layers if first <= layer.first < min(self.begins, end)]
-        groups = self._groups_of(
-            count // self.per_group, end >= self.begins + self.many, first <= self.begins
-        )
-        found += groups
+        found += self._groups_of(end >= self.begins + self.many, first <= self.begins)
         if self.rest:
             found += [layer for layer in self.model.layers if layer.first == last - self.rest]
         after = [layer for layer in self.model.layers if layer.first >= last]
         is_last = end == self.model.layers[-1].end + self.many - self.few
-        return found + [
+        found += [
             layer
             for layer in after
             if first <= layer.first + self.many - self.few < end or (is_last and layer is after[-1])
         ]
+        ends = accumulate((layer.end - layer.first for layer in found), initial=first)
+        return [replace(layer, first=a, end=b) for layer, (a, b) in zip(found, pairwise(ends), strict=True)]
 
-    def _groups_of(self, count: int, has_last: bool, has_first: bool) -> list[LayerCost]:
-        """Returns the costs of the `count` groups of a stage. has_last, has_first: whether the stage has the
-        last or the first transformer layer of the model."""
-        known = self._groups
+    def _groups_of(self, has_last: bool, has_first: bool) -> list[LayerCost]:
+        """Returns the costs of the stage's groups. has_last, has_first: whether the stage has the last or the
+        first transformer layer of the model."""
+        known, count = self._groups, len(self.stage)
         if has_first and has_last and count <= len(known):
             return known
-        found = [known[-2 if len(known) > 2 else -1]] * count
-        # The first layer of a stage also computes the tensors that all its layers share.
-        if count and (has_first or self.outputs_of(self.begins - 1) == known[0].output):
-            found[0] = known[0]
+        groups = list(zip(self.kinds, known, strict=True))
+        inner = dict(groups)  # the last group of each kind
+        if self.prefetches and len(known) > 2:  # the last group of the model prefetches nothing
+            inner |= dict(groups[:-1])
+        found = [inner[kind] for kind in self.stage]
+        # The first layer of each kind in a stage also computes the tensors that all its layers share.
+        if has_first or self.outputs_of(self.begins - 1) == known[0].output:
+            for kind in set(self.stage):
+                found[self.stage.index(kind)] = known[self.kinds.index(kind)]
         if count > 1 and has_last:
             found[-1] = known[-1]
-        if has_first and has_last:
-            found[: len(known) - 2] = known[:-2]
+        if self.prefetches and has_first and has_last:
+            found[:2] = known[:2]
         return found
 
     def outputs_of(self, index: int) -> tuple[Spec, ...]:
@@ -328,9 +355,9 @@ class _Recordings:
 _RECORDINGS = _Recordings()
 
 
-def _layers_config(config: Config, num_layers: int) -> Config:
-    """Returns the configuration of a model with few layers. Settings on which the costs of layers do not
-    depend are reset, so that equal configurations are recorded once."""
+def _layers_config(config: Config, num_layers: int, pattern: tuple[str, ...] | None) -> Config:
+    """Returns the configuration of a model with few layers, of the kinds of a --window-pattern. Settings on
+    which the costs of layers do not depend are reset, so that equal configurations are recorded once."""
     parallel = config.parallel
     shards = parallel.shards_gradients
     context = parallel.context_parallel_size
@@ -346,6 +373,7 @@ def _layers_config(config: Config, num_layers: int) -> Config:
         "parallel.ddp_bucket_size": None,
         "parallel.cpu_offload": False,
         "model.num_layers": num_layers,
+        "model.window_pattern": pattern,
         "batch.global_batch_size": config.batch.micro_batch_size * replicas,
     }
     return _without_run(config.with_settings(settings), OptimizerConfig())
@@ -364,6 +392,7 @@ def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, h
         "parallel.virtual_pipeline_stages": 1,
         "parallel.ddp_bucket_size": 1 if has_buckets else _NO_BUCKETS,
         "model.num_layers": num_layers,
+        "model.window_pattern": None,
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,

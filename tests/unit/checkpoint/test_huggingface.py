@@ -156,6 +156,14 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
         (Row(positions="rotary"), {"rotary_interleaved": True}, "--rotary-interleaved"),
         (GPT2, {"glu_activation": "swiglu"}, "--glu-activation swiglu"),
         (GPT2, {"mup": True}, "--mup"),
+        (
+            Row(positions="rotary"),
+            {
+                **{"normalization": "RMSNorm", "glu_activation": "swiglu", "disable_bias_linear": True},
+                **{"window_size": 5, "window_pattern": ("W", "F")},
+            },
+            "with --window-pattern W F cannot be written .*: Mistral needs no --window-pattern",
+        ),
         (BLOOM, {}, "no --embed-layernorm"),
         (GPT2, NORM, "--position-embedding-type absolute and --embed-layernorm"),
         (GPT2, {"kv_channels": 16}, "--kv-channels 16.* GPT-2 needs --kv-channels 8"),

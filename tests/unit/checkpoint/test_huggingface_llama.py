@@ -19,7 +19,7 @@ from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import read_command_line
 from megatron.errors import UserError
-from tests.distributed.test_model_variants import FALCON, LLAMA, NEOX, OLMO2
+from tests.distributed.test_model_variants import FALCON, GEMMA3, LLAMA, NEOX, OLMO2
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import (
     TOKENS,
@@ -76,6 +76,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen-2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen-2.5, yarn": ("qwen2", {"rope_parameters": YARN}),
 }
+OLMO3_ROPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+MODELS |= {
+    "olmo-3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": OLMO3_ROPE}),
+    "gemma-3": (
+        "gemma3_text",
+        {
+            **{"num_hidden_layers": 7, "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 24},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmo-3, all windows": (
+        "olmo3",
+        {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2, "num_key_value_heads": 4},
+    ),
+}
 RELATIVE_BOUND = 1e-5
 """Of the spread of the logits."""
 
@@ -98,7 +116,7 @@ def assert_equal_logits(found, expected):
     assert (found - expected).abs().max() <= RELATIVE_BOUND * (expected.max() - expected.min())
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=4, also=["olmo-3", "gemma-3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
     save_hf(tmp_path / "hf", name, max_shard_size="20KB")
@@ -131,6 +149,8 @@ def _all_weights(folder):
         (LLAMA | {"window_size": 5}, Row(), "MistralForCausalLM"),
         (LLAMA | {"qk_layernorm": True, "kv_channels": 16}, Row(tp=2), "Qwen3ForCausalLM"),
         (OLMO2, Row(tp=4), "Olmo2ForCausalLM"),
+        (OLMO2 | {"window_size": 5, "window_pattern": ("W", "F")}, Row(tp=2), "Olmo3ForCausalLM"),
+        (GEMMA3, Row(tp=2), "Gemma3ForCausalLM"),
         (NEOX, Row(tp=2), "GPTNeoXForCausalLM"),
         (FALCON, Row(tp=2), "FalconForCausalLM"),
     ],
@@ -157,6 +177,8 @@ OF_TYPE = {
     "qwen2": LLAMA | {"add_qkv_bias": True},
     "qwen3": LLAMA | {"qk_layernorm": True},
     "olmo2": OLMO2,
+    "olmo3": OLMO2 | {"window_size": 5, "window_pattern": ("W", "F")},
+    "gemma3_text": GEMMA3,
     "gpt_neox": NEOX,
     "falcon": FALCON,
 }
@@ -185,6 +207,35 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ),
         ("qwen-3", {"attention_bias": True}, "attention_bias = True"),
         ("olmo-2", {"clip_qkv": 8.0}, "clip_qkv.* = 8.0"),
+        ("olmo-3", {"layer_types": ["full_attention"] * 4}, "layer_types"),
+        (
+            "olmo-3",
+            {"layer_types": ["chunked_attention"] * 5},
+            "layer_types = .*: expected full_attention or",
+        ),
+        ("olmo-3", {"sliding_window": None}, "sliding_window = None: expected a positive number"),
+        ("olmo-3", {"rope_parameters": YARN}, "expected an object for full_attention and one for sliding"),
+        (
+            "olmo-3",
+            {"rope_parameters": OLMO3_ROPE | {"sliding_attention": YARN}},
+            "of sliding_attention are of rope_type yarn: expected default",
+        ),
+        (
+            "olmo-3",
+            {"rope_parameters": OLMO3_ROPE | {"full_attention": YARN | {"attention_factor": 1.5}}},
+            "attention_factor = 1.5",
+        ),
+        (
+            "olmo-3",
+            {"rope_parameters": OLMO3_ROPE | {"full_attention": YARN | {"factor": "4"}}},
+            "factor = 4 with rope_type yarn: expected a number",
+        ),
+        ("olmo-3", {"rope_theta": 7.0}, "'rope_theta' = 7.0, but transformers uses rope_theta = 10000"),
+        ("gemma-3", {"rope_local_base_freq": 7.0}, "'rope_local_base_freq' = 7.0, but transformers uses"),
+        ("gemma-3", {"sliding_window_pattern": 2}, "sliding_window_pattern = 2, but .* layer_types"),
+        ("gemma-3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma-3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma-3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0: expected a positive integer"),
         ("pythia", {"hidden_act": "relu"}, "hidden_act = relu: expected gelu"),
         ("pythia", {"attention_bias": False}, "attention_bias = False"),
         (

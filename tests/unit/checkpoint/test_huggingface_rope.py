@@ -49,7 +49,9 @@ ROPES = {
 # Of the families whose defaults do not fit the other sizes.
 HEADS = {"mistral": {"num_key_value_heads": 4}, "qwen2": {"num_key_value_heads": 4}}
 HEADS["qwen3"] = {"num_key_value_heads": 4, "head_dim": 16}
-ROTARY_TYPES = sorted(FAMILIES.keys() - {"bloom", "gpt2"})
+# Their layers have rotary settings by kind.
+LAYERED_TYPES = {"olmo3", "gemma3_text"}
+ROTARY_TYPES = sorted(FAMILIES.keys() - {"bloom", "gpt2"} - LAYERED_TYPES)
 
 
 def write_config(folder, kind, **settings):

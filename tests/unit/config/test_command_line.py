@@ -317,7 +317,7 @@ def test_a_flag_of_another_framework_is_read_as_flags_of_this_program(name: str)
     parser = make_parser()
     words = REWRITTEN_FLAGS[name]
     value = []
-    if words[-1].startswith("--") and parser._option_string_actions[words[-1]].nargs is None:
+    if words[-1].startswith("--") and parser._option_string_actions[words[-1]].nargs in (None, "+"):
         value = ["2"]
     typed, notes = rewrite([name, *value])
     assert notes == [f"{name} is read as {' '.join(words)}"]

@@ -78,7 +78,8 @@ def test_fields_without_an_effect_on_the_time_of_a_layer() -> None:
         *("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),  # the padded size counts
         *("softmax_scale", "rotary_base", "rope_scaling_type", "rope_scaling_factor"),
         *("rope_original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor"),
-        *("rope_beta_slow", "rope_beta_fast"),
+        *("rope_beta_slow", "rope_beta_fast", "window_rotary_base"),
+        "window_pattern",  # layers with and without a window are measured separately
     }
 
 

@@ -29,6 +29,7 @@ def table(layers, casts=False, seconds=None, in_flight=()):
         listed,
         parameters=column(100, 40, 2, 100),
         flops=column(0, 1e9, 0, 2e9),
+        types=listed,
         seconds=column(0.5, 1.0, 0.1, 2.0) if seconds else None,
         memory=MemoryCosts(
             state_bytes=column(1600, 640, 32, 1600),

@@ -17,7 +17,7 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import layer_list
-from megatron.planner.layer_memory import bytes_per_parameter
+from megatron.planner.layer_memory import bytes_per_parameter, memory_costs
 from megatron.planner.rates import is_attention
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.stage_costs import whole_model_costs
@@ -126,6 +126,15 @@ def kept_by(config):
     costs = whole_model_costs(config, names, 512)
     (layer,) = (layer for layer in costs.layers if layer.first == names.index(TRANSFORMER_LAYER))
     return layer.forward.change / (layer.end - layer.first)
+
+
+def test_the_method_memory_counts_the_activations_of_every_layer():
+    config = config_of("--num-layers 6 --attention-dropout 0.1")
+    names = layer_names(layer_list(config, 512))
+    kept = memory_costs(config, 512).activation_bytes
+    layers = [size for name, size in zip(names, kept, strict=True) if name == TRANSFORMER_LAYER]
+    assert layers == pytest.approx([kept_by(config)] * 6, rel=0.02)
+    assert kept[-1] > 0, "the fused head and loss"
 
 
 def test_recomputed_layers_keep_their_inputs_as_the_flags_say():

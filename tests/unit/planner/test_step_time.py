@@ -298,6 +298,30 @@ def test_a_window_saves_the_time_of_the_scores_outside_of_it() -> None:
     assert tenth.total < 0.8 * half.total < 0.8 * whole.total
 
 
+def test_layers_with_and_without_a_window_have_their_own_times_and_weights() -> None:
+    long = "--seq-length 16384 --max-position-embeddings 16384 --micro-batch-size 1 --num-layers 8"
+    long += " --world-size 2 --pipeline-model-parallel-size 2 --partition-method"
+    window = "--window-size 1024"
+    windows, none = (predicted(f"{long} stages:4,4 {flags}").stages for flags in (window, ""))
+    pattern = f"{window} --window-pattern W W W W F F F F"
+    first, last = predicted(f"{long} stages:4,4 {pattern}").stages
+    for found, expected in ((first, windows[0]), (last, none[1])):
+        assert found.forward == pytest.approx(expected.forward, rel=1e-6)
+        assert found.backward == pytest.approx(expected.backward, rel=1e-6)
+    assert first.forward < 0.7 * last.forward
+    mixed = predicted(f"{long} stages:5,3 {window} --window-pattern F W").stages[0]
+    layers = 3 * none[0].forward / 4 + 2 * windows[0].forward / 4
+    assert mixed.forward == pytest.approx(layers, rel=0.02)
+
+    def layers_of_stage_0(method: str) -> int:
+        plan = plan_stages(config_of(f"{long} {method} {pattern}"), VOCAB)
+        return plan.names[: plan.bounds[1]].count("ParallelTransformerLayerPipe")
+
+    assert layers_of_stage_0("type:transformer") == 4
+    assert layers_of_stage_0("time") == 5
+    assert layers_of_stage_0("type:@window|@full:3") == 5
+
+
 def test_one_process_reduces_no_gradients() -> None:
     step = predicted("--global-batch-size 8")
     assert step.reduction + step.exposed_communication < 1e-9 < step.optimizer

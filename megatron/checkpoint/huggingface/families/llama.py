@@ -1,4 +1,4 @@
-"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2, Qwen 3 and OLMo 2 are
+"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2 and 3, OLMo 2 and 3 are
 described by their differences from Llama."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.checkpoint.huggingface.family import (
     Transform,
     equal_heads,
 )
-from megatron.checkpoint.huggingface.rope import ROPE
+from megatron.checkpoint.huggingface.rope import LAYERED_ROPE, ROPE
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
 
@@ -234,4 +234,13 @@ OLMO2 = replace(
         _OUTPUT_NORM,
     ),
     ignored=(),
+)
+
+# --- OLMo 3: OLMo 2 with a window in three of four layers; RoPE scaling applies to the fourth ---
+
+OLMO3 = replace(
+    OLMO2,
+    title="OLMo 3",
+    architecture="Olmo3ForCausalLM",
+    conversions=(QUERY_GROUPS, UNTIED, LAYERED_ROPE),
 )
