@@ -36,6 +36,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
@@ -218,6 +219,16 @@ class Training:
         return found
 
 
+def set_states_without_step(self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """Replaces a method of Megatron-Core's distributed optimizer, which expects PyTorch's Adam to have
+    its step among the loaded tensors, where it stores none: fused Adam has its step in the groups."""
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    for name, values in {"param": main, **self.optimizer.state[main]}.items():
+        if name != "step":
+            values.detach().copy_(tensors[name])
+
+
 def loss_and_gradients(module: torch.nn.Module, model: GPTModel, tokens: torch.Tensor) -> float:
     """Computes the gradients of a batch. module: the model, or its wrapper. Returns the loss of the global
     batch."""
@@ -274,6 +285,7 @@ def main(folder: Path, loaded: Path | None) -> None:
     torch.cuda.synchronize = lambda: None
     tracker = tensor_parallel.random.get_cuda_rng_tracker()
     tracker.fork = lambda *_: contextlib.nullcontext()
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
     if KIND == "model_space":
         numpy.product = numpy.prod  # version 0.13 calls it, and numpy 2 lacks it
     torch.manual_seed(5)
