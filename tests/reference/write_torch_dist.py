@@ -177,6 +177,9 @@ class Training:
         state = dist_checkpointing.load(self.sharded_state(folder), str(folder))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for entries in inner.optimizer.state.values():  # one tensor, which Adam counts up for each
+                entries["step"] = entries["step"].clone()
         if "opt_param_scheduler" in state:  # of this program's folders
             rates = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
             decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
