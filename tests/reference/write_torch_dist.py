@@ -36,6 +36,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
@@ -176,6 +177,9 @@ class Training:
         state = dist_checkpointing.load(self.sharded_state(folder), str(folder))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for entries in inner.optimizer.state.values():  # one tensor, which Adam counts up for each
+                entries["step"] = entries["step"].clone()
         if "opt_param_scheduler" in state:  # of this program's folders
             rates = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
             decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
@@ -216,6 +220,16 @@ class Training:
             found.append({name: values.view(parameter.shape) for name, values in whole.items()})
             found[-1]["step"] = step
         return found
+
+
+def set_states_without_step(self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """Replaces a method of Megatron-Core's distributed optimizer, which expects PyTorch's Adam to have
+    its step among the loaded tensors, where it stores none: fused Adam has its step in the groups."""
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    for name, values in {"param": main, **self.optimizer.state[main]}.items():
+        if name != "step":
+            values.detach().copy_(tensors[name])
 
 
 def loss_and_gradients(module: torch.nn.Module, model: GPTModel, tokens: torch.Tensor) -> float:
@@ -274,6 +288,7 @@ def main(folder: Path, loaded: Path | None) -> None:
     torch.cuda.synchronize = lambda: None
     tracker = tensor_parallel.random.get_cuda_rng_tracker()
     tracker.fork = lambda *_: contextlib.nullcontext()
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
     if KIND == "model_space":
         numpy.product = numpy.prod  # version 0.13 calls it, and numpy 2 lacks it
     torch.manual_seed(5)
