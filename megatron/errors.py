@@ -42,8 +42,8 @@ class ConfigError(UserError):
 
 def printable(text: str) -> str:
     """Returns the text with escapes such as \\x1b for characters that could move a terminal's cursor or hide
-    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment. A path in the
-    mirror of an object store becomes its URL."""
+    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment. A path in
+    the mirror of an object store becomes its URL."""
     text = as_urls(text)
     return "".join(
         character

@@ -1,8 +1,8 @@
 """The checkpoints of a run in object stores: --save and --load as URLs.
 
-The program works on the mirror (see `mirror`). Rank 0 makes its mirror show what the store holds; the mirrors of
-the other nodes show only the checkpoint that is loaded. Before a load, the ranks of each node download the
-files that one of them reads; after it they are placeholders again.
+The program works on the mirror (see `mirror`). Rank 0 makes its mirror show what the store holds; the mirrors
+of the other nodes show only the checkpoint that is loaded. Before a load, the ranks of each node download the
+files that one of them reads; after the load these files are placeholders again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -47,7 +47,7 @@ class ObjectCheckpoints:
         self._root = root
         self._folders: dict[Path, ObjectFolder] = {}
         self._load_folder = ""
-        paths = {}
+        paths: dict[str, Any] = {}
         if options.save and is_url(options.save):
             paths["save"] = str(self._add(options.save))
         if options.load and is_url(options.load):
@@ -74,8 +74,8 @@ class ObjectCheckpoints:
         return ClaimFolder(Path(folder)) if found is None else ObjectClaims(found.store)
 
     def read(self) -> None:
-        """Makes the mirror show what the folders hold, on rank 0. Raises UserError for a folder that cannot be
-        read."""
+        """Makes the mirror show what the folders hold, on rank 0. Raises UserError for a folder that cannot
+        be read."""
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)  # of an earlier start of this job
         for folder in self._folders.values():

@@ -50,9 +50,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class ObjectClaims(ClaimFolder):
-    """The owner files of a folder in an object store: objects in its folder `owner`. `write` creates an object
-    that does not exist, so a job that has lost the folder can fill its file again; then the file of the new
-    owner has a higher number."""
+    """The owner files of a folder in an object store: objects in its folder `owner`. `write` also creates an
+    object that does not exist. A job that has lost the folder may fill its file again, but the new owner
+    has a higher number."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -102,8 +102,8 @@ class ObjectFolder:
     def mirror(self) -> None:
         """Makes the mirror show what the store holds, on rank 0: one listing, then the small files.
 
-        A job that is killed while it replaces a checkpoint leaves two complete folders of it. The mirror shows
-        the one whose digest `latest.json` has, or else the newest.
+        A job that is killed while it replaces a checkpoint leaves two complete folders of it. The mirror
+        shows the one whose digest `latest.json` has, or else the newest.
         """
         listed = self.store.list()
         files: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
@@ -232,8 +232,8 @@ class ObjectFolder:
     # --- a deletion ---
 
     def remove(self, checkpoint: Path) -> None:
-        """Deletes a checkpoint, on rank 0. checkpoint: its folder in the mirror. Raises OSError if it contains
-        files that `run.json` does not list, or if the store cannot be accessed."""
+        """Deletes a checkpoint, on rank 0. checkpoint: its folder in the mirror. Raises OSError if it
+        contains files that `run.json` does not list, or if the store cannot be accessed."""
         self._delete(self.folders[checkpoint.name])
         del self.folders[checkpoint.name]
         remove_checkpoint(checkpoint)

@@ -1,8 +1,8 @@
 """The mirror of object stores on a node: a folder on its disk in which each URL has a path.
 
-The ranks of a job on one node share a mirror. Each holds a shared lock on it, so a start removes the mirrors of
-processes that have ended. A mirror holds small files and the files in transit between a store and the ranks;
-every other object is a placeholder: a sparse file of the object's size, without content.
+The ranks of a job on one node share a mirror. Each holds a shared lock on it, so a start removes the mirrors
+of processes that have ended. A mirror holds small files and the files in transit between a store and the
+ranks; every other object is a placeholder: a sparse file of the object's size, without content.
 """
 
 from __future__ import annotations

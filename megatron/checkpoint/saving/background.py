@@ -82,7 +82,7 @@ class BackgroundSave:
     is_local: bool = False
     """Whether it is a save to --save-local."""
     before_report: Callable[[BackgroundSave, Files, str], str] | None = None
-    """Called with the files that this rank has written and with its problem. Returns the problem to report."""
+    """Called with the files that this rank has written and its problem. Returns the problem to report."""
     after_report: Callable[[BackgroundSave], None] | None = None
     """For a local checkpoint: called on all ranks except rank 0."""
     num_copied_bytes: int = 0
