@@ -5,7 +5,6 @@ Imported at the first request, because s3fs is an optional package whose import 
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from dataclasses import dataclass
 
@@ -13,10 +12,11 @@ import aiohttp
 import s3fs
 from botocore import exceptions, parsers
 from fsspec.asyn import sync_wrapper
+from fsspec.exceptions import FSTimeoutError
 
 from megatron.errors import one_line
 
-# Between the bytes of an answer. The limit of a whole request is `store.REQUEST_LIMIT_S`.
+# Between the bytes of an answer. The limit of a whole request is `Retries.request_s`.
 _READ_TIMEOUT_S = 60
 _CONNECT_TIMEOUT_S = 10
 _MAX_CONNECTIONS = 64
@@ -52,7 +52,6 @@ _TRANSIENT_ERRORS = (
     exceptions.MetadataRetrievalError,
     parsers.ResponseParserError,
     aiohttp.ClientError,
-    asyncio.TimeoutError,  # fsspec's limit of a request; in Python 3.10 it is no TimeoutError
     TimeoutError,
     ConnectionError,
 )
@@ -105,8 +104,9 @@ class Failure:
     """S3's error code, such as NoSuchBucket; "" if no answer came."""
 
 
-def read_failure(error: Exception) -> Failure | None:
-    """Returns what an error of a request means; None if it is an error of the program."""
+def read_failure(error: Exception, limit_s: float) -> Failure | None:
+    """Returns what an error of a request means; None if it is an error of the program. limit_s: the limit of
+    the request's time."""
     # s3fs replaces an answer with an error code by an OSError with the answer as its cause.
     answer = error if isinstance(error, exceptions.ClientError) else error.__cause__
     if isinstance(answer, exceptions.ClientError):
@@ -114,6 +114,8 @@ def read_failure(error: Exception) -> Failure | None:
     cause = one_line(f"{type(error).__name__}: {error}")
     if isinstance(error, _CREDENTIAL_ERRORS):
         return Failure(f"{one_line(error)}: {_CHECK_CREDENTIALS}", errno.EACCES)
+    if isinstance(error, FSTimeoutError):
+        return Failure(f"no end after {limit_s:g} s", is_transient=True)
     if isinstance(error, _TRANSIENT_ERRORS):
         # A wrong certificate stays wrong.
         return Failure(cause, is_transient="CERTIFICATE_VERIFY_FAILED" not in str(error))

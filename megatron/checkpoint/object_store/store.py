@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 # scheme of a URL -> (package that fsspec needs for it, extra of this package that installs it)
 SCHEMES = {"s3": ("s3fs", "objectstore")}
-# A request that has not ended after this time is given up and retried: a server may accept a connection and
-# never read from it, which no timeout of a socket ends.
-REQUEST_LIMIT_S = 180.0
 PART_BYTES = 32 * 2**20
 _MAX_PARTS = 10_000
 _MAX_DELETED_AT_ONCE = 1000
@@ -34,12 +31,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Retries:
-    """When a request is retried: at most `attempts` in all, none later than `total_s` after the first."""
+    """When a request is retried: at most `attempts` in all, none later than `total_s` after the first.
+
+    request_s: a request that has not ended by then is given up and retried. A server may accept a connection
+    and never read from it, which no timeout of a socket ends.
+    """
 
     attempts: int = 12
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
     total_s: float = 300.0
+    request_s: float = 180.0
 
     def delay_s(self, failures: int) -> float:
         """Returns how long to wait after so many failures. It is random from 0 to a limit that doubles with
@@ -185,18 +187,17 @@ class ObjectStore:
         invisible and are paid for; the uploads of living processes are removed as well, which then fail."""
         folder = self._key(prefix.rstrip("/"))
         root = f"{folder}/" if folder else ""
-        marker: dict[str, Any] = {}
         while True:
-            page = self._s3("LIST", "list_multipart_uploads", prefix, Prefix=root, **marker)
-            for upload in page.get("Uploads") or ():
-                # Not every server with this protocol filters by the prefix.
-                if upload["Key"].startswith(root):
+            page = self._s3("LIST", "list_multipart_uploads", prefix, Prefix=root)
+            # Not every server with this protocol filters by the prefix.
+            uploads = [upload for upload in page.get("Uploads") or () if upload["Key"].startswith(root)]
+            for upload in uploads:
+                with suppress(_UploadGoneError):
                     key = upload["Key"][len(self._key("")) :].lstrip("/")
-                    with suppress(_UploadGoneError):
-                        self._s3("DELETE", "abort_multipart_upload", key, UploadId=upload["UploadId"])
-            if not page.get("IsTruncated"):
+                    self._s3("DELETE", "abort_multipart_upload", key, UploadId=upload["UploadId"])
+            # The next uploads come first once these are gone.
+            if not uploads or not page.get("IsTruncated"):
                 return
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _delete_batch(self, keys: Sequence[str]) -> None:
         names = [self._key(key) for key in keys]
@@ -272,9 +273,9 @@ class ObjectStore:
         while True:
             attempt += 1
             try:
-                return call(files, {"timeout": REQUEST_LIMIT_S})
+                return call(files, {"timeout": retries.request_s})
             except Exception as error:
-                failure = read_failure(error)
+                failure = read_failure(error, retries.request_s)
                 if failure is None:
                     raise
                 delay_s = retries.delay_s(attempt)
