@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megatron.mirror_paths import as_urls
+from megatron.object_urls import as_urls
 
 USER_ERROR_EXIT_CODE = 2
 # How long another rank waits before it exits, in seconds, so that rank 0 can print the error.

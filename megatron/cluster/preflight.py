@@ -34,8 +34,8 @@ from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.mirror_paths import is_mirrored
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+from megatron.object_urls import is_mirrored
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.

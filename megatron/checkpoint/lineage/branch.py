@@ -11,7 +11,7 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig
 from megatron.config.registries import LR_DECAY_STYLES, ConstantPhaseStyle
 from megatron.errors import UserError
-from megatron.mirror_paths import as_urls
+from megatron.object_urls import as_urls
 from megatron.optimizer.schedule import Progress, schedule_of
 from megatron.text_table import first_few
 

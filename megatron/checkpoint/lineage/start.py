@@ -42,8 +42,8 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
-from megatron.mirror_paths import as_urls
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.object_urls import as_urls
 from megatron.text_table import first_few
 
 

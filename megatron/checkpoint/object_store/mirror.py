@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.errors import UserError
-from megatron.mirror_paths import MIRROR
+from megatron.object_urls import MIRROR
 
 _LOCK = "lock"
 # Environment variables that differ between two jobs on a node, or between two starts of a job's processes.

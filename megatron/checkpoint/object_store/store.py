@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.errors import ConfigError, printable
+from megatron.object_urls import is_url
 
 if TYPE_CHECKING:
     from megatron.checkpoint.object_store.s3 import Failure
@@ -60,11 +61,6 @@ class ObjectInfo:
 
 class _UploadGoneError(FileNotFoundError):
     """The multipart upload does not exist: it is complete, or it was aborted."""
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a URL, such as s3://bucket/run."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
 def check_url(url: str) -> None:
