@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.training.log_lines import parse_log_line
 from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support.object_store import Bucket, answer, kill_sender, lose_answer, refuse
@@ -34,7 +37,7 @@ def flags_of(bucket: Bucket, data: list[str]) -> list[str]:
 
 
 def checkpoints_in(bucket: Bucket) -> dict[int, str]:
-    """Iteration -> folder of each checkpoint that has a `run.json`. Fails if such a checkpoint lacks a byte."""
+    """Iteration -> folder of each checkpoint that has a `run.json`. Fails if one lacks a byte."""
     store = ObjectStore(bucket.url)
     listed, found = store.list(), {}
     for key in listed:
@@ -48,7 +51,7 @@ def checkpoints_in(bucket: Bucket) -> dict[int, str]:
 
 
 def assert_nothing_is_left(bucket: Bucket, mirrors: Path) -> None:
-    """Fails if anything but the complete checkpoints and `latest` is in the bucket, or a mirror on the disk."""
+    """Fails if anything but complete checkpoints and `latest` is in the bucket, or a mirror on the disk."""
     complete = {*checkpoints_in(bucket).values(), "latest", "latest.json"}
     assert {key.partition("/")[0] for key in ObjectStore(bucket.url).list()} == complete
     assert list(mirrors.iterdir()) == []
@@ -72,6 +75,7 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
     assert [*checkpoints_in(bucket)] == [3]
     bucket.heal()
     resumed = pretrain([*flags_of(bucket, data), "--pipeline-model-parallel-size", "2"], processes=2).ok()
+    requests = [request for request in bucket.requests if "/owner/" not in request.key]
     assert f"starting from {bucket.url}/global_step3, iteration 3\n" in resumed.stdout
     assert len(stopped.steps) == 3 and len(resumed.steps) == 2
     assert_same_losses(stopped, uninterrupted)
@@ -81,11 +85,8 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
     )
     assert_nothing_is_left(bucket, mirrors)
     # One listing, and each object once.
-    listings = [request for request in bucket.requests if request.kind == "LIST"]
-    assert [request.key for request in listings].count("run/") == 1
-    read = [
-        request.key for request in bucket.requests if request.kind == "GET" and "/owner/" not in request.key
-    ]
+    assert [request.key for request in requests if request.kind == "LIST"].count("run/") == 1
+    read = [request.key for request in requests if request.kind == "GET"]
     files = json.loads(ObjectStore(bucket.url).read(f"{checkpoints_in(bucket)[3]}/run.json"))["files"]
     expected = [*files, "run.json", "latest", "latest.json"]
     assert sorted(key.rpartition("/")[2] for key in read) == sorted(expected)
@@ -136,4 +137,166 @@ def test_a_start_after_a_kill_resumes_from_the_last_complete_checkpoint(
     assert_same_losses(killed, uninterrupted)
     assert_same_losses(again, uninterrupted)
     assert [*checkpoints_in(bucket)] == [4, 5]
+    assert_nothing_is_left(bucket, mirrors)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", [[], ["--async-save"]], ids=["direct", "background"])
+def test_a_save_that_fails_leaves_the_checkpoint_before(
+    extra: list[str], bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+) -> None:
+    """A permission that is lost is not retried. Training goes on only if the save is in the background."""
+    bucket.fault("PUT", answer(403, "AccessDenied"), key="global_step3.*layer_05")
+    flags = [*flags_of(bucket, data), *extra, "--save-interval", "1"]
+    run = pretrain(flags, processes=2)
+    if extra:
+        assert f"warning: checkpoint {bucket.url}/global_step3 was not saved (rank " in run.ok().stdout
+        assert sorted(checkpoints_in(bucket)) == [1, 2, 4, 5]
+    else:
+        (error,) = run.errors
+        assert run.exit_code == 2 and f"checkpoint {bucket.url}/global_step3 cannot be written (" in error
+        assert error.endswith(": fix this, then the run resumes from iteration 2")
+        assert sorted(checkpoints_in(bucket)) == [1, 2]
+        bucket.heal()
+        assert "/global_step2, iteration 2" in pretrain(flags, processes=2).ok().stdout
+    assert_nothing_is_left(bucket, mirrors)
+
+
+def test_the_typed_command(bucket: Bucket, data: list[str], mirrors: Path) -> None:
+    """With all that a run can combine with a bucket: saves in the background, for PyTorch, with deletions."""
+    flags = [*flags_of(bucket, data), "--save-interval", "2", "--async-save", "--save-format", "dcp"]
+    assert len(pretrain_typed([*flags, "--exit-interval", "4"], processes=2).ok().steps) == 4
+    again = pretrain_typed([*flags, "--keep-last", "1"], processes=2).ok()
+    assert f"starting from {bucket.url}/global_step4, iteration 4\n" in again.stdout and len(again.steps) == 1
+    assert [*checkpoints_in(bucket)] == [5]
+    assert_nothing_is_left(bucket, mirrors)
+
+
+def no_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+
+
+def no_access(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.fault("LIST|GET|HEAD|PUT", answer(403, "AccessDenied"), times=1e9)
+
+
+def only_reads(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.fault("PUT", answer(403, "AccessDenied"), times=1e9)
+
+
+def no_bucket(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    object.__setattr__(bucket, "url", "s3://no-such-bucket/run")
+
+
+# What is wrong: flags beside --save and --load, what is done before the run, the begin of the sentence.
+MISTAKES: dict[str, tuple[list[str], Callable[..., None] | None, str]] = {
+    "no bucket": ([], no_bucket, "--save s3://no-such-bucket/run cannot be read (LIST: "),
+    "no access": ([], no_access, "--save {url} cannot be read (LIST: "),
+    "only reads": ([], only_reads, "--save {url}: owner-000001-"),
+    "no credentials": ([], no_credentials, "--save {url} cannot be read ("),
+    "scheme": (
+        ["--save", "ftp://host/run"],
+        None,
+        "ftp://host/run: unknown scheme. Expected a folder, or a URL",
+    ),
+    "in a checkpoint": (
+        ["--save", "{url}/global_step4.00000000/x"],
+        None,
+        "--save {url}/global_step4.00000000/x is",
+    ),
+    "no such folder": (["--load", "{url}/typo"], None, "--load {url}/typo does not exist: pass an existing"),
+    "local": (
+        ["--save-local", "disk", "--save-local-interval", "1"],
+        None,
+        "--save-local with {url}: expected a",
+    ),
+    "Hugging Face": (["--save-hf-at-end"], None, "--save-hf-at-end with {url}: expected a folder of a file"),
+    "universal": (
+        ["--universal_checkpoint"],
+        None,
+        "--universal_checkpoint with {url}: expected a folder of a",
+    ),
+    "flags": (
+        ["--use-checkpoint-args"],
+        None,
+        "--use-checkpoint-args with --load {url}: expected a folder of",
+    ),
+}
+GATE_MISTAKES = ["no bucket", "local"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in GATE_MISTAKES else pytest.mark.full) for name in MISTAKES]
+)
+def test_a_mistake_is_one_sentence(
+    name: str, bucket: Bucket, data: list[str], mirrors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra, change, sentence = MISTAKES[name]
+    if change is not None:
+        change(bucket, monkeypatch)
+    given = [flag.format(url=bucket.url) for flag in extra]
+    run = pretrain([*flags_of(bucket, data), *given], processes=2)
+    (error,) = run.errors
+    assert run.exit_code == 2 and error.partition("error: ")[2].startswith(sentence.format(url=bucket.url))
+    assert len(run.stderr.splitlines()) == 1 and list(mirrors.iterdir()) == []
+
+
+@pytest.mark.full
+def test_two_jobs_in_one_folder_of_a_bucket(bucket: Bucket, data: list[str], mirrors: Path) -> None:
+    """The second stops at its start, and the first goes on."""
+    second: list[Run] = []
+
+    def start_another(line: str, pids: list[int]) -> None:
+        if (parse_log_line(line) or {}).get("iteration") == 2:
+            second.append(pretrain(flags_of(bucket, data), processes=2))
+
+    first = pretrain([*flags_of(bucket, data), "--save-interval", "1"], processes=2, on_line=start_another)
+    assert len(first.ok().steps) == 5
+    assert (
+        second[0].exit_code == 2 and f"--save {bucket.url} is in use by another run on" in second[0].errors[0]
+    )
+    assert_nothing_is_left(bucket, mirrors)
+
+
+@pytest.mark.full
+def test_other_ways_to_use_a_bucket(bucket: Bucket, data: list[str], mirrors: Path, tmp_path: Path) -> None:
+    """A run begins in a file system and continues in a bucket; another starts from one of its checkpoints; an
+    evaluation reads the bucket."""
+    local, flags = str(tmp_path / "local"), [*FLAGS, *data]
+    pretrain([*flags, "--exit-interval", "2", "--save", local, "--load", local], processes=2).ok()
+    moved = pretrain(
+        [*flags, "--load", local, "--save", bucket.url, "--save-interval", "1"], processes=2
+    ).ok()
+    assert f"starting from {local}/global_step2, iteration 2\n" in moved.stdout
+    assert sorted(checkpoints_in(bucket)) == [3, 4, 5]
+    for name in ("global_step4", checkpoints_in(bucket)[4]):
+        back = str(tmp_path / name)
+        started = pretrain([*flags, "--load", f"{bucket.url}/{name}", "--save", back], processes=2).ok()
+        assert f"starting from {bucket.url}/global_step4, iteration 4\n" in started.stdout
+        again = pretrain([*flags, "--load", f"{bucket.url}/{name}", "--save", back], processes=2).ok()
+        assert f"starting from {back}/global_step5, iteration 5 (" in again.stdout
+    evaluated = pretrain([*flags, "--load", bucket.url, "--eval-only"], processes=2).ok()
+    assert evaluated.evaluations == moved.evaluations
+    assert_nothing_is_left(bucket, mirrors)
+
+
+@pytest.mark.full
+def test_a_damaged_object_is_not_used_and_latest_can_be_set_by_hand(
+    bucket: Bucket, data: list[str], mirrors: Path
+) -> None:
+    flags, store = [*flags_of(bucket, data), "--save-interval", "1"], ObjectStore(bucket.url)
+    pretrain(flags, processes=2).ok()
+    (damaged, *_) = (key for key in store.list(checkpoints_in(bucket)[5]) if "optim_states" in key)
+    content = bytearray(store.read(damaged))
+    content[len(content) // 2] ^= 1
+    store.put(damaged, bytes(content))
+    run = pretrain([*flags, "--train-iters", "5"], processes=2).ok()
+    assert f"starting from {bucket.url}/global_step4, iteration 4 (" in run.stdout
+    assert "is damaged: its digest differs" in run.stdout
+    time.sleep(1.1)  # the times of objects have no fractions of a second
+    store.put("latest", b"global_step2\n")
+    run = pretrain(flags, processes=2).ok()
+    assert f"starting from {bucket.url}/global_step2, iteration 2 (latest was set by hand" in run.stdout
+    assert sorted(checkpoints_in(bucket)) == [1, 2, 3, 4, 5]
     assert_nothing_is_left(bucket, mirrors)
