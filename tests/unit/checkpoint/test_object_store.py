@@ -218,7 +218,9 @@ def test_an_object_that_ends_early_is_an_error(bucket: Bucket, store: ObjectStor
 def test_exhausted_retries_name_url_operation_and_cause(
     bucket: Bucket, store: ObjectStore, large: Path
 ) -> None:
-    upload = lambda: store.put_file("key", large)
+    def upload() -> None:
+        store.put_file("key", large)
+
     for kind, call in {**calls(store, large), "PART": upload, "COMPLETE": upload}.items():
         bucket.heal()
         bucket.fault(kind, answer(503, "" if kind == "HEAD" else "SlowDown"), times=100)
