@@ -129,8 +129,8 @@ def read_failure(error: Exception, limit_s: float) -> Failure | None:
 
 def _read_answer(answer: exceptions.ClientError) -> Failure:
     status = answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    code = str(answer.response.get("Error", {}).get("Code", ""))
-    message = answer.response.get("Error", {}).get("Message", "")
+    code = str(answer.response.get("Error", {}).get("Code") or "")
+    message = answer.response.get("Error", {}).get("Message") or ""
     # The answer to a HEAD has no body: its code is the status.
     cause = one_line(f"{status} {code if code != str(status) else ''}".strip() + f": {message}")
     if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:

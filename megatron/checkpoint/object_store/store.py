@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -26,6 +27,8 @@ SCHEMES = {"s3": ("s3fs", "objectstore")}
 PART_BYTES = 32 * 2**20
 _MAX_PARTS = 10_000
 _MAX_DELETED_AT_ONCE = 1000
+# One connection to S3 carries 50 to 100 MB/s.
+_UPLOAD_THREADS = 4
 
 T = TypeVar("T")
 
@@ -59,6 +62,12 @@ class ObjectInfo:
     modified: float
 
 
+def _is_file_name(key: str) -> bool:
+    """Whether a key can be the name of a file in a folder. One that ends with / is made by programs that show
+    a bucket as folders, and one with .. would be a file outside."""
+    return not {"", ".", ".."} & {*key.split("/")}
+
+
 class _UploadGoneError(FileNotFoundError):
     """The multipart upload does not exist: it is complete, or it was aborted."""
 
@@ -73,7 +82,7 @@ def check_url(url: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", bucket):
         raise ConfigError(f"{printable(url)}: no valid bucket. Expected {scheme}://BUCKET/FOLDER")
     if (
-        any(name in ("", ".", "..") for name in folders)
+        (folders and not _is_file_name("/".join(folders)))
         or re.search(r"[?#*\[\]\\]", rest)
         or rest != printable(rest)
     ):
@@ -97,8 +106,8 @@ class ObjectStore:
     store, and a forked child can use it.
 
     The ranks of all nodes save at one time, and a store answers 503 SlowDown if a prefix gets more requests
-    than it serves. Requests are large and therefore few, and a thread has one at a time. Ranks that were
-    refused together wait for random times, over the whole range, so they do not return together.
+    than it serves. Requests are large and therefore few. Ranks that were refused together wait for random
+    times, over the whole range, so they do not return together.
     """
 
     def __init__(self, url: str, retries: Retries = Retries(), part_bytes: int = PART_BYTES) -> None:
@@ -116,15 +125,16 @@ class ObjectStore:
         return f"{self.url}/{key}" if key else self.url
 
     def list(self, prefix: str = "") -> dict[str, ObjectInfo]:
-        """Returns all objects below a folder, at any depth, by key; {} if nothing exists. Never cached."""
+        """Returns all objects below a folder, at any depth, by key; {} if nothing exists. Never cached.
+
+        It leaves out keys that cannot be names of files in a folder."""
         root = self._path(prefix.rstrip("/"))
         found = self._request("LIST", prefix, lambda files, limit: files.find(root, detail=True, **limit))
         start = len(self._path("")) + 1
         return {
             name[start:]: ObjectInfo(info["size"], info["LastModified"].timestamp())
             for name, info in found.items()
-            # Names that end with / are what browsers of buckets make for an empty folder.
-            if name.startswith(f"{root}/") and not name.endswith("/")
+            if name.startswith(f"{root}/") and _is_file_name(name[start:])
         }
 
     def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -161,7 +171,7 @@ class ObjectStore:
         self._s3("PUT", "put_object", key, Body=data)
 
     def put_file(self, key: str, path: str | os.PathLike[str]) -> None:
-        """Writes a file's bytes as an object, in parts if it is larger than one."""
+        """Writes a file's bytes as an object, in parts if it is larger than one, a few at a time."""
         size = os.path.getsize(path)
         if size <= self._part_bytes:
             self.put(key, Path(path).read_bytes())
@@ -203,15 +213,15 @@ class ObjectStore:
     def _put_parts(self, key: str, path: str | os.PathLike[str], size: int) -> None:
         part_bytes = max(self._part_bytes, -(-size // _MAX_PARTS))
         upload_id = self._s3("PUT", "create_multipart_upload", key)["UploadId"]
-        parts = []
+
+        def upload_part(number: int) -> dict[str, Any]:
+            data = os.pread(file.fileno(), part_bytes, (number - 1) * part_bytes)
+            part = self._s3("PUT", "upload_part", key, UploadId=upload_id, PartNumber=number, Body=data)
+            return {"PartNumber": number, "ETag": part["ETag"]}
+
         try:
-            with open(path, "rb") as file:
-                for number in range(1, -(-size // part_bytes) + 1):
-                    data = file.read(part_bytes)
-                    part = self._s3(
-                        "PUT", "upload_part", key, UploadId=upload_id, PartNumber=number, Body=data
-                    )
-                    parts.append({"PartNumber": number, "ETag": part["ETag"]})
+            with open(path, "rb") as file, ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
+                parts = [*pool.map(upload_part, range(1, -(-size // part_bytes) + 1))]
             self._s3(
                 "PUT",
                 "complete_multipart_upload",
@@ -220,9 +230,10 @@ class ObjectStore:
                 MultipartUpload={"Parts": parts},
             )
         except BaseException:
-            # What prevents the upload may prevent this, too: it is tried only once.
+            # What ended the upload may prevent its removal, too, or this process may have little time left.
             with suppress(OSError):
-                self._s3("DELETE", "abort_multipart_upload", key, Retries(1), UploadId=upload_id)
+                once = Retries(attempts=1, request_s=10.0)
+                self._s3("DELETE", "abort_multipart_upload", key, once, UploadId=upload_id)
             raise
 
     def _key(self, key: str) -> str:

@@ -84,6 +84,13 @@ def test_objects_are_written_listed_read_and_deleted(bucket: Bucket, store: Obje
     assert sorted(store.list()) == ["empty", "step1/deep/b", "step10/a"]
 
 
+def test_keys_that_are_no_names_of_files_are_not_listed(bucket: Bucket, store: ObjectStore) -> None:
+    for key in ("a b+c%2F/ü", "folder/", "../x", "a/../../x", "a//x", "./x"):
+        store.put(key, b"x")
+    assert store.list().keys() == {"a b+c%2F/ü"}
+    assert store.read("a b+c%2F/ü") == b"x"
+
+
 def test_more_objects_than_one_answer_or_deletion_holds(bucket: Bucket, store: ObjectStore) -> None:
     keys = {f"{index}" for index in range(7)}
     for key in keys:
@@ -218,7 +225,9 @@ def test_an_object_that_ends_early_is_an_error(bucket: Bucket, store: ObjectStor
 def test_exhausted_retries_name_url_operation_and_cause(
     bucket: Bucket, store: ObjectStore, large: Path
 ) -> None:
-    upload = lambda: store.put_file("key", large)
+    def upload() -> None:
+        store.put_file("key", large)
+
     for kind, call in {**calls(store, large), "PART": upload, "COMPLETE": upload}.items():
         bucket.heal()
         bucket.fault(kind, answer(503, "" if kind == "HEAD" else "SlowDown"), times=100)
@@ -227,7 +236,8 @@ def test_exhausted_retries_name_url_operation_and_cause(
             call()
         assert error.value.errno == errno.EIO
         assert error.value.filename in (bucket.url, f"{bucket.url}/key")
-        assert bucket.count(kind) == 4
+        # Parts travel together.
+        assert bucket.count(kind) == 4 or (kind == "PART" and 4 <= bucket.count(kind) <= 12)
         # Nothing stays of an upload that was given up.
         assert bucket.count("ABORT") == (call == upload)
     assert uploads(bucket) == []
