@@ -11,7 +11,9 @@ import pytest
 
 from megatron.checkpoint.object_store.store import ObjectStore
 from megatron.training.log_lines import parse_log_line
-from tests.end_to_end.command import Run, pretrain, pretrain_typed
+from tests.end_to_end.clone import commands_in, make_clone
+from tests.end_to_end.clone import run as run_command
+from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support.object_store import Bucket, answer, kill_sender, lose_answer, refuse
 
@@ -23,7 +25,7 @@ def mirrors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the mirrors of this test's runs."""
     folder = tmp_path / "mirrors"
     folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("SLURM_TMPDIR", str(folder))
     return folder
 
 
@@ -162,13 +164,32 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
     assert_nothing_is_left(bucket, mirrors)
 
 
-def test_the_typed_command(bucket: Bucket, data: list[str], mirrors: Path) -> None:
-    """With all that a run can combine with a bucket: saves in the background, for PyTorch, with deletions."""
-    flags = [*flags_of(bucket, data), "--save-interval", "2", "--async-save", "--save-format", "dcp"]
-    assert len(pretrain_typed([*flags, "--exit-interval", "4"], processes=2).ok().steps) == 4
-    again = pretrain_typed([*flags, "--keep-last", "1"], processes=2).ok()
-    assert f"starting from {bucket.url}/global_step4, iteration 4\n" in again.stdout and len(again.steps) == 1
+def test_the_documented_command(
+    bucket: Bucket, corpus: Path, data: list[str], mirrors: Path, tmp_path: Path
+) -> None:
+    (command,) = commands_in("docs/object_store.md")
+    command = command.replace("s3://bucket/run", bucket.url).replace("--nproc", "--standalone --nproc")
+    clone, flags = make_clone(tmp_path, corpus), " ".join([*FLAGS, *data])
+    first, again = (run_command(command, clone, FLAGS=flags) for _ in range(2))
+    assert f"saved {bucket.url}/global_step5 in " in first
+    assert f"starting from {bucket.url}/global_step5, iteration 5\n" in again
     assert [*checkpoints_in(bucket)] == [5]
+    assert_nothing_is_left(bucket, mirrors)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("save_format", ["native", "dcp"])
+def test_saves_in_the_background_with_deletions(
+    save_format: str, bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+) -> None:
+    flags = [*flags_of(bucket, data), "--save-interval", "1", "--async-save", "--save-format", save_format]
+    first = pretrain([*flags, "--exit-interval", "3"], processes=2).ok()
+    assert sorted(checkpoints_in(bucket)) == [1, 2, 3]
+    again = pretrain([*flags, "--keep-last", "2", "--tensor-model-parallel-size", "2"], processes=2).ok()
+    assert f"starting from {bucket.url}/global_step3, iteration 3\n" in again.stdout
+    for finished in (first, again):
+        assert_same_losses(finished, uninterrupted)
+    assert sorted(checkpoints_in(bucket)) == [4, 5]
     assert_nothing_is_left(bucket, mirrors)
 
 
