@@ -98,7 +98,7 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
 KILLS = {
     "announcement": ("PUT", "saving-global_step3", 1, True),
     "first file": ("PUT", "global_step3.*optim_states", 1, False),
-    "last file": ("PUT", "global_step3.*_states", 10, True),
+    "last file": ("PUT", "global_step3.*_states", 9, True),
     "latest.json before the commit": ("PUT", "latest.json", 5, True),
     "commit not done": ("PUT", "global_step3.*run.json", 1, False),
     "commit done": ("PUT", "global_step3.*run.json", 1, True),
@@ -130,7 +130,7 @@ def test_a_start_after_a_kill_resumes_from_the_last_complete_checkpoint(
     bucket.fault(kind, kill_sender(is_done=is_done), key=key, first=number)
     flags = [*flags_of(bucket, data), *extra, "--save-interval", "1", "--keep-last", "2"]
     killed = pretrain(flags, processes=2)
-    assert killed.exit_code == -9
+    assert -9 in killed.rank_exit_codes
     last = max(checkpoints_in(bucket))
     assert last in (2, 3)
     bucket.heal()

@@ -22,8 +22,8 @@ def run_in_bucket(
     """Trains to the step `last`. Returns the step of the start, its line in the log, and (loss, grad norm) of
     each step.
 
-    nodes: the name of each rank's node; each node has a mirror, in SLURM_TMPDIR. saves: 'direct', 'background'
-    or 'rollback', by step.
+    nodes: the name of each rank's node; each node has a mirror, in SLURM_TMPDIR. saves: 'direct',
+    'background' or 'rollback', by step.
     """
     import os
     from dataclasses import replace
