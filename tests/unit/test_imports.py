@@ -23,7 +23,7 @@ FORBIDDEN = {
 # run does not import the highest two, which plan a run and are programs of their own.
 LEVELS = (
     ("object_urls",),
-    ("child_processes", "errors", "text_table", "units"),
+    ("child_processes", "errors", "shares", "text_table", "units"),
     ("config",),
     ("files", "kernels"),
     ("mapped_file",),
