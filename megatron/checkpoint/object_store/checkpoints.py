@@ -31,7 +31,7 @@ from megatron.config import CheckpointConfig
 from megatron.errors import ConfigError, UserError, stop_at_access_error
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_urls import is_url
-from megatron.optimizer.zero import share_out
+from megatron.shares import share_out
 
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
