@@ -235,11 +235,6 @@ class GPTModelPipe(PipelineModule):
         """Returns the name that DeepSpeed gives the file of a layer. index: in the list."""
         return self.ckpt_layer_path(folder, index - self._local_start)
 
-    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
-        for model_chunk_id in range(len(self._chunk_bounds)):
-            self.activate_model_chunk(model_chunk_id)
-            super().load_state_dir(*args, **kwargs)
-
     def _synchronize_tied_weights(self) -> None:
         # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
         with torch.no_grad():

@@ -171,6 +171,15 @@ def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.T
     )
 
 
+def shard_of(full: torch.Tensor, spec: ParameterSpec, tp_group: TPGroup) -> torch.Tensor:
+    """Returns this rank's shard of a full tensor: the inverse of `merge_shards`."""
+    dim = spec.shard_dim
+    if dim is None:
+        return full
+    parts = [full.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
+    return torch.cat(parts, dim)
+
+
 def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Returns this rank's shard, uninitialized, on torch's default device, with the attribute `spec`."""
     parameter = nn.Parameter(torch.empty(local_shape(spec, tp_group), dtype=dtype))

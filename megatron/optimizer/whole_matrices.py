@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards, spec_of
+from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, shard_of, spec_of
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate
-from megatron.optimizer.zero import OptimizerProcessGroups, share_out
+from megatron.optimizer.zero import OptimizerProcessGroups
+from megatron.shares import share_out
 
 
 def _cost(spec: ParameterSpec) -> int:
@@ -179,7 +180,7 @@ class WholeMatrices:
             update = self._matrix_update.apply(weight, spec.matrix_rows)
             del weight
             for shard, of_shard in by_shard.items():
-                elements = _shard(update, spec, TPGroup(shard, len(by_shard)))
+                elements = shard_of(update, spec, TPGroup(shard, len(by_shard))).view(-1)
                 for message in of_shard:
                     places[message].copy_(elements[message.start : message.stop])
 
@@ -188,15 +189,6 @@ def _within(flat: FlatGroup, parameter: nn.Parameter, message: _Message) -> Tens
     """Returns the gradient of the elements of a message, in this rank's partition."""
     first = message.start - flat.first_element(parameter)
     return flat.owned_grad(parameter)[first : first + message.length]
-
-
-def _shard(full: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-    """Returns a tensor-parallel rank's shard of a full tensor, flat."""
-    if spec.shard_dim is None:
-        return full.view(-1)
-    dim = spec.shard_dim
-    parts = [full.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
-    return torch.cat(parts, dim).view(-1)
 
 
 def _owners(specs: Sequence[ParameterSpec], size: int) -> list[int]:

@@ -33,7 +33,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_o
 from megatron.config.model import padded_vocab_size
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices
+from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, shard_of
 
 _STEP_BYTES = 1 << 24
 
@@ -219,16 +219,12 @@ def _shard_of_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields the parts of a rank's shard that are in rows `first` and following of a global tensor: the first
     row in the shard, and the rows."""
-    slices = local_slices(spec, tp_group)
-    if spec.shard_dim is None:
-        yield first, rows
-    elif spec.shard_dim == 0:
+    if spec.shard_dim == 0:
         offset = 0
-        for part in slices:
+        for part in local_slices(spec, tp_group):
             start, stop = max(part.start, first), min(part.stop, first + rows.shape[0])
             if start < stop:
                 yield offset + start - part.start, rows[start - first : stop - first]
             offset += part.stop - part.start
     else:
-        parts = [rows.narrow(spec.shard_dim, part.start, part.stop - part.start) for part in slices]
-        yield first, torch.cat(parts, spec.shard_dim)
+        yield first, shard_of(rows, spec, tp_group)
