@@ -116,8 +116,8 @@ class ObjectStore:
         self._scheme, _, rest = self.url.partition("://")
         self._bucket, _, self._root = rest.partition("/")
         self._retries, self._part_bytes = retries, part_bytes
-        # By process id: the thread and the connections of a file system do not exist in a forked child. The
-        # parent's stays referenced there, because its end would close connections of the parent.
+        # By process id: a file system's thread does not exist in a forked child. The
+        # child keeps the parent's, because its end would close the parent's connections.
         self._file_systems: dict[int, Any] = {}
 
     def url_of(self, key: str) -> str:
