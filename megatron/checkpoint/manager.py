@@ -202,8 +202,8 @@ class CheckpointManager:
         except (OSError, RuntimeError) as error:
             if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
-            where = "" if self._remote is not None else f"; {_free_space_text(folder)}"
-            raise SaveError(f"checkpoint {folder / name} cannot be written ({error}{where})") from error
+            space = ("" if self._remote is None else "the mirror's disk: ") + _free_space_text(folder)
+            raise SaveError(f"checkpoint {folder / name} cannot be written ({error}; {space})") from error
         self._delete_old(name, run["certificate"]["unequal_copies"])
         dist.barrier()
         return folder / name

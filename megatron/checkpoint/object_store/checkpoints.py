@@ -161,7 +161,7 @@ class ObjectCheckpoints:
         needed = set().union(*(of_ranks[rank][0] for rank in ranks))
         present = set().union(*(of_ranks[rank][1] for rank in ranks))
         shares = share_out({file: self._sizes[file] for file in needed - present}, len(ranks))
-        with errors_of_all_ranks():
+        with stop_at_access_error(MAY_BE_INTACT), errors_of_all_ranks():
             for file, share in shares.items():
                 if ranks[share] == self.nodes.rank:
                     folder.fetch(name, file, heartbeat)

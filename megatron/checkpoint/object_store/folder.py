@@ -257,21 +257,25 @@ class ObjectFolder:
 
     def _clean_leftovers(self) -> None:
         """Removes what killed jobs and failed saves have left. Failures are logged, not raised."""
-        try:
-            for folder in sorted(self._leftovers):
+        replaced, self._replaced = self._replaced, []
+        for name, folder in replaced:
+            try:
+                open_checkpoint(self.path / name)
+                self._delete(folder)
+            except UserError:
+                continue  # the new one is damaged: keep the old one
+            except OSError as error:
+                _LOG.warning("%s/%s cannot be deleted: %s", self.store.url, folder, error)
+        for folder in sorted(self._leftovers):
+            try:
                 found = self.store.list(folder)
                 if _run_file(folder) not in found:
                     self.store.abort_uploads(folder)
                     self.store.delete(found)
                 self.store.delete([f"{SAVING}{folder}"])
                 self._leftovers.discard(folder)
-            for name, folder in list(self._replaced):
-                with suppress(UserError):  # the new one is damaged: keep the old one
-                    open_checkpoint(self.path / name)
-                    self._delete(folder)
-                self._replaced.remove((name, folder))
-        except OSError as error:
-            _LOG.warning("leftovers of earlier saves cannot be removed: %s", error)
+            except OSError as error:
+                _LOG.warning("%s/%s cannot be removed: %s", self.store.url, folder, error)
 
 
 def _run_file(folder: str) -> str:
