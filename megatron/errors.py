@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
+from megatron.object_urls import as_urls
+
 USER_ERROR_EXIT_CODE = 2
 # How long another rank waits before it exits, in seconds, so that rank 0 can print the error.
 _RANK_0_PRINTS_S = 5.0
@@ -40,7 +42,9 @@ class ConfigError(UserError):
 
 def printable(text: str) -> str:
     """Returns the text with escapes such as \\x1b for characters that could move a terminal's cursor or hide
-    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment."""
+    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment. A path in
+    the mirror of an object store becomes its URL."""
+    text = as_urls(text)
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

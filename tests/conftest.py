@@ -20,6 +20,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 import tests.environment  # noqa: F401
 from tests.end_to_end.command import ROOT
+from tests.support.object_store import Bucket, ObjectStoreServer, serve_objects
 
 NUM_FILES = 30
 VOCAB_SIZE = 600
@@ -143,3 +144,21 @@ def their_positions() -> Iterator[type[enum.Enum]]:
     sys.modules["megatron.enums"] = module
     yield kind
     del sys.modules["megatron.enums"]
+
+
+@pytest.fixture(scope="session")
+def object_store_server() -> Iterator[ObjectStoreServer]:
+    """An object store with the protocol of S3."""
+    with serve_objects() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(object_store_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket. The environment of this process and of its children refers to its server."""
+    bucket = object_store_server.new_bucket()
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    return bucket

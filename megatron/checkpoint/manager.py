@@ -35,8 +35,9 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import may_replace, start_identity
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import fetch_files
+from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0, no_heartbeat
-from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
+from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, TrainingState, describe_start
 from megatron.checkpoint.saving.background import (
     BackgroundSave,
     BackgroundSaves,
@@ -77,7 +78,7 @@ class CheckpointManager:
     end-of-document token, if known. fingerprint: identifies the data. owner: the ownership of the folder, on
     rank 0; None if no other job can write there. heartbeat: called after each file that is read or synced.
     store: the store of the ranks, for saves in the background; None for a single process. local: the local
-    checkpoints; None without --save-local.
+    checkpoints; None without --save-local. objects: the checkpoints in object stores, if any.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class CheckpointManager:
         heartbeat: Callable[[], None] = no_heartbeat,
         store: dist.Store | None = None,
         local: LocalCheckpoints | None = None,
+        objects: ObjectCheckpoints | None = None,
     ) -> None:
         self.engine = engine
         self.folder = Path(folder)
@@ -104,6 +106,9 @@ class CheckpointManager:
         store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
         self.background = BackgroundSaves(engine, vocab_size, store, heartbeat)
         self.local = local
+        self.objects = objects
+        # --save in an object store, of which `folder` is the mirror.
+        self._remote = objects.folder_of(self.folder) if objects is not None else None
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
@@ -133,8 +138,15 @@ class CheckpointManager:
             self.background.start_writer()
         if checkpoint is None:
             return TrainingState()
-        print_fn(verification_table(load_checkpoint(self.engine, checkpoint, self.fingerprint)))
+        print_fn(verification_table(self._load(checkpoint)))
         return checkpoint.start_state
+
+    def _load(self, checkpoint: Checkpoint) -> list[Check]:
+        """Loads a checkpoint. Returns the lines of the checkpoint verification. Collective."""
+        if self.objects is None:
+            return load_checkpoint(self.engine, checkpoint, self.fingerprint)
+        with self.objects.fetched(checkpoint, self.engine, self.heartbeat) as fetched:
+            return load_checkpoint(self.engine, fetched, self.fingerprint)
 
     def rollback(self) -> Checkpoint | None:
         """Loads and returns the run's newest valid checkpoint; None if there is none yet. Collective."""
@@ -145,7 +157,7 @@ class CheckpointManager:
                 if self.local is not None and self.engine.global_rank == 0:
                     self.check_owner()
                     self.local.set_entries(())  # of the iterations that are given up
-            load_checkpoint(self.engine, checkpoint, self.fingerprint)
+            self._load(checkpoint)
             if self.identity is not None:
                 self.identity = self.identity.rolled_back_to(checkpoint.folder.name)
         return checkpoint
@@ -173,11 +185,14 @@ class CheckpointManager:
         try:
             saving = folder / self._begin_save(name)
             if in_background:
-                save = BackgroundSave(saving, state, run, started, self._format)
+                upload = self._upload if self._remote is not None else None
+                save = BackgroundSave(saving, state, run, started, self._format, before_report=upload)
                 self.background.start(save, self._complete)
                 return None
             files = DirectFiles(self.heartbeat)
             table = self._format.write(engine, saving, run, files)
+            if self._remote is not None:
+                self._remote.upload(saving, files.files, lambda count: self.heartbeat())
             of_ranks = gather_from_all_ranks((files.files, table))
             run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
@@ -187,9 +202,8 @@ class CheckpointManager:
         except (OSError, RuntimeError) as error:
             if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
-            raise SaveError(
-                f"checkpoint {folder / name} cannot be written ({error}; {_free_space_text(folder)})"
-            ) from error
+            space = ("" if self._remote is None else "the mirror's disk: ") + _free_space_text(folder)
+            raise SaveError(f"checkpoint {folder / name} cannot be written ({error}; {space})") from error
         self._delete_old(name, run["certificate"]["unequal_copies"])
         dist.barrier()
         return folder / name
@@ -215,13 +229,28 @@ class CheckpointManager:
         its table (see `SaveFormat`). Returns all files. Raises OSError, on every rank, if one is missing."""
         run, files = self._with_files(saving, run, of_ranks, self._format)
         if self.identity is not None:
+            if self._remote is not None:
+                of_rank_0 = files.keys() - {name for own, _ in of_ranks for name in own}
+                self._remote.upload(saving, of_rank_0, lambda count: None)
+                self._remote.show_uploaded(saving, files)
             if problem := first_size_mismatch(saving, files):
                 raise OSError(f"{problem}, after all ranks have written")
             write_json(saving / RUN_FILE, run)
             name = f"global_step{state.iteration}"
             entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
-            self.identity = publish(saving, entry, self.identity)
+            to_folder = publish if self._remote is None else self._remote.publish
+            self.identity = to_folder(saving, entry, self.identity)
         return files
+
+    def _upload(self, save: BackgroundSave, files: Files, problem: str) -> str:
+        """Uploads the files that this rank has written. Returns the first problem. Runs in a thread."""
+        assert self._remote is not None
+        try:
+            if not problem:
+                self._remote.upload(save.saving, files, save.count_bytes)
+        except OSError as error:
+            problem = str(error)
+        return problem
 
     def _with_files(
         self, folder: Path, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]], form: SaveFormat
@@ -285,7 +314,7 @@ class CheckpointManager:
         started, name = time.monotonic(), ""
         if self.engine.global_rank == 0:
             self.identity = self.identity or RunIdentity()
-            name = saving_name(f"global_step{state.iteration}", self.identity)
+            name = saving_name(f"global_step{state.iteration}")
         run = self._run_record(state)
         save = BackgroundSave(
             self.local.begin(name),
@@ -293,6 +322,7 @@ class CheckpointManager:
             run,
             started,
             NativeFormat(),
+            is_local=True,
             before_report=self.local.mirror,
             after_report=self.local.follow,
         )
@@ -343,10 +373,10 @@ class CheckpointManager:
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         for name in broadcast_from_rank_0(names):  # rank 0 keeps the identity
-            checkpoint = open_on_all_ranks(self.folder / name)
+            checkpoint = open_on_all_ranks(self.folder / name, self.objects)
             if checkpoint is None or (mismatched_replicas(checkpoint) and not allow_replica_mismatch):
                 continue
-            if find_damage(checkpoint, self.heartbeat) is None:
+            if find_damage(checkpoint, self.heartbeat, self.objects) is None:
                 return checkpoint
         return None
 
@@ -365,8 +395,15 @@ class CheckpointManager:
                     )
                 if self.folder.is_dir():
                     clean_leftovers(self.folder)
-                saving = saving_name(name, self.identity)
-        return broadcast_from_rank_0(saving)
+                saving = saving_name(name)
+                if self._remote is not None:
+                    self._remote.begin(saving)
+        saving = broadcast_from_rank_0(saving)
+        if self.objects is not None and self._remote is not None and self.objects.nodes.leads:
+            for path in self.folder.glob(f"{SAVING}*"):  # of a save that has failed on another rank
+                if path.name != saving:
+                    shutil.rmtree(path, ignore_errors=True)
+        return saving
 
     def check_owner(self) -> None:
         """Raises FolderTakenError if another job has taken over the folder."""
@@ -394,7 +431,8 @@ class CheckpointManager:
     def _delete_in_background(self, protected: str | None) -> None:
         """Starts to delete old checkpoints, on rank 0: terabytes take minutes. protected: is kept."""
         if self.identity is not None and self.engine.run_config.checkpoint.keep_last is not None:
-            facts = (self.folder, self.identity, self.engine.run_config.checkpoint, protected)
+            remove = self._remote.remove if self._remote is not None else None
+            facts = (self.folder, self.identity, self.engine.run_config.checkpoint, protected, remove)
             self._deletion = threading.Thread(target=_delete, args=facts, name="deletion of checkpoints")
             self._deletion.start()
 
@@ -405,9 +443,15 @@ def _record_of(save: BackgroundSave, results: Sequence[RankResult], config: Conf
     return integrity_record(digests, save.canary_loss, config)
 
 
-def _delete(folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:
+def _delete(
+    folder: Path,
+    identity: RunIdentity,
+    options: CheckpointConfig,
+    protected: str | None,
+    remove: Callable[[Path], None] | None,
+) -> None:
     try:
-        delete_old_checkpoints(folder, identity, options, protected)
+        delete_old_checkpoints(folder, identity, options, protected, remove)
     except OSError as error:
         _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from megatron.errors import UserError
+from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.formats.state import StateReader
+    from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 T = TypeVar("T")
 
@@ -52,6 +57,17 @@ def errors_of_all_ranks() -> Iterator[None]:
     others = [found for found in gather_from_all_ranks(error) if found is not None]
     if others:
         raise error or others[0]
+
+
+def files_of_this_rank(reader: StateReader, optimizer: MixedPrecisionOptimizer) -> set[str]:
+    """Returns the names of the files that this rank reads for its part of the optimizer's state."""
+    parts = [
+        (optimizer.names[parameter], spec_of(parameter), first, first + length)
+        for flat in optimizer.flat
+        for parameter, _, length in flat.fragments()
+        for first in [flat.first_element(parameter)]
+    ]
+    return reader.files_of_parts(parts, optimizer.tp_group)
 
 
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:

@@ -61,8 +61,9 @@ class Checkpoint:
     format: str = ""
     """The name of its format in `formats.registry`; "" if it must be found from the files."""
     is_local: bool = False
-    """Whether its files are on the nodes' disks (--save-local): `folder` holds those that are on this rank's
-    node."""
+    """Whether its files are on the nodes' disks (--save-local)."""
+    is_partial: bool = False
+    """Whether `folder` holds only a part of the files, the ones that are on this rank's node."""
 
     @property
     def start_state(self) -> TrainingState:

@@ -17,6 +17,7 @@ from megatron.config import CheckpointConfig, Config
 from megatron.config.checkpoint_args import SavedConfig
 from megatron.errors import UserError, is_access_error, one_line, stop_at_access_error
 from megatron.files import HostileFileError
+from megatron.object_urls import is_url
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
 # Limit for integers in a run's settings (tokens, samples, seeds).
@@ -67,6 +68,12 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     If the newest checkpoint is damaged, the run later resumes from an older one. Therefore the checkpoint
     that is loaded is compared with the configuration again.
     """
+    if is_url(options.load or ""):
+        flag = "--use-checkpoint-args" if options.branch_at is None else "--branch-at"
+        raise UserError(
+            f"{flag} with --load {options.load}: expected a folder of a file system; copy the checkpoint to "
+            f"one, or remove {flag}"
+        )
     load, save = Path(options.load or ""), options.save
     if format_of(load) in (HUGGING_FACE, TORCHTITAN):
         # Imported only here: it loads torch and transformers, which takes seconds.

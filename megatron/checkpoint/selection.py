@@ -20,6 +20,7 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import check_save_folder, choose_checkpoint, share_checkpoint
+from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
@@ -87,14 +88,16 @@ def select_valid_checkpoint(
     vocab_size: int,
     fingerprint: dict[str, Any],
     heartbeat: Callable[[], None] = no_heartbeat,
+    objects: ObjectCheckpoints | None = None,
 ) -> Checkpoint | None:
     """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint
     before it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat:
-    called after each file. Collective."""
+    called after each file. objects: the checkpoints in object stores, if any. Collective."""
     damaged: dict[str, str] = {}
+    share = broadcast_from_rank_0 if objects is None else objects.share
     while True:
-        checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0)
-        problem = None if checkpoint is None else find_damage(checkpoint, heartbeat)
+        checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0, share=share)
+        problem = None if checkpoint is None else find_damage(checkpoint, heartbeat, objects)
         if checkpoint is None or problem is None:
             return checkpoint
         damaged[str(checkpoint.folder)] = problem
@@ -104,23 +107,31 @@ def select_valid_checkpoint(
 
 
 @stop_at_access_error(MAY_BE_INTACT)
-def find_damage(checkpoint: Checkpoint, heartbeat: Callable[[], None]) -> str | None:
-    """Reads the files that must be intact before loading. Returns the first problem. Collective."""
+def find_damage(
+    checkpoint: Checkpoint, heartbeat: Callable[[], None], objects: ObjectCheckpoints | None = None
+) -> str | None:
+    """Reads the files that must be intact before loading. Returns the first problem. objects: downloads them
+    first. Collective."""
     reader = open_reader(checkpoint)
+
+    def find_problem(name: str) -> str | None:
+        missing = objects.fetch(checkpoint, name, heartbeat) if objects is not None else None
+        return missing or reader.file_problem(name)
+
     names: list[str] = []
     with errors_of_rank_0():
         if dist.get_rank() == 0:
             # The largest files first, so that the ranks read about as many bytes.
             sizes = {name: facts["bytes"] for name, facts in checkpoint.run.get("files", {}).items()}
             names = sorted(reader.files_to_verify(), key=lambda name: -sizes.get(name, 0))
-    return first_problem(names, reader.file_problem, heartbeat)
+    return first_problem(names, find_problem, heartbeat)
 
 
-def open_on_all_ranks(folder: Path) -> Checkpoint | None:
+def open_on_all_ranks(folder: Path, objects: ObjectCheckpoints | None = None) -> Checkpoint | None:
     """Returns the checkpoint in a folder as rank 0 sees it; None if a file is missing or of the wrong size.
     Raises UserError on every rank if rank 0 cannot read it now. Collective."""
     checkpoint = None
     with errors_of_rank_0(f"checkpoint {folder}"), suppress(UserError):
         if dist.get_rank() == 0:
             checkpoint = open_checkpoint(folder)
-    return broadcast_from_rank_0(checkpoint)
+    return broadcast_from_rank_0(checkpoint) if objects is None else objects.share(checkpoint)

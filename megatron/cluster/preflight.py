@@ -35,6 +35,7 @@ from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+from megatron.object_urls import is_mirrored
 from megatron.text_table import format_table
 
 # A network file system may show a new file to other nodes late.
@@ -211,7 +212,7 @@ def _appears(path: Path) -> bool:
 
 def _folders(config: Config) -> dict[str, str]:
     folders = {"--save": config.checkpoint.save, FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
-    return {name: folder for name, folder in folders.items() if folder}
+    return {name: folder for name, folder in folders.items() if folder and not is_mirrored(folder)}
 
 
 def _versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ from megatron.cluster.devices import choose_device, device_id, set_max_connectio
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, LoggingConfig, ParallelConfig
 from megatron.errors import UserError
+from megatron.object_urls import as_urls
 
 # DeepSpeed logs this in every process without a GPU; the run report already names the device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
@@ -26,12 +27,20 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line of a record. A path in the mirror of an object store becomes its URL."""
+        return as_urls(super().format(record))
+
+
 def configure_logging(logging_config: LoggingConfig) -> None:
     """Applies --log-level (on global rank 0) and --log-level-replica (on other ranks). Must be called before
     the import of DeepSpeed, which logs."""
     name = logging_config.log_level if is_main_process() else logging_config.log_level_replica
     level = getattr(logging, name.upper())
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
     def wanted(record: logging.LogRecord) -> bool:
         return record.levelno >= level and _ACCELERATOR_NOTICE not in record.getMessage()

@@ -21,6 +21,7 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.stability import StabilityConfig
 from megatron.errors import ConfigError
+from megatron.object_urls import is_url
 
 _MOST_STAGES = 200_000
 
@@ -39,6 +40,7 @@ def validate(config: Config) -> None:
     check_finetuning(config)
     check_stability(config.stability, config.checkpoint)
     check_local_saves(config.checkpoint)
+    check_object_stores(config.checkpoint)
     if config.curriculum is not None:
         check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     check_harness(config)
@@ -177,6 +179,21 @@ def check_local_saves(checkpoint: CheckpointConfig) -> None:
             f"--save-local {checkpoint.save_local} is {'' if local == save else 'inside '}--save "
             f"{checkpoint.save}: set a folder outside it, on the disk of each node"
         )
+
+
+def check_object_stores(checkpoint: CheckpointConfig) -> None:
+    """Raises ConfigError for flags that need --save or --load in a file system, if it is a URL."""
+    needs = {
+        "--save-local": (checkpoint.save_local, checkpoint.save),
+        "--save-hf-interval": (checkpoint.save_hf_interval, checkpoint.save),
+        "--save-hf-at-end": (checkpoint.save_hf_at_end, checkpoint.save),
+        "--universal_checkpoint": (checkpoint.universal_checkpoint, checkpoint.load),
+    }
+    for option, (value, folder) in needs.items():
+        if value and folder and is_url(folder):
+            raise ConfigError(
+                f"{option} with {folder}: expected a folder of a file system; set one, or remove {option}"
+            )
 
 
 def check_stability(stability: StabilityConfig, checkpoint: CheckpointConfig) -> None:

@@ -20,6 +20,7 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import check_save_is_outside_checkpoints
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedUserError
@@ -148,6 +149,7 @@ def build_trainer(
     owner: FolderOwner | None = None,
     store: Store | None = None,
     local: LocalCheckpoints | None = None,
+    objects: ObjectCheckpoints | None = None,
     tasks: Any = None,
     data: Callable[[Config, ParallelLayout, RunLength, Vocabulary], RunData] = open_data,
     trainer: type[Trainer] = Trainer,
@@ -155,13 +157,13 @@ def build_trainer(
     """Returns the training loop around an engine, with its checkpoints and data.
 
     fingerprint: see `run_fingerprint`. owner: owner of --save. store: of all ranks, for saves in the
-    background. local: the local checkpoints. tasks: --eval-harness-tasks, on rank 0.
+    background. local: the local checkpoints. objects: the checkpoints in object stores. tasks:
+    --eval-harness-tasks, on rank 0.
     """
     watchdog.set_device_facts(engine.device_progress.facts, flight_record)
     saved_to = config.checkpoint.save or ""
-    checkpoints = CheckpointManager(
-        engine, saved_to, vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat, store, local
-    )
+    facts = (vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat, store, local, objects)
+    checkpoints = CheckpointManager(engine, saved_to, *facts)
     opened = data(config, engine.layout, length, vocab)
     return trainer(
         config, engine, opened, length, batches, lr_schedule, metrics, watchdog, checkpoints, tasks

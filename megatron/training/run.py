@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import Store
@@ -12,6 +13,7 @@ from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import select_checkpoint
+from megatron.checkpoint.object_store.checkpoints import open_object_checkpoints
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
@@ -43,13 +45,17 @@ def run(
     notes: sentences about the flags, for the start of the log. on_exit: closed by the caller when the run has
     ended or failed. preparation: already begun; `run` ends it before the processes connect.
     """
+    node = node_name(os.environ)
+    objects = on_exit.enter_context(open_object_checkpoints(config.checkpoint, node))
+    if objects is not None:
+        config = replace(config, checkpoint=objects.options)
     setup = Setup.from_config(config)
     vocab, plan, length, batches = setup.vocab, setup.plan, setup.length, setup.batches
     checkpoint = folder_owner = fingerprint = data_table = tasks = None
     if config.parallel.local_rank == 0:
         with announce_errors():
             verify_token_files(config.data)
-    if processes.is_main_process():
+    if processes.is_main_process() and objects is None:
         with announce_errors():
             start.check_load_folder(config)
     make_output_folders(config)
@@ -57,7 +63,13 @@ def run(
         owned = None if config.training.no_train else config.checkpoint.save
         with announce_errors():
             fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
-            folder_owner = on_exit.enter_context(owner.hold_folder(owned, node_name(os.environ), _print))
+            claims = owner.ClaimFolder(Path(owned)) if owned else None
+            if objects is not None and owned:
+                claims = objects.claims(owned)
+            folder_owner = on_exit.enter_context(owner.hold_folder(claims, node, _print))
+            if objects is not None:
+                objects.read()
+                start.check_load_folder(config)
             checkpoint = selection.find_checkpoint(config, vocab.size, fingerprint)
             tasks = load_tasks(config)
 
@@ -70,11 +82,15 @@ def run(
         notes = [*notes, *check_kernels(config.training.require_kernels)]
         notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
+        if objects is not None:
+            objects.connect(node)
         local = None
         if config.checkpoint.save_local:
-            local = LocalCheckpoints.connect(config.checkpoint, node_name(os.environ), store)
+            local = LocalCheckpoints.connect(config.checkpoint, node, store)
             notes += local.notes()
-        checkpoint = select_checkpoint(checkpoint, local, config, vocab.size, fingerprint, watchdog.heartbeat)
+        checkpoint = select_checkpoint(
+            checkpoint, local, config, vocab.size, fingerprint, watchdog.heartbeat, objects
+        )
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, length, batches, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
@@ -100,6 +116,7 @@ def run(
         owner=folder_owner,
         store=store,
         local=local,
+        objects=objects,
         tasks=tasks,
     )
     with watchdog.phase(Phase.LOAD):

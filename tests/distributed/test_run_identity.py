@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint import manager
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
-from megatron.checkpoint.lineage.owner import Owner, acquire
+from megatron.checkpoint.lineage.owner import ClaimFolder, Owner, acquire
 from megatron.checkpoint.manager import FolderTakenError, SaveError
 from megatron.checkpoint.saving.files import DirectFiles
 from megatron.checkpoint.selection import find_checkpoint
@@ -92,7 +92,7 @@ def save_and_lose_the_folder(folder):
         files.files = {n: f for n, f in files.files.items() if "mp_rank_00_model" not in n}
 
     for when in ("never", "before", "during"):
-        owner = acquire(folder, Owner.of_this_process("n1"), print) if rank_0 else None
+        owner = acquire(ClaimFolder(folder), Owner.of_this_process("n1"), print) if rank_0 else None
         if when == "before" and rank_0:
             take_over(folder)
         with mock.patch.object(manager, "make_integrity_record", lose_it if when == "during" else verified):

@@ -235,6 +235,7 @@ RUN_ELSEWHERE = {
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
     "flags.md": "tests/unit/config/test_flags_page.py",
     "learning_rate.md": "tests/end_to_end/test_branches.py",
+    "object_store.md": "tests/end_to_end/test_object_store.py",
     "recipes.md": "tests/unit/planner/test_documented_plans.py",
     "simulation.md": "tests/end_to_end/test_simulate.py",
     "sweep.md": "tests/end_to_end/test_sweep.py",

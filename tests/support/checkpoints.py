@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.lineage.owner import FolderOwner
     from megatron.checkpoint.local.saves import LocalCheckpoints
     from megatron.checkpoint.manager import CheckpointManager
+    from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
     from megatron.engine.pipeline_engine import GPTEngine
 
 FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
@@ -28,6 +29,7 @@ def make_manager(
     folder: Path,
     owner: FolderOwner | None = None,
     local: LocalCheckpoints | None = None,
+    objects: ObjectCheckpoints | None = None,
 ) -> CheckpointManager:
     """Returns a manager that saves checkpoints of the engine to the folder, and loads them."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -35,7 +37,8 @@ def make_manager(
     from megatron.checkpoint.manager import CheckpointManager
 
     store = _get_default_store()
-    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner, store=store, local=local)
+    remote = {"local": local, "objects": objects}
+    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner, store=store, **remote)
 
 
 def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.checkpoint.files import Files, HashedFile, file_problems
-from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region
+from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region, overlap
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
 from megatron.checkpoint.formats.torch_archive import save_archive
@@ -44,7 +44,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, shard_boxes
+from megatron.mpu.parameters import ParameterSpec, ShardBox, local_shape, shard_boxes
 
 # Prefix of what the optimizer holds.
 OPTIMIZER = "optimizer."
@@ -126,10 +126,28 @@ class DcpReader(StateReader):
         stop = prod(local_shape(spec, tp_group)) if stop is None else stop
         target = torch.zeros(stop - start) if out is None else out.zero_()  # padded rows are zeros
         for box in shard_boxes(spec, tp_group, start, stop):
-            region = [(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)]
+            region = _region(box)
             place = target[box.first - start : box.first - start + box.numel]
             place.view(box.sizes).copy_(self.region_of(name, state_name, region))
         return target
+
+    def files_of_parts(
+        self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
+    ) -> set[str]:
+        """See `StateReader`."""
+        files = {METADATA_FILE}
+        for name, spec, start, stop in parts:
+            regions = [_region(box) for box in shard_boxes(spec, tp_group, start, stop)]
+            for state_name in self.state_names(name):
+                tensor = self.stored.tensor(key_of(name, state_name))
+                files |= {
+                    chunk.file
+                    for chunk in tensor.chunks
+                    if any(overlap(region, chunk) is not None for region in regions)
+                }
+            if (step := self.stored.tensors.get(key_of(name, "step"))) is not None:
+                files |= {chunk.file for chunk in step.chunks}
+        return files
 
     def files_to_verify(self) -> list[str]:
         """See `StateReader`. Returns all files with a SHA-256: so a damaged one is named."""
@@ -155,6 +173,11 @@ class DcpReader(StateReader):
         for start in range(0, rows, step):
             region = _with(shape, 0, (start, min(start + step, rows)))
             yield self.region_of(name, state_name, region).float()
+
+
+def _region(box: ShardBox) -> Region:
+    """Returns the region of a box of a parameter."""
+    return [(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)]
 
 
 def _with(shape: Sequence[int], dim: int, span: tuple[int, int]) -> Region:

@@ -183,6 +183,15 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+def overlap(region: Region, chunk: Chunk) -> Region | None:
+    """Returns the part of a region that is in a chunk; None if there is none."""
+    common = [
+        (max(start, offset), min(stop, offset + size))
+        for (start, stop), offset, size in zip(region, chunk.offsets, chunk.shape, strict=True)
+    ]
+    return None if any(start >= stop for start, stop in common) else common
+
+
 class DcpFolder:
     """The tensors of a DCP folder. Chunks are memory-mapped: only what is asked for is read."""
 
@@ -211,14 +220,10 @@ class DcpFolder:
         region = [(0, size) for size in stored.shape] if region is None else region
         result = torch.empty([stop - start for start, stop in region], dtype=stored.dtype)
         for chunk in stored.chunks:
-            overlap = [
-                (max(start, offset), min(stop, offset + size))
-                for (start, stop), offset, size in zip(region, chunk.offsets, chunk.shape, strict=True)
-            ]
-            if any(start >= stop for start, stop in overlap):
+            if (common := overlap(region, chunk)) is None:
                 continue
             source, target = self._open(stored, chunk), result
-            for dim, (start, stop) in enumerate(overlap):
+            for dim, (start, stop) in enumerate(common):
                 source = source.narrow(dim, start - chunk.offsets[dim], stop - start)
                 target = target.narrow(dim, start - region[dim][0], stop - start)
             target.copy_(source)

@@ -80,7 +80,7 @@ class NativeReader(StateReader):
     def files(self) -> OptimizerFiles:
         """The optimizer's files."""
         run = self.checkpoint.run
-        present = {path.name for path in self.folder.glob("*")} if self.checkpoint.is_local else None
+        present = {path.name for path in self.folder.glob("*")} if self.checkpoint.is_partial else None
         return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"), present)
 
     @cached_property
@@ -145,8 +145,7 @@ class NativeReader(StateReader):
     def files_of_parts(
         self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
     ) -> set[str]:
-        """Returns the names of the files that a rank reads for its parts of parameters. The other files of
-        the optimizer may be missing. parts: name, spec, first element and end in the rank's shard."""
+        """See `StateReader`."""
         run = self.checkpoint.run
         if not has_index(run):
             return {path.name for _, path, _ in optimizer_files(self.folder, run["files"])}

@@ -327,6 +327,13 @@ class StateReader(ABC):
         files = self.checkpoint.run.get("files", {})
         return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
 
+    def files_of_parts(
+        self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
+    ) -> set[str]:
+        """Returns the names of the files that a rank reads for its parts of parameters. The other files may
+        be missing. parts: name, spec, first element and end in the rank's shard."""
+        return {*self.checkpoint.run["files"]}
+
     def file_problem(self, name: str) -> str | None:
         """Reads one of `files_to_verify` and returns what is wrong with it; None if it is intact."""
         return file_problem(self.folder, name, self.checkpoint.run["files"][name])

@@ -11,6 +11,7 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig
 from megatron.config.registries import LR_DECAY_STYLES, ConstantPhaseStyle
 from megatron.errors import UserError
+from megatron.object_urls import as_urls
 from megatron.optimizer.schedule import Progress, schedule_of
 from megatron.text_table import first_few
 
@@ -89,4 +90,5 @@ def was_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
     """Returns whether a checkpoint's run was started from --load, or a checkpoint in it, by its origin's
     path."""
     path = checkpoint.origin.get("path")
-    return isinstance(path, str) and os.path.realpath(load or "") in (path, os.path.dirname(path))
+    given = as_urls(os.path.realpath(load or ""))
+    return isinstance(path, str) and given in (path, os.path.dirname(path))

@@ -53,14 +53,13 @@ class RunIdentity:
 
     lineage: its checkpoints so far, oldest first. origin: the checkpoint outside --save, or the converted
     one, that the run was started from. without_run_id: names in --save that belong to the run although they
-    have no run id (see `lineage.start`). attempt: random, different in each job.
+    have no run id (see `lineage.start`).
     """
 
     run_id: str = field(default_factory=lambda: secrets.token_hex(16))
     lineage: tuple[LineageEntry, ...] = ()
     origin: Mapping[str, Any] | None = None
     without_run_id: frozenset[str] = frozenset()
-    attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def with_checkpoint(self, entry: LineageEntry) -> RunIdentity:
         """Returns the identity after `entry` was saved."""

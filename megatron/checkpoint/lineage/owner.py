@@ -4,7 +4,7 @@ A job claims the folder with an empty file `owner-<n>-<token>.json`. The token i
 than the numbers of all existing claims. Then the job lists the folder again. It withdraws if there is a
 higher claim, or a filled claim that is active, and waits until all other empty claims are gone. So if several
 jobs claim the folder at once, or see an old listing, only one of them fills its file and becomes the owner.
-Rank 0 of the owner then writes heartbeats into the file.
+Rank 0 of the owner then writes heartbeats into the file. In an object store the files are objects.
 
 A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if its file did
 not change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never
@@ -101,8 +101,10 @@ class Owner:
 class FolderOwner:
     """The ownership of a folder, from `acquire` to `release`."""
 
-    def __init__(self, path: Path, owner: Owner, timing: Timing) -> None:
-        self._path = path
+    def __init__(self, folder: ClaimFolder, name: str, owner: Owner, timing: Timing) -> None:
+        """name: of the owner file."""
+        self._folder = folder
+        self._name = name
         self._owner = owner
         self._timing = timing
         self._lost_reason: str | None = None
@@ -130,7 +132,7 @@ class FolderOwner:
         with self._lock, suppress(OSError):  # the next heartbeat may succeed
             if self._find_problem() is None:
                 self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
-                _write(self._path, self._owner)
+                self._folder.write(self._name, _encoded(self._owner))
         return self._lost_reason is None
 
     def problem(self) -> str | None:
@@ -141,19 +143,18 @@ class FolderOwner:
 
     def _find_problem(self) -> str | None:
         if self._lost_reason is None:
-            folder = self._path.parent
-            claims = _claims(folder)
+            claims = _claims(self._folder)
             # Opened by name, because a listing of a network file system may be old.
-            exists = _content(self._path) is not None
-            own = _Claim.of(self._path)
-            takers = [claim for claim in claims if claim.owner is not None and claim.path != self._path]
+            exists = self._folder.read(self._name) is not None
+            own = _Claim.of(self._name)
+            takers = [claim for claim in claims if claim.owner is not None and claim != own]
             takers = [claim for claim in takers if not exists or claim > own]
             if takers and takers[-1].owner is not None:
                 by = f"was taken over by {takers[-1].owner.description}"
             else:
-                by = f"lost its {self._path.name}"
+                by = f"lost its {self._name}"
             if takers or not exists:
-                self._lost_reason = f"{folder} {by}, stopping: only one job may write to a folder"
+                self._lost_reason = f"{self._folder} {by}, stopping: only one job may write to a folder"
         return self._lost_reason
 
     def release(self) -> None:
@@ -162,7 +163,7 @@ class FolderOwner:
         if self._thread.is_alive():
             self._thread.join()
         with suppress(OSError):
-            self._path.unlink()
+            self._folder.remove(self._name)
 
     def _run(self) -> None:
         while not self._released.wait(self._timing.heartbeat_s) and self.write_heartbeat():
@@ -175,15 +176,15 @@ class _Claim:
 
     number: int
     token: str
-    path: Path = field(compare=False)
+    name: str = field(compare=False)
     content: bytes = field(default=b"", compare=False)
 
     @classmethod
-    def of(cls, path: Path, content: bytes = b"") -> _Claim:
+    def of(cls, name: str, content: bytes = b"") -> _Claim:
         """Returns the claim in an owner file, by the file's name."""
-        match = _FILE.fullmatch(path.name)
+        match = _FILE.fullmatch(name)
         assert match is not None
-        return cls(int(match[1]), match[2] or "", path, content)
+        return cls(int(match[1]), match[2] or "", name, content)
 
     @property
     def owner(self) -> Owner | None:
@@ -191,15 +192,61 @@ class _Claim:
         return _parsed(self.content)
 
 
+class ClaimFolder:
+    """The owner files in a folder of a file system. Its text is the folder's name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def names(self) -> list[str]:
+        """Returns the names of all files in the folder."""
+        try:
+            return os.listdir(self._path)
+        except OSError as error:
+            if _is_missing(error):
+                return []
+            raise
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a file; None if the file does not exist."""
+        try:
+            with open_regular(self._path / name) as file:
+                return file.read(_FILE_BYTES)
+        except OSError as error:
+            if _is_missing(error):
+                return None
+            raise
+
+    def create(self, name: str) -> None:
+        """Creates an empty file."""
+        os.close(os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Fills a file, but creates none: if the file was removed, another job owns the folder."""
+        descriptor = os.open(self._path / name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            os.pwrite(descriptor, content, 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, name: str) -> None:
+        """Removes a file."""
+        (self._path / name).unlink()
+
+
 @contextmanager
 def hold_folder(
-    folder: str | None, host: str, print_fn: Callable[[str], object]
+    folder: ClaimFolder | None, host: str, print_fn: Callable[[str], object]
 ) -> Iterator[FolderOwner | None]:
     """Owns a folder during the block. Does nothing if folder is None."""
     if folder is None:
         yield None
         return
-    held = acquire(Path(folder), Owner.of_this_process(host), print_fn)
+    held = acquire(folder, Owner.of_this_process(host), print_fn)
     held.start()
     try:
         yield held
@@ -208,7 +255,7 @@ def hold_folder(
 
 
 def acquire(
-    folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
+    folder: ClaimFolder, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
     """Makes this process the owner of `folder`. Waits until it is known whether a current owner is active.
 
@@ -230,12 +277,14 @@ def acquire(
 class _Attempt:
     """The attempt of a job to become the owner: its own claim, and the last state of other claims."""
 
-    def __init__(self, folder: Path, me: Owner, print_fn: Callable[[str], object], timing: Timing) -> None:
+    def __init__(
+        self, folder: ClaimFolder, me: Owner, print_fn: Callable[[str], object], timing: Timing
+    ) -> None:
         self.folder, self.me, self.print_fn, self.timing = folder, me, print_fn, timing
         self.own: _Claim | None = None
         self.started = timing.now()
-        self.seen: dict[Path, tuple[bytes, float]] = {}  # content of each claim, and when it last changed
-        self.reported: Path | None = None
+        self.seen: dict[str, tuple[bytes, float]] = {}  # content of each claim, and when it last changed
+        self.reported: str | None = None
 
     def step(self) -> FolderOwner | None:
         """Lists the folder once. Returns the ownership if no other job can have it, else None."""
@@ -244,22 +293,22 @@ class _Attempt:
             self.withdraw()  # this process was silent for so long that another job removed its file
         others = [claim for claim in claims if claim != self.own]
         before = dict(self.seen)
-        stale_reasons = {claim.path: self._observe(claim) for claim in others}
+        stale_reasons = {claim.name: self._observe(claim) for claim in others}
         # The owner if there is one, else the claim with the highest priority.
-        active_claims = [claim for claim in others if not stale_reasons[claim.path]]
+        active_claims = [claim for claim in others if not stale_reasons[claim.name]]
         other_claim = max(active_claims, key=lambda claim: (claim.owner is not None, claim), default=None)
         if other_claim is not None:
             if self.own is not None and (other_claim.owner is not None or other_claim > self.own):
                 self.withdraw()
             if self.own is None:
-                self._wait_for(other_claim, before.get(other_claim.path))
+                self._wait_for(other_claim, before.get(other_claim.name))
             return None
         if self.own is None:
             highest = max(others, default=None)
             number = 1 + (0 if highest is None else highest.number)
             if highest is not None and number > _LAST_NUMBER:
                 raise UserError(
-                    f"--save {self.folder}: {highest.path.name} has the last possible number, which no job "
+                    f"--save {self.folder}: {highest.name} has the last possible number, which no job "
                     "reaches by counting: remove the file if no job uses the folder"
                 )
             self.own = _claim(self.folder, number, self.me)
@@ -270,15 +319,15 @@ class _Attempt:
         """Removes this job's claim, if it has one."""
         if self.own is not None:
             with suppress(OSError):
-                self.own.path.unlink()
+                self.folder.remove(self.own.name)
             self.own = None
 
     def _observe(self, claim: _Claim) -> str:
         """Returns why another job's claim is stale; "" if it may be active."""
-        content, since = self.seen.get(claim.path, (None, 0.0))
+        content, since = self.seen.get(claim.name, (None, 0.0))
         if content != claim.content:
             since = self.timing.now()
-            self.seen[claim.path] = (claim.content, since)
+            self.seen[claim.name] = (claim.content, since)
         return _stale_reason(claim.owner, self.me, self.timing.now() - since, self.timing)
 
     def _wait_for(self, other_claim: _Claim, before: tuple[bytes, float] | None) -> None:
@@ -296,36 +345,36 @@ class _Attempt:
                 f"--save {self.folder} is in use by {other.description}, whose last heartbeat was at "
                 f"{other.seen}: give another --save, or end that job first"
             )
-        if self.reported != other_claim.path:
-            self.reported = other_claim.path
+        if self.reported != other_claim.name:
+            self.reported = other_claim.name
             self.print_fn(
                 f"--save {self.folder} belongs to {_describe(other)}: waiting up to "
                 f"{timing.stale_after_s:.0f} s to see whether it is active"
             )
 
     def _confirm(
-        self, own: _Claim, stale_claims: list[_Claim], stale_reasons: Mapping[Path, str]
+        self, own: _Claim, stale_claims: list[_Claim], stale_reasons: Mapping[str, str]
     ) -> FolderOwner | None:
         """Fills this job's claim and removes stale claims. Returns None if another job was faster."""
         try:
-            _write(own.path, self.me)
+            self.folder.write(own.name, _encoded(self.me))
         except OSError as error:
             if _is_missing(error):
                 return None
             raise UserError(
-                f"--save {self.folder}: {own.path.name} cannot be written ({error.strerror})"
+                f"--save {self.folder}: {own.name} cannot be written ({error.strerror})"
             ) from error
         for claim in stale_claims:
             with suppress(OSError):
-                claim.path.unlink()
-        held = FolderOwner(own.path, self.me, self.timing)
+                self.folder.remove(claim.name)
+        held = FolderOwner(self.folder, own.name, self.me, self.timing)
         if held.problem() is not None:
             self.withdraw()
             return None
         if stale_claims:
             last = stale_claims[-1]
             self.print_fn(
-                f"{self.folder} taken over from {_describe(last.owner)}: {stale_reasons[last.path]}"
+                f"{self.folder} taken over from {_describe(last.owner)}: {stale_reasons[last.name]}"
             )
         return held
 
@@ -347,58 +396,27 @@ def _describe(owner: Owner | None) -> str:
     return owner.description if owner else "a job that did not write its name"
 
 
-def _claim(folder: Path, number: int, me: Owner) -> _Claim:
+def _claim(folder: ClaimFolder, number: int, me: Owner) -> _Claim:
     """Creates the empty file of a claim."""
-    path = folder / f"owner-{number:06d}-{me.token}.json"
+    name = f"owner-{number:06d}-{me.token}.json"
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        folder.create(name)
     except OSError as error:
-        raise UserError(f"--save {folder}: {path.name} cannot be created ({error.strerror})") from error
-    return _Claim.of(path)
+        raise UserError(f"--save {folder}: {name} cannot be created ({error.strerror})") from error
+    return _Claim.of(name)
 
 
-def _write(path: Path, owner: Owner) -> None:
-    """Fills an owner file, but creates none: if the file was removed, another job owns the folder."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        os.pwrite(descriptor, _encoded(owner), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _claims(folder: Path) -> list[_Claim]:
+def _claims(folder: ClaimFolder) -> list[_Claim]:
     """Returns the claims in a folder, the highest last. The content of an unreadable file is empty."""
     claims = []
-    for path in _listed(folder):
-        if _FILE.fullmatch(path.name):
-            try:
-                content = _content(path)
-            except OSError:
-                content = b""
-            if content is not None:
-                claims.append(_Claim.of(path, content))
+    for name in filter(_FILE.fullmatch, folder.names()):
+        try:
+            content = folder.read(name)
+        except OSError:
+            content = b""
+        if content is not None:
+            claims.append(_Claim.of(name, content))
     return sorted(claims)
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError as error:
-        if _is_missing(error):
-            return []
-        raise
-
-
-def _content(path: Path) -> bytes | None:
-    """Returns the content of a file; None if the file does not exist."""
-    try:
-        with open_regular(path) as file:
-            return file.read(_FILE_BYTES)
-    except OSError as error:
-        if _is_missing(error):
-            return None
-        raise
 
 
 def _encoded(owner: Owner) -> bytes:

@@ -43,6 +43,7 @@ from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.object_urls import as_urls
 from megatron.text_table import first_few
 
 
@@ -181,7 +182,7 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
         "folder": checkpoint.folder.name,
         "iteration": checkpoint.state.iteration,
         "sha256": checkpoint.run.get("sha256"),
-        "path": os.path.realpath(checkpoint.folder),
+        "path": as_urls(os.path.realpath(checkpoint.folder)),
         "weights_only": checkpoint.weights_only,
         "no_optimizer": checkpoint.no_optimizer,
         "branch_at": checkpoint.state.iteration if checkpoint.is_branch_point else None,
@@ -356,14 +357,16 @@ def share_checkpoint(
     sleep: Callable[[float], object] = time.sleep,
     *,
     leads_node: bool,
+    share: Callable[[Checkpoint | None], Checkpoint | None] = broadcast_from_rank_0,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on every rank. leads_node: set on the first rank of each node. Collective.
+    """Returns rank 0's checkpoint on every rank. leads_node: set on the first rank of each node. share: sends
+    it to the other ranks. Collective.
 
     Rank 0 has compared the sizes of all files. The first rank of every other node reads `run.json` and lists
     the folder: one request per file and rank would overload the metadata server if a checkpoint has thousands
     of files. Raises UserError on every rank if one node cannot see the checkpoint after some retries.
     """
-    checkpoint, problem = broadcast_from_rank_0(checkpoint), None
+    checkpoint, problem = share(checkpoint), None
     if checkpoint is not None and dist.get_rank() != 0 and leads_node:
         try:
             _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)

@@ -25,14 +25,14 @@ from megatron.checkpoint.lineage.identity import LineageEntry, read_latest
 from megatron.checkpoint.lineage.start import is_same_path, origin_matches
 from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.local.saves import LocalCheckpoints
-from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
+from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
+from megatron.checkpoint.ranks import errors_of_rank_0, files_of_this_rank, first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.selection import check_fits, select_valid_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
 from megatron.files import sync_file, write_json
-from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.text_table import first_few
 
@@ -44,14 +44,16 @@ def select_checkpoint(
     vocab_size: int,
     fingerprint: dict[str, Any],
     heartbeat: Callable[[], None],
+    objects: ObjectCheckpoints | None = None,
 ) -> Checkpoint | None:
     """Returns the checkpoint that the run starts from, on all ranks; None if it initializes from scratch.
 
     shared: what `find_checkpoint` has returned on rank 0; other ranks may pass None. Its files are read only
-    if no local checkpoint is newer. local: None without --save-local. Collective.
+    if no local checkpoint is newer. local: None without --save-local. objects: the checkpoints in object
+    stores, if any. Collective.
     """
     if local is None or config.checkpoint.load is None:
-        return select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat)
+        return select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat, objects)
 
     def newest_local(other: Checkpoint | None) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, reasons = _newest_complete(other, local, heartbeat)
@@ -63,7 +65,7 @@ def select_checkpoint(
     shared = broadcast_from_rank_0(shared)
     checkpoint, reasons = newest_local(shared)
     if checkpoint is None:
-        valid = select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat)
+        valid = select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat, objects)
         if shared is not None and (valid is None or valid.folder != shared.folder):
             checkpoint, reasons = newest_local(valid)  # the damaged one may have been newer
         if checkpoint is None and valid is not None:
@@ -125,7 +127,7 @@ def _open_on_a_node(folder: Path, entry: LineageEntry) -> Checkpoint | None:
     shared = [own]
     dist.broadcast_object_list(shared, src=holder)
     assert shared[0] is not None
-    return replace(shared[0], folder=folder, is_local=True)
+    return replace(shared[0], folder=folder, is_local=True, is_partial=True)
 
 
 def continues(
@@ -178,14 +180,8 @@ def fetch_files(
 
     Raises OSError on every rank if a file cannot be copied. The next start then does not use the checkpoint.
     """
-    optimizer, nodes = engine.optimizer, local.nodes
-    parts = [
-        (optimizer.names[parameter], spec_of(parameter), first, first + length)
-        for flat in optimizer.flat
-        for parameter, _, length in flat.fragments()
-        for first in [flat.first_element(parameter)]
-    ]
-    of_ranks = gather_from_all_ranks(NativeReader(checkpoint).files_of_parts(parts, optimizer.tp_group))
+    nodes = local.nodes
+    of_ranks = gather_from_all_ranks(files_of_this_rank(NativeReader(checkpoint), engine.optimizer))
     copies: list[tuple[str, int, int]] = []
     for node, ranks in enumerate(nodes.ranks):
         needed = set().union(*(of_ranks[rank] for rank in (*ranks, *nodes.ranks[node - 1])))

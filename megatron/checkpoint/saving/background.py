@@ -79,9 +79,10 @@ class BackgroundSave:
     started: float
     """The clock (`time.monotonic`) at the begin of the save."""
     format: SaveFormat
+    is_local: bool = False
+    """Whether it is a save to --save-local."""
     before_report: Callable[[BackgroundSave, Files, str], str] | None = None
-    """For a local checkpoint: called with the files that this rank has written and with its problem. Returns
-    the problem to report."""
+    """Called with the files that this rank has written and its problem. Returns the problem to report."""
     after_report: Callable[[BackgroundSave], None] | None = None
     """For a local checkpoint: called on all ranks except rank 0."""
     num_copied_bytes: int = 0
@@ -93,11 +94,6 @@ class BackgroundSave:
     """Set once rank 0 has what this rank has contributed."""
     has_ended: threading.Event = field(default_factory=threading.Event)
     """Set on rank 0 once it has the outcome."""
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a save to --save-local."""
-        return self.before_report is not None
 
     def count_bytes(self, count: int) -> None:
         """Counts copied bytes: the heartbeats of `BackgroundSaves.finish` depend on them."""

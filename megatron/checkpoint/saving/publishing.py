@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.discovery import open_checkpoint
@@ -26,16 +26,16 @@ from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, read_json, sync_file
 from megatron.text_table import first_few
 
-# Folder names of unfinished saves. The suffix is the job's attempt; older versions wrote none.
+# Folder names of unfinished saves. Older versions wrote no suffix.
 UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
 
 _LOG = logging.getLogger(__name__)
 
 
-def saving_name(name: str, identity: RunIdentity) -> str:
-    """Returns the temporary name of a checkpoint that is being written. It differs in each job, because a
-    process of a previous job may still be writing."""
-    return f"{SAVING}{name}.{identity.attempt}"
+def saving_name(name: str) -> str:
+    """Returns a temporary name of a checkpoint that is being written or deleted. It differs in each save,
+    because a process of a previous job may still be writing."""
+    return f"{SAVING}{name}.{secrets.token_hex(4)}"
 
 
 def clean_leftovers(folder: Path) -> None:
@@ -137,14 +137,19 @@ def _unlisted_text(names: list[str]) -> str:
 
 
 def delete_old_checkpoints(
-    folder: Path, identity: RunIdentity, options: CheckpointConfig, protected: str | None
+    folder: Path,
+    identity: RunIdentity,
+    options: CheckpointConfig,
+    protected: str | None,
+    remove: Callable[[Path], None] | None = None,
 ) -> None:
     """Deletes checkpoints beyond --keep-last. identity: its lineage ends with the new checkpoint.
 
     protected: name of a checkpoint that is always kept. Deletes only checkpoints that this run saved,
     identified by the checksum of `run.json`, and none of the run that it started from. Failures are logged,
-    not raised.
+    not raised. remove: deletes one; None in a file system.
     """
+    remove = remove or remove_checkpoint
     if options.keep_last is None:
         return
     interval, kept = options.save_retain_interval, 0
@@ -156,7 +161,7 @@ def delete_old_checkpoints(
             elif entry.name == protected or (interval and entry.iteration % interval == 0):
                 continue
             elif is_same_checkpoint(folder, entry, ()):
-                remove_checkpoint(path)
+                remove(path)
         except OSError as error:
             _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
@@ -186,6 +191,5 @@ def remove_checkpoint(folder: Path) -> None:
             raise OSError(f"it {_unlisted_text(unlisted)}")
         if not UNFINISHED.fullmatch(folder.name):
             # Deletion takes time. If the job is killed during it, `clean_leftovers` finds the rest.
-            name = folder.name.removesuffix(REPLACED)
-            folder = folder.rename(folder.with_name(f"{SAVING}{name}.{secrets.token_hex(4)}"))
+            folder = folder.rename(folder.with_name(saving_name(folder.name.removesuffix(REPLACED))))
         shutil.rmtree(folder)

@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
         None,
         metavar="FOLDER",
         help="folder for checkpoints, which are saved every --save-interval iterations, at the end of the "
-        "run and on exit",
+        "run and on exit. A URL s3://BUCKET/FOLDER is a folder in an object store",
         group=COMMON_FLAGS,
     )
     load: str | None = flag(
@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
         metavar="FOLDER",
         help="resume from the checkpoint in this folder; once the run has saved checkpoints in --save, "
         "resume from the newest of those. If --load and --save name one folder that is empty or missing, the "
-        "run is initialized from scratch",
+        "run is initialized from scratch. A URL s3://BUCKET/FOLDER is a folder in an object store",
         group=COMMON_FLAGS,
     )
     save_interval: int | None = flag(

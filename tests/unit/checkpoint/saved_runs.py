@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import secrets
 from pathlib import Path
 
 from megatron.checkpoint import files as checkpoint_files
@@ -53,17 +54,21 @@ class Run:
         for step in steps:
             publishing.clean_leftovers(self.folder)
             entry = self.write(step)
-            saving = self.folder / publishing.saving_name(entry.name, self.identity)
-            self.identity = publishing.publish(saving, entry, self.identity)
+            self.identity = publishing.publish(self.saving(entry), entry, self.identity)
             publishing.delete_old_checkpoints(self.folder, self.identity, self.options, protected)
         return self
+
+    def saving(self, entry):
+        """Returns the folder of the unpublished checkpoint."""
+        (saving,) = self.folder.glob(f"saving-{entry.name}.*")
+        return saving
 
     def write(self, step):
         """Writes an unpublished checkpoint; returns its lineage entry."""
         name = f"global_step{step}"
-        saving = self.folder / publishing.saving_name(name, self.identity)
+        saving = self.folder / publishing.saving_name(name)
         saving.mkdir()
-        (saving / FILE).write_text(f"weights of {self.identity.run_id} at {step} in {self.identity.attempt}")
+        (saving / FILE).write_text(f"weights of {self.identity.run_id} at {step}, {secrets.token_hex(4)}")
         run = {
             "state": dataclasses.asdict(TrainingState(iteration=step)),
             "files": {FILE: describe_file(saving / FILE)},

@@ -77,7 +77,7 @@ def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resume
             publishing.record_upcoming(tmp_path, entry, run.identity)
             patch.setattr(publishing, "record_upcoming", lambda *_: None)
         patch.setattr(where, die)
-        publishing.publish(tmp_path / publishing.saving_name(entry.name, run.identity), entry, run.identity)
+        publishing.publish(run.saving(entry), entry, run.identity)
     again = Run(tmp_path, tmp_path)
     before = None if first else "global_step2"
     assert again.started_from == (before if at == "rename" else "global_step4")

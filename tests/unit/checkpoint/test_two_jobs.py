@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.checkpoint.lineage import owner
-from megatron.checkpoint.lineage.owner import Owner, Timing, acquire, hold_folder
+from megatron.checkpoint.lineage.owner import ClaimFolder, Owner, Timing, acquire, hold_folder
 from megatron.errors import UserError
 
 
@@ -29,7 +29,7 @@ class World:
             self.events.pop(at)()
 
     def acquire(self, folder, job):
-        return acquire(folder, job, self.said.append, self.timing)
+        return acquire(ClaimFolder(folder), job, self.said.append, self.timing)
 
 
 def job(host="n1", number="", restart="0", machine=None):
@@ -153,9 +153,10 @@ def test_of_two_jobs_that_find_the_claim_stale_at_once_one_gets_the_folder(tmp_p
     world = World()
     world.acquire(tmp_path, job("n0", machine="Z"))
     taken = []
-    world.events[60.0] = lambda: taken.append(acquire(tmp_path, job("n1", "71", machine="A"), print, patient))
     clock = iter(range(0, 10_000, 30))
     patient = Timing(sleep=lambda _: None, now=lambda: next(clock))
+    arguments = (ClaimFolder(tmp_path), job("n1", "71", machine="A"), print, patient)
+    world.events[60.0] = lambda: taken.append(acquire(*arguments))
     world.events[70.0] = lambda: taken[0].write_heartbeat()
     with pytest.raises(UserError, match="Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
@@ -168,7 +169,7 @@ def test_of_many_jobs_that_start_at_once_exactly_one_owns_the_folder(tmp_path):
     def start():
         barrier.wait()
         try:
-            owned.append(acquire(tmp_path, job("n1"), print, Timing(poll_s=0.01)))
+            owned.append(acquire(ClaimFolder(tmp_path), job("n1"), print, Timing(poll_s=0.01)))
         except UserError as error:
             refused.append(str(error))
 
@@ -190,7 +191,7 @@ def test_a_removed_owner_file_stops_the_job(tmp_path):
 
 
 def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_an_error(tmp_path):
-    with pytest.raises(KeyError), hold_folder(str(tmp_path), "n1", print) as held:
+    with pytest.raises(KeyError), hold_folder(ClaimFolder(tmp_path), "n1", print) as held:
         held.set_run_id("ab" * 16)
         record = json.loads(owner_file(tmp_path).read_text())
         assert record["run_id"] == "ab" * 16 and record["pid"] == os.getpid() and record["beats"] == 1
@@ -246,11 +247,11 @@ def test_a_job_that_was_suspended_before_its_claim_does_not_take_the_folder_of_a
 
 
 def test_a_job_that_sees_an_old_list_of_the_folder_withdraws_from_its_claim(tmp_path, monkeypatch):
-    world, listed = World(), owner._listed
+    world, names = World(), ClaimFolder.names
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
     world.events[5.0] = first.write_heartbeat
     old = iter([[]])
-    monkeypatch.setattr(owner, "_listed", lambda folder: next(old, None) or listed(folder))
+    monkeypatch.setattr(ClaimFolder, "names", lambda folder: next(old, None) or names(folder))
     with pytest.raises(UserError, match="in use by Slurm job 71 on n1"):
         world.acquire(tmp_path, job("n2", "72", machine="B"))
     assert first.problem() is None and owner_numbers(tmp_path) == [1]
@@ -280,15 +281,15 @@ def test_a_claim_whose_job_died_before_it_was_filled_is_removed_after_a_minute(t
 
 def test_a_claim_that_was_removed_before_it_was_filled_is_repeated(tmp_path, monkeypatch):
     """Removes a claim as a job does that has watched it for a minute and has ended since."""
-    world, write, removed = World(), owner._write, []
+    world, write, removed = World(), ClaimFolder.write, []
 
-    def write_late(path, content):
+    def write_late(folder, name, content):
         if not removed:
-            removed.append(path)
-            path.unlink()
-        write(path, content)
+            removed.append(name)
+            folder.remove(name)
+        write(folder, name, content)
 
-    monkeypatch.setattr(owner, "_write", write_late)
+    monkeypatch.setattr(ClaimFolder, "write", write_late)
     held = world.acquire(tmp_path, job("n1"))
     assert held.problem() is None and removed and owner_numbers(tmp_path) == [1]
 

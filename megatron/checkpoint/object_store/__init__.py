@@ -1,0 +1,1 @@
+"""Checkpoints in an object store such as S3, where no rename exists."""

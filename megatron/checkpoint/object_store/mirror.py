@@ -1,0 +1,99 @@
+"""The mirror of object stores on a node: a folder on its disk in which each URL has a path.
+
+The ranks of a job on one node share a mirror. Each holds a shared lock on it, so a start removes the mirrors
+of processes that have ended. A mirror holds small files and the files in transit between a store and the
+ranks; every other object is a placeholder: a sparse file of the object's size, without content.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megatron.errors import UserError
+from megatron.object_urls import MIRROR
+
+_LOCK = "lock"
+# Environment variables that differ between two jobs on a node, or between two starts of a job's processes.
+_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCHELASTIC_RESTART_COUNT")
+
+
+@contextmanager
+def hold_mirror(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """Creates the mirror of this process's job on this node, unless another rank has created it, and keeps it
+    during the block. Then the last rank removes it. node: the name of the node."""
+    cache = Path(env.get("SLURM_TMPDIR") or tempfile.gettempdir()).absolute()
+    # A launcher starts the ranks of a node; a process without a launcher is alone.
+    process = os.getppid() if int(env.get("WORLD_SIZE") or 1) > 1 else os.getpid()
+    facts = [node, str(process), *(env.get(name, "") for name in _JOB_VARIABLES)]
+    token = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    root = cache / f"{MIRROR}{os.getuid()}-{token}"
+    for path in cache.glob(f"{MIRROR}{os.getuid()}-*"):
+        if path != root:
+            _remove_if_unused(path)
+    try:
+        descriptor = _lock(root)
+    except OSError as error:
+        raise UserError(
+            f"{root}, the mirror of the object store, cannot be created ({error.strerror}): set TMPDIR to a "
+            "folder on a disk of the node"
+        ) from error
+    try:
+        yield root
+    finally:
+        os.close(descriptor)
+        _remove_if_unused(root)
+
+
+def show_object(path: Path, size: int, modified: float | None = None, content: bytes = b"") -> None:
+    """Writes the file of an object. Processes that have mapped an earlier file of this path keep it.
+
+    modified: the time of the object's last change. content: the object's bytes; b"" for a placeholder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.truncate(size)
+    if modified is not None:
+        os.utime(temporary, (modified, modified))
+    os.replace(temporary, path)
+
+
+def _lock(root: Path) -> int:
+    """Creates a mirror's folder, and returns the descriptor of a shared lock on it."""
+    while True:
+        root.mkdir(mode=0o700, exist_ok=True)
+        if root.lstat().st_uid != os.getuid():
+            raise PermissionError(13, "it belongs to another user", str(root))
+        with suppress(FileNotFoundError):  # a start that removes unused mirrors was faster
+            descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), (root / _LOCK).lstat()):
+                    return descriptor
+            os.close(descriptor)
+
+
+def _remove_if_unused(root: Path) -> None:
+    """Removes a mirror on which no process holds a lock. Under another name first: a process that creates the
+    mirror again meanwhile has a new folder."""
+    with suppress(OSError):
+        status = root.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            return
+        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            removed = root.rename(root.with_name(f"{MIRROR}{os.getuid()}-{secrets.token_hex(8)}"))
+            shutil.rmtree(removed, ignore_errors=True)
+        finally:
+            os.close(descriptor)

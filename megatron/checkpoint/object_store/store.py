@@ -1,0 +1,305 @@
+"""Objects below one URL: list, read, write, delete, with retries in one place."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron.errors import ConfigError, printable
+from megatron.object_urls import is_url
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.object_store.s3 import Failure
+
+# scheme of a URL -> (package that fsspec needs for it, extra of this package that installs it)
+SCHEMES = {"s3": ("s3fs", "objectstore")}
+PART_BYTES = 32 * 2**20
+_MAX_PARTS = 10_000
+_MAX_DELETED_AT_ONCE = 1000
+# One connection to S3 carries 50 to 100 MB/s.
+_UPLOAD_THREADS = 4
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Retries:
+    """When a request is retried: at most `attempts` in all, none later than `total_s` after the first.
+
+    request_s: a request that has not ended by then is given up and retried. A server may accept a connection
+    and never read from it, which no timeout of a socket ends.
+    """
+
+    attempts: int = 12
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    total_s: float = 300.0
+    request_s: float = 180.0
+
+    def delay_s(self, failures: int) -> float:
+        """Returns how long to wait after so many failures. It is random from 0 to a limit that doubles with
+        each failure. The ranks of a run seed `random` with one number, so the system's generator is used."""
+        limit_s = min(self.max_delay_s, self.first_delay_s * 2 ** min(failures - 1, 30))
+        return random.SystemRandom().uniform(0.0, limit_s)
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """What a listing says about an object. modified: seconds since 1970, by the clock of the store."""
+
+    size: int
+    modified: float
+
+
+def _is_file_name(key: str) -> bool:
+    """Whether a key can be the name of a file in a folder. One that ends with / is made by programs that show
+    a bucket as folders, and one with .. would be a file outside."""
+    return not {"", ".", ".."} & {*key.split("/")}
+
+
+class _UploadGoneError(FileNotFoundError):
+    """The multipart upload does not exist: it is complete, or it was aborted."""
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError if `url` names no store that this installation can open. Sends no request."""
+    scheme, _, rest = url.partition("://")
+    bucket, *folders = rest.rstrip("/").split("/")
+    if not is_url(url) or scheme not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ConfigError(f"{printable(url)}: unknown scheme. Expected a folder, or a URL with {known}")
+    if not re.fullmatch(r"[A-Za-z0-9._-]{3,255}", bucket):
+        raise ConfigError(f"{printable(url)}: no valid bucket. Expected {scheme}://BUCKET/FOLDER")
+    if (
+        (folders and not _is_file_name("/".join(folders)))
+        or re.search(r"[?#*\[\]\\]", rest)
+        or rest != printable(rest)
+    ):
+        raise ConfigError(
+            f"{printable(url)}: invalid folder. Expected {scheme}://BUCKET/FOLDER, with one / between names"
+        )
+    package, extra = SCHEMES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"{url} needs the package {package}, which is not installed: pip install {package}, or install "
+            f"this package with [{extra}]"
+        )
+
+
+class ObjectStore:
+    """The objects below one URL, such as s3://bucket/run. Keys are relative to the URL.
+
+    Errors are OSErrors with errno, a sentence and the URL: FileNotFoundError for a missing object or bucket,
+    PermissionError for credentials and permissions, EIO for all others and once the retries are exhausted.
+    An object is complete or invisible: it appears with the end of its last request. Threads can share a
+    store, and a forked child can use it.
+
+    The ranks of all nodes save at one time, and a store answers 503 SlowDown if a prefix gets more requests
+    than it serves. Requests are large and therefore few. Ranks that were refused together wait for random
+    times, over the whole range, so they do not return together.
+    """
+
+    def __init__(self, url: str, retries: Retries = Retries(), part_bytes: int = PART_BYTES) -> None:
+        """part_bytes: size of the parts of an upload, and of the blocks of a download."""
+        self.url = url.rstrip("/")
+        self._scheme, _, rest = self.url.partition("://")
+        self._bucket, _, self._root = rest.partition("/")
+        self._retries, self._part_bytes = retries, part_bytes
+        # By process id: a file system's thread does not exist in a forked child. The
+        # child keeps the parent's, because its end would close the parent's connections.
+        self._file_systems: dict[int, Any] = {}
+
+    def url_of(self, key: str) -> str:
+        """Returns the full URL of an object."""
+        return f"{self.url}/{key}" if key else self.url
+
+    def list(self, prefix: str = "") -> dict[str, ObjectInfo]:
+        """Returns all objects below a folder, at any depth, by key; {} if nothing exists. Never cached.
+
+        It leaves out keys that cannot be names of files in a folder."""
+        root = self._path(prefix.rstrip("/"))
+        found = self._request("LIST", prefix, lambda files, limit: files.find(root, detail=True, **limit))
+        start = len(self._path("")) + 1
+        return {
+            name[start:]: ObjectInfo(info["size"], info["LastModified"].timestamp())
+            for name, info in found.items()
+            if name.startswith(f"{root}/") and _is_file_name(name[start:])
+        }
+
+    def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Returns an object's bytes from `start` to before `end`, with one GET."""
+        if end is not None and end <= start:
+            return b""
+        path = self._path(key)
+        # No range for a whole object: an empty object has no range that could be asked for.
+        return self._request(
+            "GET", key, lambda files, limit: files.cat_file(path, start=start or None, end=end, **limit)
+        )
+
+    def download(
+        self, key: str, path: str | os.PathLike[str], start: int = 0, end: int | None = None
+    ) -> None:
+        """Writes an object's bytes from `start` to before `end` into an existing file, at their offset."""
+        if end is None:
+            end = self._size(key)
+        with open(path, "r+b", buffering=0) as file:
+            for block in range(start, end, self._part_bytes):
+                block_end = min(block + self._part_bytes, end)
+                data = memoryview(self.read(key, block, block_end))
+                if len(data) != block_end - block:
+                    size = block + len(data)
+                    raise OSError(
+                        errno.EIO, f"GET: the object ends at byte {size:,}, not {end:,}", self.url_of(key)
+                    )
+                while data:
+                    written = os.pwrite(file.fileno(), data, block)
+                    data, block = data[written:], block + written
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes an object with one PUT, which replaces an object of this key."""
+        self._s3("PUT", "put_object", key, Body=data)
+
+    def put_file(self, key: str, path: str | os.PathLike[str]) -> None:
+        """Writes a file's bytes as an object, in parts if it is larger than one, a few at a time."""
+        size = os.path.getsize(path)
+        if size <= self._part_bytes:
+            self.put(key, Path(path).read_bytes())
+            return
+        try:
+            self._put_parts(key, path, size)
+        except _UploadGoneError:
+            # The answer to the last request was lost, or another process aborted the upload.
+            self._put_parts(key, path, size)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects, 1,000 with a request. A key without an object is no error."""
+        remaining = iter(sorted(keys))
+        while batch := [*islice(remaining, _MAX_DELETED_AT_ONCE)]:
+            self._delete_batch(batch)
+
+    def abort_uploads(self, prefix: str = "") -> None:
+        """Removes the multipart uploads below a folder that have not ended. Uploads of killed processes are
+        invisible and are paid for; the uploads of living processes are removed as well, which then fail."""
+        folder = self._key(prefix.rstrip("/"))
+        root = f"{folder}/" if folder else ""
+        while True:
+            page = self._s3("LIST", "list_multipart_uploads", prefix, Prefix=root)
+            # Not every server with this protocol filters by the prefix.
+            uploads = [upload for upload in page.get("Uploads") or () if upload["Key"].startswith(root)]
+            for upload in uploads:
+                with suppress(_UploadGoneError):
+                    key = upload["Key"][len(self._key("")) :].lstrip("/")
+                    self._s3("DELETE", "abort_multipart_upload", key, UploadId=upload["UploadId"])
+            # The next uploads come first once these are gone.
+            if not uploads or not page.get("IsTruncated"):
+                return
+
+    def _delete_batch(self, keys: Sequence[str]) -> None:
+        names = [self._key(key) for key in keys]
+        bucket = self._bucket
+        self._request("DELETE", keys[0], lambda files, limit: files.delete_objects(bucket, names, **limit))
+
+    def _put_parts(self, key: str, path: str | os.PathLike[str], size: int) -> None:
+        part_bytes = max(self._part_bytes, -(-size // _MAX_PARTS))
+        upload_id = self._s3("PUT", "create_multipart_upload", key)["UploadId"]
+
+        def upload_part(number: int) -> dict[str, Any]:
+            data = os.pread(file.fileno(), part_bytes, (number - 1) * part_bytes)
+            part = self._s3("PUT", "upload_part", key, UploadId=upload_id, PartNumber=number, Body=data)
+            return {"PartNumber": number, "ETag": part["ETag"]}
+
+        try:
+            with open(path, "rb") as file, ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
+                parts = [*pool.map(upload_part, range(1, -(-size // part_bytes) + 1))]
+            self._s3(
+                "PUT",
+                "complete_multipart_upload",
+                key,
+                UploadId=upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        except BaseException:
+            # What ended the upload may prevent its removal, too, or this process may have little time left.
+            with suppress(OSError):
+                once = Retries(attempts=1, request_s=10.0)
+                self._s3("DELETE", "abort_multipart_upload", key, once, UploadId=upload_id)
+            raise
+
+    def _key(self, key: str) -> str:
+        """Returns the object's key in its bucket."""
+        return "/".join(filter(None, (self._root, key)))
+
+    def _path(self, key: str) -> str:
+        """Returns the object's name in fsspec's file system."""
+        return "/".join(filter(None, (self._bucket, self._root, key)))
+
+    def _size(self, key: str) -> int:
+        path = self._path(key)
+        return self._request("HEAD", key, lambda files, limit: files.info(path, **limit)["size"])
+
+    def _s3(
+        self, operation: str, method: str, key: str, retries: Retries | None = None, **options: Any
+    ) -> Any:
+        """Returns the answer to a request of S3's own protocol."""
+        target = {"Bucket": self._bucket, "Key": self._key(key)}
+
+        def call(files: Any, limit: dict[str, float]) -> Any:
+            return files.call_s3(method, target, **options, **limit)
+
+        return self._request(operation, key, call, retries)
+
+    def _request(
+        self,
+        operation: str,
+        key: str,
+        call: Callable[[Any, dict[str, float]], T],
+        retries: Retries | None = None,
+    ) -> T:
+        """Returns what `call(file system, limit of its time)` returns; retries transient errors. Raises
+        OSError."""
+        from megatron.checkpoint.object_store.s3 import open_file_system, read_failure
+
+        retries = retries or self._retries
+        files = self._file_systems.get(os.getpid())
+        if files is None:
+            # Of two threads, both get the file system of the first.
+            files = self._file_systems.setdefault(os.getpid(), open_file_system())
+        began = time.monotonic()
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return call(files, {"timeout": retries.request_s})
+            except Exception as error:
+                failure = read_failure(error, retries.request_s)
+                if failure is None:
+                    raise
+                delay_s = retries.delay_s(attempt)
+                elapsed_s = time.monotonic() - began
+                is_last = attempt >= retries.attempts or elapsed_s + delay_s > retries.total_s
+                if not failure.is_transient or is_last:
+                    raise self._os_error(operation, key, failure, attempt, elapsed_s) from error
+            time.sleep(delay_s)
+
+    def _os_error(
+        self, operation: str, key: str, failure: Failure, attempts: int, elapsed_s: float
+    ) -> OSError:
+        url, cause = self.url_of(key), failure.cause
+        if failure.code == "NoSuchUpload":
+            return _UploadGoneError(failure.errno, f"{operation}: {cause}", url)
+        if failure.code == "NoSuchBucket":
+            url = f"{self._scheme}://{self._bucket}"
+        if attempts > 1:
+            cause = f"{attempts} attempts in {elapsed_s:.0f} s, the last: {cause}"
+        return OSError(failure.errno, f"{operation}: {cause}", url)

@@ -1,0 +1,73 @@
+"""Runs of the tiny model that save to a bucket, on simulated nodes. All functions run inside `run_world`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
+
+
+def run_in_bucket(
+    row: Row,
+    url: str,
+    environment: Mapping[str, str],
+    nodes: Sequence[str],
+    last: int,
+    saves: Mapping[int, str],
+    **settings: Any,
+) -> tuple[int, str, list[tuple[float, float]]]:
+    """Trains to the step `last`. Returns the step of the start, its line in the log, and (loss, grad norm) of
+    each step.
+
+    nodes: the name of each rank's node; each node has a mirror, in SLURM_TMPDIR. saves: 'direct',
+    'background' or 'rollback', by step.
+    """
+    import os
+    from dataclasses import replace
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from megatron.checkpoint.object_store.checkpoints import open_object_checkpoints
+    from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
+
+    os.environ.update(environment)
+    config = config_of(row, checkpoint={"save": url, "load": url, **settings})
+    rank = dist.get_rank()
+    with ExitStack() as stack:
+        objects = stack.enter_context(open_object_checkpoints(config.checkpoint, nodes[rank]))
+        assert objects is not None
+        config = replace(config, checkpoint=objects.options)
+        assert str(config.checkpoint.save).startswith(os.environ["SLURM_TMPDIR"])
+        found = None
+        if rank == 0:
+            objects.read()
+            found = find_checkpoint(config, VOCAB, FINGERPRINT)
+        objects.connect(nodes[rank])
+        assert [len(ranks) for ranks in objects.nodes.ranks] == [
+            nodes.count(node) for node in dict.fromkeys(nodes)
+        ]
+        found = select_valid_checkpoint(found, config, VOCAB, FINGERPRINT, objects=objects)
+        manager = make_manager(build_engine(config), Path(str(config.checkpoint.save)), objects=objects)
+        lines: list[str] = []
+        state, history = manager.restore_or_init(found, lambda text: lines.append(str(text))), []
+        for step in range(state.iteration, last):
+            history += train(manager.engine, [step])
+            kind = saves.get(step + 1)
+            if kind in ("direct", "background"):
+                manager.save(state_after(step + 1), kind == "background")
+            elif kind == "rollback":
+                before = manager.rollback()
+                assert before is not None
+                history += train(manager.engine, range(before.state.iteration, step + 1))
+        manager.finish_save()
+        assert all(not end.problem for end in manager.background.take_outcomes())
+        # Nothing but run.json and placeholders stays on a disk.
+        dist.barrier()
+        folder = Path(str(config.checkpoint.save))
+        assert not [path for path in folder.rglob("*.pt") if path.stat().st_blocks]
+        dist.barrier()
+    return state.iteration, lines[0], history

@@ -1,0 +1,163 @@
+"""A folder of checkpoints in an object store: what a start finds, and what it removes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.files import add_checksum
+from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
+from megatron.checkpoint.object_store.folder import ObjectFolder
+from megatron.checkpoint.object_store.mirror import hold_mirror
+from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.files import write_json
+from megatron.object_urls import as_urls
+from tests.support.object_store import Bucket
+
+FILE = "weights.pt"
+
+
+class Run:
+    """A run that saves checkpoints of one file."""
+
+    def __init__(self, bucket: Bucket, disk: Path) -> None:
+        self.folder, self.identity = ObjectFolder(bucket.url, disk), RunIdentity()
+        self.folder.mirror()
+        disk.mkdir(parents=True, exist_ok=True)
+
+    def upload(self, step: int, suffix: str) -> tuple[Path, LineageEntry]:
+        saving = self.folder.path / f"saving-global_step{step}.{suffix}"
+        self.folder.begin(saving.name)
+        saving.mkdir()
+        (saving / FILE).write_text(suffix)
+        self.folder.upload(saving, [FILE], lambda count: None)
+        self.folder.show_uploaded(saving, [FILE])
+        assert (saving / FILE).stat().st_size == 8
+        run = {"state": {"iteration": step}, "files": {FILE: {"bytes": 8}}, **self.identity.record()}
+        run = add_checksum(run)
+        write_json(saving / "run.json", run)
+        return saving, LineageEntry(f"global_step{step}", step, self.identity.run_id, run["sha256"])
+
+    def save(self, step: int, suffix: str) -> None:
+        self.identity = self.folder.publish(*self.upload(step, suffix), self.identity)
+
+
+def folders_in(bucket: Bucket) -> set[str]:
+    return {key.partition("/")[0] for key in ObjectStore(bucket.url).list()} - {"latest", "latest.json"}
+
+
+def test_a_start_sees_the_complete_checkpoints_and_its_first_save_removes_the_rest(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run, store = Run(bucket, tmp_path / "first"), ObjectStore(bucket.url)
+    run.save(1, "0000000a")
+    run.save(2, "0000000b")
+    run.upload(3, "0000000c")  # and the job is killed
+    store._s3("PUT", "create_multipart_upload", "global_step3.0000000c/large")
+    # What the run did not announce is not its own.
+    store.put("global_step7.0000000d/weights.pt", b"of a user")
+    store._s3("PUT", "create_multipart_upload", "global_step7.0000000d/large")
+    bucket.heal()
+    again = Run(bucket, tmp_path / "second")
+    assert bucket.counts() == {"LIST": 1, "GET": 4}
+    assert sorted(path.name for path in again.folder.path.glob("global_*")) == [
+        "global_step1",
+        "global_step2",
+    ]
+    placeholder = again.folder.path / "global_step2" / FILE
+    assert placeholder.stat().st_size == 8 and placeholder.read_bytes() == bytes(8)
+    again.folder.fetch("global_step2", FILE, lambda: None)
+    assert placeholder.read_text() == "0000000b"
+    again.save(3, "0000000e")
+    expected = {"global_step1.0000000a", "global_step2.0000000b", "global_step3.0000000e"}
+    assert folders_in(bucket) == {*expected, "global_step7.0000000d"}
+    uploads = store._s3("LIST", "list_multipart_uploads", "")["Uploads"]
+    assert [upload["Key"] for upload in uploads] == ["run/global_step7.0000000d/large"]
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_of_two_complete_folders_of_a_checkpoint_the_one_in_latest_json_counts(
+    newest: bool, bucket: Bucket, tmp_path: Path
+) -> None:
+    """The job is killed after it has made the second one visible, and before it deletes the first."""
+    run, store = Run(bucket, tmp_path / "first"), ObjectStore(bucket.url)
+    run.save(1, "0000000a")
+    first = {key: store.read(key) for key in store.list() if "0000000a" in key}
+    run.save(1, "0000000b")
+    assert folders_in(bucket) == {"global_step1.0000000b"}
+    time.sleep(1.1)  # the times of objects have no fractions of a second
+    for key, content in first.items():
+        store.put(key, content)  # so it is the newer one
+    if newest:
+        store.delete(["latest.json"])
+    again = Run(bucket, tmp_path / "second")
+    assert again.folder.folders == {"global_step1": f"global_step1.0000000{'a' if newest else 'b'}"}
+    again.save(2, "0000000c")
+    assert folders_in(bucket) == {f"global_step1.0000000{'a' if newest else 'b'}", "global_step2.0000000c"}
+
+
+def test_a_folder_with_other_files_is_not_deleted(bucket: Bucket, tmp_path: Path) -> None:
+    run, store = Run(bucket, tmp_path / "disk"), ObjectStore(bucket.url)
+    run.save(1, "0000000a")
+    store.put("global_step1.0000000a/notes.txt", b"of a user")
+    before = store.list()
+    with pytest.raises(OSError, match=r"global_step1.0000000a/notes.txt, which run.json beside it does not"):
+        run.folder.remove(tmp_path / "disk" / "global_step1")
+    assert store.list() == before
+    store.delete(["global_step1.0000000a/notes.txt"])
+    run.folder.remove(tmp_path / "disk" / "global_step1")
+    assert folders_in(bucket) == set() and not (tmp_path / "disk" / "global_step1").exists()
+
+
+def test_a_name_that_leaves_the_folder_is_not_used(bucket: Bucket, tmp_path: Path) -> None:
+    run, store = Run(bucket, tmp_path / "a" / "b" / "disk"), ObjectStore(bucket.url)
+    run.save(1, "0000000a")
+    for name in ("x/../../../../outside", "a b", "\\x"):
+        store._s3("PUT", "put_object", f"global_step1.0000000a/{name}", Body=b"hostile")
+    again = Run(bucket, tmp_path / "a" / "b" / "other")
+    files = [path.name for path in (again.folder.path / "global_step1").rglob("*")]
+    assert sorted(files) == ["run.json", FILE] and not list(tmp_path.rglob("outside"))
+
+
+def test_a_mirror_is_shared_by_the_ranks_of_a_job_and_removed_by_the_last_or_by_a_later_start(
+    tmp_path: Path,
+) -> None:
+    env = {"SLURM_TMPDIR": str(tmp_path), "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    with hold_mirror("n1", env) as first, hold_mirror("n1", env) as second:
+        assert first == second and first.is_dir()
+        with hold_mirror("n2", env) as other:  # a node of a test on one machine
+            assert other != first
+        assert [*tmp_path.iterdir()] == [first]
+        program = (
+            "import os, sys\nfrom megatron.checkpoint.object_store.mirror import hold_mirror\n"
+            "with hold_mirror('n1', {'SLURM_TMPDIR': sys.argv[1]}) as root:\n"
+            "    (root / 's3').mkdir()\n    os._exit(0)"
+        )
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+        (dead,) = set(tmp_path.iterdir()) - {first}
+        with hold_mirror("n3", env):
+            assert not dead.exists() and first.exists()
+        text = f"saved {first}/s3/bucket/run/global_step3 in 1 s: '{first}/s3/b'"
+        assert as_urls(text) == "saved s3://bucket/run/global_step3 in 1 s: 's3://b'"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_mirror_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"SLURM_TMPDIR": str(tmp_path), "WORLD_SIZE": "2"}
+    with hold_mirror("n1", env) as root:
+        pass
+    root.mkdir()
+    owner, getuid = os.getuid(), os.getuid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    wanted = root.with_name(root.name.replace(f"-{owner}-", f"-{owner + 1}-"))
+    root.rename(wanted)
+    with pytest.raises(Exception, match="it belongs to another user"), hold_mirror("n1", env):
+        pass
+    monkeypatch.setattr(os, "getuid", getuid)
+    assert json.dumps([path.name for path in tmp_path.iterdir()]) == json.dumps([wanted.name])
