@@ -1,0 +1,229 @@
+"""--data-order: samples and indices equal those that Megatron-Core has written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.config.registries import DATA_ORDERS
+from megatron.data import greedy_blend, helpers, indices
+from megatron.data.blended_dataset import BlendedDataset, SampleDataset
+from megatron.data.gpt_dataset import (
+    GPTDataset,
+    data_fingerprint,
+    fingerprint_differences,
+    index_requests,
+    requested_groups,
+)
+from megatron.data.greedy_blend import CoreBlend
+from megatron.data.indices import build_sample_index, build_sample_order
+from megatron.errors import UserError
+from tests.support.assets import unpack
+from tests.unit.data.token_files import build
+
+
+@pytest.fixture(scope="module")
+def core_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of tests/reference/write_core_data.py, written by megatron-core 0.16.1."""
+    return unpack("core_data", tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture(scope="module")
+def cases(core_data: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((core_data / "cases.json").read_text())
+    return content
+
+
+def digest(*arrays: Any) -> str:
+    content = hashlib.sha256()
+    for array in arrays:
+        content.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+    return content.hexdigest()[:16]
+
+
+def samples_digest(dataset: SampleDataset) -> str:
+    return digest(*(dataset[i] for i in range(len(dataset))))
+
+
+def blend_words(folder: Path, words: Sequence[Any]) -> list[tuple[str, str]]:
+    """(weight, prefix) of each component of a case."""
+    return [(str(weight), str(folder / name)) for weight, name in zip(words[::2], words[1::2], strict=True)]
+
+
+def config_of(folder: Path, case: dict[str, Any], cache: Path) -> DataConfig:
+    common: dict[str, Any] = {"data_order": "megatron-core", "data_cache_path": str(cache)}
+    pairs = blend_words(folder, case["blend"])
+    if case["split"]:
+        return DataConfig(data_path=sum(pairs, ()), split=case["split"], **common)
+    paths = ", ".join(f"{weight} 0:1 {prefix}" for weight, prefix in pairs)
+    groups = {f"{name}_weighted_split_paths": (f"{name}: {paths}",) for name in ("train", "valid")}
+    return DataConfig(**groups, **common)
+
+
+def test_117_orders_of_one_data_set_equal_megatron_cores(core_data: Path, cases: dict[str, Any]) -> None:
+    different = {}
+    for order in ("megatron-core", "native"):
+        wrong = []
+        for number, case in enumerate(cases["single"]):
+            data = DataConfig(
+                data_path=(str(core_data / case["data"]),), split=case["split"], data_order=order
+            )
+            found = []
+            for ((group, wanted),) in requested_groups(data, tuple(case["sizes"])):
+                (request,) = index_requests(group, wanted, cases["seq_length"], case["seed"], None)
+                index = build_sample_order(
+                    request.dataset.sizes, request.documents, request.seq_length, request.seed, request.plan()
+                )
+                dataset = GPTDataset(group.name, request.dataset, index, request.seq_length)
+                found.append(samples_digest(dataset))
+            if found != case["samples"]:
+                wrong.append(number)
+        different[order] = len(wrong)
+    assert len(cases["single"]) == 117
+    assert different["megatron-core"] == 0 < different["native"]
+
+
+def test_20_blends_equal_megatron_cores(core_data: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    assert len(cases["blends"]) == 20
+    for number, case in enumerate(cases["blends"]):
+        data = config_of(core_data, case, tmp_path)
+        sizes = tuple(case["sizes"])
+        found = build(data, cases["seq_length"], case["seed"], sizes)
+        datasets = [dataset for dataset in (found.train, *found.valid, *found.test) if dataset is not None]
+        assert [samples_digest(dataset) for dataset in datasets] == case["samples"], f"blend {number}"
+
+
+@pytest.mark.parametrize("loop", ["compiled", "numpy"])
+def test_tables_equal_megatron_cores_in_every_element(
+    cases: dict[str, Any], loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert helpers.compiled() is not None
+    if loop == "numpy":
+        monkeypatch.setattr(greedy_blend, "compiled", lambda: None)
+    for case in cases["tables"][: 5 if loop == "compiled" else 2]:
+        blend = CoreBlend.from_fractions([Fraction(weight) for weight in case["weights"]])
+        table = blend.table(case["samples"])
+        assert digest(*table) == case["table"]
+        # A longer run extends a shorter one's table.
+        extended = blend.table(case["samples"], blend.table(1000))
+        assert all(map(np.array_equal, extended, table))
+
+
+@pytest.fixture
+def cached(core_data: Path, cases: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The run whose cache folder Megatron-Core wrote. Its folder may be changed."""
+    cache = shutil.copytree(core_data / "cache", tmp_path / "cache")
+    case = cases["cached"]
+    return {**case, "cache": cache, "data": config_of(core_data, case, cache)}
+
+
+def next_samples(cached: dict[str, Any], seq_length: int) -> list[list[int]]:
+    train = build(cached["data"], seq_length, cached["seed"], tuple(cached["sizes"])).train
+    assert train is not None
+    return [train[i].tolist() for i in range(cached["first"], cached["first"] + cached["count"])]
+
+
+def test_a_run_of_megatron_core_continues_in_the_middle_of_a_blend(
+    cases: dict[str, Any], cached: dict[str, Any], tmp_path: Path
+) -> None:
+    seq_length = cases["seq_length"]
+    assert next_samples(cached, seq_length) == cached["next_samples"]
+    without = {**cached, "data": replace(cached["data"], data_cache_path=str(tmp_path / "empty"))}
+    assert next_samples(without, seq_length) == cached["next_samples"]
+    # One table serves all splits, and a longer run.
+    assert len(list((tmp_path / "empty").glob("blend-*"))) == 2
+    read = build(cached["data"], seq_length, cached["seed"], tuple(cached["sizes"])).train
+    assert isinstance(read, BlendedDataset)
+    for name in ("dataset_index", "dataset_sample_index"):
+        (written,) = cached["cache"].glob(f"*-BlendedDataset-train-{name}.npy")
+        (own,) = cached["cache"].glob(f"blend-*_{name}.npy")
+        content = np.load(written)
+        assert np.array_equal(np.load(own)[: len(content)], content)
+
+
+def test_the_cache_of_megatron_core_is_read_unless_it_is_damaged(
+    cases: dict[str, Any], cached: dict[str, Any]
+) -> None:
+    """Two entries of the cached arrays are exchanged: an order that can only come from the cache."""
+    seq_length, number = cases["seq_length"], cached["first"]
+    for name in ("dataset_index", "dataset_sample_index"):
+        (path,) = cached["cache"].glob(f"*-BlendedDataset-train-{name}.npy")
+        array = np.load(path)
+        array[[number, number + 1]] = array[[number + 1, number]]
+        np.save(path, array)
+    first, second, *others = next_samples(cached, seq_length)
+    assert [second, first, *others] == cached["next_samples"]
+
+
+def test_a_shuffle_of_megatron_core_is_read(cases: dict[str, Any], cached: dict[str, Any]) -> None:
+    expected = next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"])
+    for path in cached["cache"].glob("*"):
+        if "BlendedDataset" in path.name or "-GPTDataset-" not in path.name:
+            path.unlink()
+        elif path.name.endswith("-train-shuffle_index.npy"):
+            array = np.load(path)
+            array[[0, 1]] = array[[1, 0]]
+            np.save(path, array)
+    found = next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"])
+    assert found != expected and sorted(found) == sorted(expected)
+    for path in cached["cache"].glob("*-train-shuffle_index.npy"):
+        path.write_bytes(path.read_bytes()[:-5])
+    for path in cached["cache"].glob("*_idx.npy"):
+        path.unlink()
+    assert next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"]) == expected
+
+
+def test_a_resume_in_another_order_is_rejected(core_data: Path) -> None:
+    orders = {
+        name: data_fingerprint(DataConfig(data_path=(str(core_data / "a"),), data_order=name), 16, 1, 100)
+        for name in DATA_ORDERS
+    }
+    assert "data_order" not in orders["native"]  # as in checkpoints from before the flag
+    for saved, fingerprint in orders.items():
+        for now, other in orders.items():
+            differences = fingerprint_differences(fingerprint, other)
+            if saved == now:
+                assert differences == []
+            else:
+                assert f"data_order: {saved} in the checkpoint, {now} now" in differences
+
+
+def test_a_component_that_the_greedy_order_exhausts_is_named(tmp_path: Path) -> None:
+    blend = CoreBlend((0.5, 0.5))
+    with pytest.raises(UserError, match=r"reads 50 samples of its component number 2, .* over 49"):
+        blend.prepare(str(tmp_path), 100, [50, 49])
+
+
+def test_the_compiled_sample_index_equals_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.RandomState(3)
+    monkeypatch.setattr(indices, "_COMPILED_FROM", 0)
+    for length, dtype in ((1, np.int32), (7, np.int64), (16, np.int32)):
+        sizes = generator.randint(0, 30, 5000).astype(np.int32)
+        sizes[:3] = 0
+        documents = np.tile(np.arange(5000, dtype=dtype), 2)
+        monkeypatch.setattr(indices, "_index_dtype", lambda _, dtype=dtype: dtype)
+        samples = (2 * int(sizes.sum()) - 1) // length
+        fast = build_sample_index(sizes, documents, length, samples)
+        with pytest.raises(ValueError, match="too few tokens"):
+            build_sample_index(sizes, documents, length, samples + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(indices, "compiled", lambda: None)
+            slow = build_sample_index(sizes, documents, length, samples)
+        assert fast.dtype == slow.dtype == dtype
+        assert np.array_equal(fast, slow)
+
+
+@pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
+def test_without_a_compiler_numpy_builds_the_indices(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert helpers.compiled.__wrapped__() is None
