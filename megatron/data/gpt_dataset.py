@@ -99,7 +99,8 @@ def missing_index_files(
 ) -> list[str]:
     """Returns the paths of the index files that `prepare_index_files` would build because they do not
     exist."""
-    cache_folder, paths = data.data_cache_path, []
+    cache_folder = data.data_cache_path
+    paths: list[str] = []
     for group, wanted in chain(*requested_groups(data, num_samples)):
         for request in index_requests(group, wanted, seq_length, seed, cache_folder):
             paths += request.paths()

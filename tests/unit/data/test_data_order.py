@@ -66,8 +66,11 @@ def config_of(folder: Path, case: dict[str, Any], cache: Path) -> DataConfig:
     if case["split"]:
         return DataConfig(data_path=sum(pairs, ()), split=case["split"], **common)
     paths = ", ".join(f"{weight} 0:1 {prefix}" for weight, prefix in pairs)
-    groups = {f"{name}_weighted_split_paths": (f"{name}: {paths}",) for name in ("train", "valid")}
-    return DataConfig(**groups, **common)
+    return DataConfig(
+        train_weighted_split_paths=(f"TRAIN: {paths}",),
+        valid_weighted_split_paths=(f"VALID: {paths}",),
+        **common,
+    )
 
 
 def test_117_orders_of_one_data_set_equal_megatron_cores(core_data: Path, cases: dict[str, Any]) -> None:
