@@ -76,6 +76,19 @@ def advise_huge_pages(address: int, num_bytes: int) -> None:
         _LIBC.madvise(first, length, mmap.MADV_HUGEPAGE)
 
 
+def advise_random(values: npt.NDArray[Any]) -> None:
+    """Says that parts of a mapping are read in random order: a page fault reads one page of the file, not
+    megabytes around it."""
+    _LIBC.madvise(values.ctypes.data, values.nbytes, mmap.MADV_RANDOM)
+
+
+def read_ahead(values: npt.NDArray[Any]) -> None:
+    """Starts reading a part of a mapping, all pages in one request. Returns before they are read."""
+    start = values.ctypes.data
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    _LIBC.madvise(first, start + values.nbytes - first, mmap.MADV_WILLNEED)
+
+
 def release_pages(address: int, num_bytes: int) -> None:
     """Removes pages of a mapping from the resident memory of the process. They are read again when they are
     accessed. Without this call, reading a file once makes all of it resident. Not for mappings that were

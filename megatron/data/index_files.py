@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megatron.errors import UserError, is_access_error
 from megatron.files import open_regular
-from megatron.mapped_file import map_file
+from megatron.mapped_file import map_open_file
 
 
 class IndexFileError(Exception):
@@ -52,7 +52,7 @@ def _map_array(path: str) -> npt.NDArray[Any]:
             raise ValueError(f"version {version} of the npy format, expected (1, 0)")
         shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
         start, count = file.tell(), math.prod(shape)
-    content = map_file(path)[start : start + count * dtype.itemsize].view(dtype)
+        content = map_open_file(file, path)[start : start + count * dtype.itemsize].view(dtype)
     return content.reshape(shape, order="F" if is_fortran else "C")
 
 

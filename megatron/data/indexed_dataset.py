@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import UserError, stop_at_access_error
-from megatron.mapped_file import map_file
+from megatron.mapped_file import advise_random, map_file, read_ahead
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -98,6 +98,7 @@ class IndexedDataset:
             self._verify_index()
         self.num_tokens = self._count_tokens(data_bytes)
         self._tokens = map_file(data_path(self.prefix)).view(self.dtype)
+        advise_random(self._tokens)
 
     def __len__(self) -> int:
         """Returns the number of documents."""
@@ -115,7 +116,8 @@ class IndexedDataset:
         return f"{self.option} {self.prefix}"
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Returns `length` tokens (None: all) of document `index` from token `offset`, a read-only view."""
+        """Returns `length` tokens (None: all) of document `index` from token `offset`, a read-only view. It
+        may still be read from the disk."""
         if not 0 <= index < len(self.sizes):
             raise IndexError(f"document {index} of {self.prefix}, which has {len(self.sizes)}")
         size = int(self.sizes[index])
@@ -124,7 +126,9 @@ class IndexedDataset:
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(f"tokens {offset} to {offset + length} of document {index}, which has {size}")
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
+        tokens = self._tokens[start : start + length]
+        read_ahead(tokens)
+        return tokens
 
     def tokens_in(self, documents: range) -> int:
         """Returns the number of tokens of consecutive documents. Reads the offsets of only the first and the

@@ -80,6 +80,23 @@ def test_get_returns_a_part_of_a_document(tmp_path: Path) -> None:
             dataset.get(index, offset, length)
 
 
+def test_the_system_reads_only_the_pages_of_a_sample(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_documents(np.arange(9000), [4000, 5000])
+        builder.finalize()
+    dataset = IndexedDataset(tmp_path / "data")
+    flags, name = {}, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *fields = line.split()
+        if not first.endswith(":"):  # the addresses of the next mapping
+            name = fields[-1]
+        elif first == "VmFlags:":
+            flags[name] = fields
+    # "rr": random reads, without the megabytes that the system otherwise reads around a page.
+    assert "rr" in flags[f"{tmp_path}/data.bin"] and "rr" not in flags[f"{tmp_path}/data.idx"]
+    assert dataset.get(1, 4990, 0).tolist() == [] and dataset.get(1, 4990).tolist() == [*range(8990, 9000)]
+
+
 def test_documents_are_read_only(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_documents(tmp_path / "data", DOCUMENTS))
     with pytest.raises(ValueError):

@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Measures the data pipeline: samples that are not in memory, and a start with thousands of token files.
+
+    python benchmarks/data.py                     about a minute
+    python benchmarks/data.py --gigabytes 8       a token file of 8 GB
+
+cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
+                on a descriptor for random reads: microseconds, and bytes that the disk reads.
+many prefixes   A rank opens a blend of token files whose index files exist and were verified: seconds, and
+                descriptors that stay open.
+
+The folder of --folder should be on the disk that is measured; in a tmpfs all pages are in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import benchmark_parser, describe_machine
+from megatron.config import DataConfig
+from megatron.data.gpt_dataset import build_gpt_datasets, prepare_index_files
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
+from megatron.text_table import format_table
+
+SEQ_LENGTHS = (2048, 8192)
+READS = 400
+DOCUMENT = 1 << 20  # tokens
+PREFIX_TOKENS = 20_000
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument(
+        "--folder", type=Path, help="folder for the token files (default: the temporary folder)"
+    )
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the token file of cold samples")
+    parser.add_argument("--prefixes", type=int, default=3000, help="number of token files of a start")
+    arguments = parser.parse_args()
+    print(describe_machine(), flush=True)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        cold_samples(Path(folder), arguments.gigabytes)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        many_prefixes(Path(folder), arguments.prefixes)
+
+
+def cold_samples(folder: Path, gigabytes: float) -> None:
+    """Prints time and bytes per sample of `IndexedDataset` and of `pread`, in turns."""
+    prefix = folder / "tokens"
+    generator = np.random.default_rng(1)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(max(round(gigabytes * 1e9 / 2 / DOCUMENT), 1)):
+            builder.add_documents(generator.integers(0, 50000, DOCUMENT, np.uint16), [DOCUMENT])
+        builder.finalize()
+    dataset, path = IndexedDataset(prefix), data_path(os.fspath(prefix))
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def mapped(document: int, offset: int, length: int) -> np.ndarray:
+        return dataset.get(document, offset, length).astype(np.int64)
+
+    def pread(document: int, offset: int, length: int) -> np.ndarray:
+        first = 2 * (document * DOCUMENT + offset)
+        return np.frombuffer(os.pread(descriptor, 2 * length, first), np.uint16).astype(np.int64)
+
+    rows = []
+    for seq_length in SEQ_LENGTHS:
+        places = random.Random(seq_length)
+        found: dict[str, list[tuple[float, int]]] = {"mapped": [], "pread": []}
+        for _ in range(3):
+            for name, read in (("mapped", mapped), ("pread", pread)):
+                found[name].append(_read_cold(read, path, len(dataset), seq_length + 1, places))
+        (own, own_bytes), (other, other_bytes) = min(found["mapped"]), min(found["pread"])
+        rows.append(
+            [f"{2 * seq_length:,}", f"{own:.0f} us", f"{other:.0f} us", f"{own / other:.2f}"]
+            + [f"{own_bytes:,}", f"{other_bytes:,}"]
+        )
+    os.close(descriptor)
+    header = ["bytes of a sample", "IndexedDataset", "pread", "ratio", "bytes read", "with pread"]
+    print(
+        f"cold samples, {READS} of {gigabytes:g} GB, best of 3\n{format_table([header, *rows])}\n", flush=True
+    )
+
+
+def _read_cold(
+    read: Callable[[int, int, int], np.ndarray],
+    path: str,
+    documents: int,
+    length: int,
+    places: random.Random,
+) -> tuple[float, int]:
+    """Returns the microseconds and the bytes that the disk read, per sample."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    before, start = _bytes_read(), time.perf_counter()
+    for _ in range(READS):
+        read(places.randrange(documents), places.randrange(DOCUMENT - length), length)
+    seconds = time.perf_counter() - start
+    return 1e6 * seconds / READS, (_bytes_read() - before) // READS
+
+
+def _bytes_read() -> int:
+    """Returns the bytes that the disk has read for this process."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def many_prefixes(folder: Path, number: int) -> None:
+    """Prints the time and the descriptors of a rank that opens a blend of `number` prefixes."""
+    generator = np.random.default_rng(2)
+    words: list[str] = []
+    for index in range(number):
+        prefix = folder / f"set{index}"
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            sizes = generator.multinomial(PREFIX_TOKENS, np.full(40, 1 / 40))
+            builder.add_documents(generator.integers(0, 50000, PREFIX_TOKENS, np.uint16), sizes)
+            builder.finalize()
+        words += ["1", os.fspath(prefix)]
+    data = DataConfig(data_path=tuple(words), split="100,0,0")
+    wanted = (number * PREFIX_TOKENS // 128 // 2, 0, 0)
+    seconds = {}
+    for name, work in (
+        ("all index files are built", prepare_index_files),
+        ("they exist and are checked, once per node", prepare_index_files),
+        ("a rank opens them", build_gpt_datasets),
+    ):
+        start = time.perf_counter()
+        datasets = work(data, 128, 1234, wanted)
+        seconds[name] = time.perf_counter() - start
+    descriptors = len(os.listdir("/proc/self/fd"))
+    start = time.perf_counter()
+    assert datasets is not None and datasets.train is not None
+    datasets.train[0]
+    seconds["the first sample"] = time.perf_counter() - start
+    rows = [[name, f"{value:.2f} s"] for name, value in seconds.items()]
+    rows.append(["descriptors that stay open", f"{descriptors:,}"])
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    rows.append(["peak memory of the process", f"{memory:,.0f} MB"])
+    print(f"{number:,} prefixes\n{format_table(rows)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
