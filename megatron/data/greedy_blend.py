@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _SHORTEST_TABLE = 1 << 12
 # Samples from which the compiled loop is worth its compilation. numpy takes microseconds for each.
 _COMPILED_FROM = 1 << 15
+# Samples that are checked at a time, to bound the memory.
+_BLOCK = 1 << 22
 
 
 class BlendTable(NamedTuple):
@@ -87,7 +89,7 @@ class GreedyBlend:
             table = self.table(length, longest)
             for path, array in zip(paths, table, strict=True):
                 write_array(path, array)
-        used = np.bincount(table.components[:num_samples], minlength=len(self.weights))
+        used = _counts(table.components[:num_samples], len(self.weights))
         for component, (needs, has) in enumerate(zip(used.tolist(), available, strict=True)):
             if needs > has:
                 raise UserError(
@@ -162,7 +164,7 @@ def continue_blend(weights: npt.NDArray[np.float64], table: BlendTable, first: i
     """Computes the samples of a table from number `first` on. Those before it are known."""
     end, components, numbers = len(table.components), table.components, table.numbers
     if end - first >= _COMPILED_FROM and (helpers := compiled()) is not None:
-        counts = np.bincount(components[:first], minlength=len(weights)).astype(np.int64)
+        counts = _counts(components[:first], len(weights))
         helpers.continue_blend.restype = None
         helpers.continue_blend(
             count(len(weights)), address(weights), address(counts), count(first), count(end),
@@ -170,7 +172,7 @@ def continue_blend(weights: npt.NDArray[np.float64], table: BlendTable, first: i
         )  # fmt: skip
         return
     # Whole numbers are exact in double precision.
-    counts_so_far = np.bincount(components[:first], minlength=len(weights)).astype(np.float64)
+    counts_so_far = _counts(components[:first], len(weights)).astype(np.float64)
     lacking = np.empty(len(weights))
     for sample in range(first, end):
         np.multiply(weights, max(sample, 1), out=lacking)
@@ -195,7 +197,19 @@ def _check_table(table: BlendTable, num_components: int, paths: TablePaths) -> N
     components, numbers = table
     if len(components) and not 0 <= components.min() <= components.max() < num_components:
         raise IndexFileError(f"{paths[0]} names components outside {range(num_components)}")
-    for component in range(num_components):
-        found = numbers[components == component]
-        if np.any(found != np.arange(len(found))):
-            raise IndexFileError(f"{paths[1]} does not count the samples of component {component}")
+    counts = np.zeros(num_components, np.int64)
+    for first in range(0, len(components), _BLOCK):
+        block = components[first : first + _BLOCK]
+        by_component = np.argsort(block, kind="stable")
+        used = _counts(block, num_components)
+        before = np.repeat(counts - (np.cumsum(used) - used), used)
+        if np.any(numbers[first : first + _BLOCK][by_component] != before + np.arange(len(block))):
+            raise IndexFileError(f"{paths[1]} does not count the samples of each component of {paths[0]}")
+        counts += used
+
+
+def _counts(components: npt.NDArray[Any], num_components: int) -> npt.NDArray[np.int64]:
+    """Returns the number of samples of each component."""
+    blocks = range(0, len(components), _BLOCK)
+    counts = (np.bincount(components[i : i + _BLOCK], minlength=num_components) for i in blocks)
+    return sum(counts, np.zeros(num_components, np.int64))

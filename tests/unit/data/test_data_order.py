@@ -201,6 +201,26 @@ def test_a_resume_in_another_order_is_rejected(core_data: Path) -> None:
                 assert f"data_order: {saved} in the checkpoint, {now} now" in differences
 
 
+def test_a_damaged_table_is_named_and_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy_blend, "_BLOCK", 700)
+    blend, folder = CoreBlend((0.2, 0.3, 0.5)), str(tmp_path)
+    blend.prepare(folder, 5000, [9000] * 3)
+    paths = blend.table_paths(folder, 5000)
+    for path in paths:
+        whole = Path(path).read_bytes()
+        for damaged in (
+            whole[:-9],
+            whole[:-1] + bytes([whole[-1] ^ 1]),
+            whole[:-3001] + b"\2" + whole[-3000:],
+        ):
+            Path(path).write_bytes(damaged)
+            if len(damaged) < len(whole):
+                with pytest.raises(UserError, match=rf"{path} is damaged .* one process per node"):
+                    blend.load(folder, 5000)
+            blend.prepare(folder, 5000, [9000] * 3)
+            assert Path(path).read_bytes() == whole
+
+
 def test_a_component_that_the_greedy_order_exhausts_is_named(tmp_path: Path) -> None:
     blend = CoreBlend((0.5, 0.5))
     with pytest.raises(UserError, match=r"reads 50 samples of its component number 2, .* over 49"):
