@@ -1,4 +1,4 @@
-"""--data-order: samples and indices equal those that Megatron-Core has written."""
+"""--data-order: samples and indices equal those that the other programs have computed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron.data.gpt_dataset import (
 from megatron.data.greedy_blend import CoreBlend
 from megatron.data.indices import build_sample_index, build_sample_order
 from megatron.errors import UserError
-from tests.support.assets import unpack
+from tests.support.assets import ASSETS, unpack
 from tests.unit.data.token_files import build
 
 
@@ -60,8 +61,8 @@ def blend_words(folder: Path, words: Sequence[Any]) -> list[tuple[str, str]]:
     return [(str(weight), str(folder / name)) for weight, name in zip(words[::2], words[1::2], strict=True)]
 
 
-def config_of(folder: Path, case: dict[str, Any], cache: Path) -> DataConfig:
-    common: dict[str, Any] = {"data_order": "megatron-core", "data_cache_path": str(cache)}
+def config_of(folder: Path, case: dict[str, Any], cache: Path, order: str = "megatron-core") -> DataConfig:
+    common: dict[str, Any] = {"data_order": order, "data_cache_path": str(cache)}
     pairs = blend_words(folder, case["blend"])
     if case["split"]:
         return DataConfig(data_path=sum(pairs, ()), split=case["split"], **common)
@@ -73,37 +74,68 @@ def config_of(folder: Path, case: dict[str, Any], cache: Path) -> DataConfig:
     )
 
 
-def test_117_orders_of_one_data_set_equal_megatron_cores(core_data: Path, cases: dict[str, Any]) -> None:
-    different = {}
-    for order in ("megatron-core", "native"):
-        wrong = []
-        for number, case in enumerate(cases["single"]):
-            data = DataConfig(
-                data_path=(str(core_data / case["data"]),), split=case["split"], data_order=order
+@pytest.fixture(scope="module")
+def expected(cases: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The digests of each program's samples, by --data-order. None: the program stops with an error."""
+    core = {kind: [case["samples"] for case in cases[kind]] for kind in ("single", "blends")}
+    others: dict[str, Any] = json.loads((ASSETS / "deepspeed_orders.json").read_text())
+    return {"megatron-core": core, **others}
+
+
+PROGRAMS = [order for order in DATA_ORDERS if order != "native"]
+
+
+def programs(*in_gate: str) -> pytest.MarkDecorator:
+    """A row for each program; those that are not named here are further rows."""
+    return pytest.mark.parametrize(
+        "order",
+        [
+            pytest.param(order, marks=() if order in in_gate else pytest.mark.full, id=order)
+            for order in PROGRAMS
+        ],
+    )
+
+
+@programs("megatron-core")
+def test_117_orders_of_one_data_set_equal_the_programs(
+    core_data: Path, cases: dict[str, Any], expected: dict[str, Any], order: str
+) -> None:
+    different = []
+    for number, case in enumerate(cases["single"]):
+        data = DataConfig(data_path=(str(core_data / case["data"]),), split=case["split"], data_order=order)
+        found = []
+        for ((group, wanted),) in requested_groups(data, tuple(case["sizes"])):
+            (request,) = index_requests(group, wanted, cases["seq_length"], case["seed"], None)
+            index = build_sample_order(
+                request.dataset.sizes, request.documents, request.seq_length, request.seed, request.plan()
             )
-            found = []
-            for ((group, wanted),) in requested_groups(data, tuple(case["sizes"])):
-                (request,) = index_requests(group, wanted, cases["seq_length"], case["seed"], None)
-                index = build_sample_order(
-                    request.dataset.sizes, request.documents, request.seq_length, request.seed, request.plan()
-                )
-                dataset = GPTDataset(group.name, request.dataset, index, request.seq_length)
-                found.append(samples_digest(dataset))
-            if found != case["samples"]:
-                wrong.append(number)
-        different[order] = len(wrong)
-    assert len(cases["single"]) == 117
-    assert different["megatron-core"] == 0 < different["native"]
+            found.append(samples_digest(GPTDataset(group.name, request.dataset, index, request.seq_length)))
+        if expected[order]["single"][number] not in (found, None):
+            different.append(number)
+    assert len(cases["single"]) == len(expected[order]["single"]) == 117 and different == []
+    assert expected[order]["single"].count(None) == (7 if order == "megatron-deepspeed" else 0)
 
 
-def test_20_blends_equal_megatron_cores(core_data: Path, cases: dict[str, Any], tmp_path: Path) -> None:
-    assert len(cases["blends"]) == 20
+@programs("megatron-core", "megatron-deepspeed")
+def test_20_blends_equal_the_programs(
+    core_data: Path, cases: dict[str, Any], expected: dict[str, Any], tmp_path: Path, order: str
+) -> None:
+    different = []
     for number, case in enumerate(cases["blends"]):
-        data = config_of(core_data, case, tmp_path)
-        sizes = tuple(case["sizes"])
-        found = build(data, cases["seq_length"], case["seed"], sizes)
+        data = config_of(core_data, case, tmp_path, order)
+        found = build(data, cases["seq_length"], case["seed"], tuple(case["sizes"]))
         datasets = [dataset for dataset in (found.train, *found.valid, *found.test) if dataset is not None]
-        assert [samples_digest(dataset) for dataset in datasets] == case["samples"], f"blend {number}"
+        if list(map(samples_digest, datasets)) != expected[order]["blends"][number]:
+            different.append(number)
+    assert len(cases["blends"]) == len(expected[order]["blends"]) == 20 and different == []
+
+
+def test_the_cases_tell_the_programs_apart(expected: dict[str, Any]) -> None:
+    """The cases are not ones in which all orders are equal."""
+    for kind in ("single", "blends"):
+        for order, other in combinations(PROGRAMS, 2):
+            pairs = zip(expected[order][kind], expected[other][kind], strict=True)
+            assert sum(a != b for a, b in pairs) >= 3, (kind, order, other)
 
 
 @pytest.mark.parametrize("loop", ["compiled", "numpy"])
