@@ -98,7 +98,10 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
         return "from sample 0: the checkpoint has consumed none"
     position = f"from sample {checkpoint.state.consumed_samples - first:,}"
     if not checkpoint.records_run:
-        return f"not compared, {position}: the framework that saved the checkpoint did not record its data"
+        return (
+            f"not compared, {position}: the framework that saved the checkpoint did not record its data "
+            "(--data-order chooses its order of samples)"
+        )
     if differences := _data_differences(checkpoint, fingerprint):
         what = (
             "the same data in another order"

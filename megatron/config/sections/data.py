@@ -66,8 +66,8 @@ class DataConfig(Section):
         "native",
         choices=DATA_ORDERS,
         help="order of the samples: splits, last epoch and blends as in this or another program. A resume "
-        "needs the order of its checkpoint. To continue a run of another program, choose its order, and plan "
-        "over its number of samples (--data-order-samples)",
+        "needs the order of its checkpoint. To continue a run of another program, choose its order and the "
+        "length of its run",
     )
     max_epochs_per_dataset: float = flag(
         4.0,

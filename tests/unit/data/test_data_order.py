@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.config import DataConfig
 from megatron.config.registries import DATA_ORDERS
@@ -28,6 +29,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.greedy_blend import CoreBlend
 from megatron.data.indices import build_sample_index, build_sample_order
+from megatron.data.loader import GPTBatchLoader
 from megatron.errors import UserError
 from tests.support.assets import ASSETS, unpack
 from tests.unit.data.token_files import build
@@ -163,9 +165,16 @@ def cached(core_data: Path, cases: dict[str, Any], tmp_path: Path) -> dict[str, 
 
 
 def next_samples(cached: dict[str, Any], seq_length: int) -> list[list[int]]:
+    """The samples of the next global batch, from the micro-batches of two data-parallel ranks."""
     train = build(cached["data"], seq_length, cached["seed"], tuple(cached["sizes"])).train
     assert train is not None
-    return [train[i].tolist() for i in range(cached["first"], cached["first"] + cached["count"])]
+    found = {}
+    for rank in range(2):
+        loader = GPTBatchLoader(train, micro_batch_size=2, dp_rank=rank, dp_size=2)
+        for batch in loader.micro_batches(cached["first"], cached["count"]):
+            rows = torch.cat((batch.tokens, batch.labels[:, -1:]), dim=1).tolist()
+            found.update(zip(batch.samples, rows, strict=True))
+    return [found[number] for number in sorted(found)]
 
 
 def test_a_run_of_megatron_core_continues_in_the_middle_of_a_blend(
