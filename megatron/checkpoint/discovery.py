@@ -316,7 +316,7 @@ def open_checkpoint(
 def check_program(folder: Path) -> None:
     """Raises UserError if a folder is a native checkpoint of Microsoft's Megatron-DeepSpeed. Reads the
     structure of one file, unless the folder has a `run.json`."""
-    if (folder / RUN_FILE).exists() or not folder.is_dir():
+    if (folder / RUN_FILE).exists() or not folder.is_dir() or format_of(folder) != NATIVE:
         return
     if sharded_weight_files(folder):
         raise UserError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")

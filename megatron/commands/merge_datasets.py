@@ -11,6 +11,7 @@ and, if they have vocabulary records, one vocabulary. To train on several data s
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,13 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from megatron.config.tool_parser import ToolParser, check_output_prefix, exit_on_interrupt
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path, write_errors
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    data_path,
+    index_path,
+    write_errors,
+)
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.vocabulary_record import common_digest, copy_record, record_path, remove_record
 
@@ -31,7 +38,8 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="data sets to merge, without .bin and .idx",
+        help="data sets to merge, without .bin and .idx, or patterns such as 'tokens/*_text_document', whose "
+        "data sets are merged in alphabetical order, apart from the output",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="merged data set, without .bin and .idx"
@@ -42,6 +50,7 @@ def build_parser() -> ToolParser:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises UserError for invalid arguments."""
     output = arguments.output_prefix
+    arguments.input = [prefix for word in arguments.input for prefix in _prefixes_of(word, output)]
     if len(arguments.input) < 2:
         raise UserError(f"--input has 1 data set, {arguments.input[0]}: expected at least 2")
     if os.path.realpath(data_path(output)) in [os.path.realpath(data_path(x)) for x in arguments.input]:
@@ -49,11 +58,30 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     check_output_prefix(output)
 
 
+def _prefixes_of(word: str, output: str) -> list[str]:
+    """Returns the data sets that a word of --input names."""
+    if not glob.has_magic(word) or os.path.exists(index_path(word)):
+        return [word]
+    found = sorted(path.removesuffix(".idx") for path in glob.glob(index_path(word)))
+    own = os.path.realpath(output)
+    if not (others := [prefix for prefix in found if os.path.realpath(prefix) != own]):
+        raise UserError(f"--input {word}: no data set matches the pattern")
+    return others
+
+
 def merge(inputs: Sequence[str], output: str) -> list[str]:
     """Writes the merged data set; returns notes for the user. After an error, no file has been written."""
     datasets = [IndexedDataset(prefix, "--input") for prefix in inputs]
     common_digest([("--input", prefix) for prefix in inputs])
     unrecorded = [prefix for prefix in inputs if not os.path.exists(record_path(prefix))]
+
+    def write_record(digests: dict[str, str]) -> None:
+        with write_errors(record_path(output)):
+            if unrecorded:
+                remove_record(output)
+            else:
+                copy_record(inputs[0], output, digests)
+
     num_bytes = sum(os.path.getsize(data_path(prefix)) for prefix in inputs)
     with (
         IndexedDatasetBuilder(output, datasets[0].dtype) as builder,
@@ -61,14 +89,8 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
     ):
         for dataset in datasets:
             builder.add_dataset(dataset, bar.update)
-        with write_errors(record_path(output)):
-            remove_record(output)
-        builder.finalize()
-    if unrecorded:
-        return [f"no vocabulary record is written, since {unrecorded[0]} has none"]
-    with write_errors(record_path(output)):
-        copy_record(inputs[0], output)
-    return []
+        builder.finalize(write_record)
+    return [f"no vocabulary record is written, since {unrecorded[0]} has none"] if unrecorded else []
 
 
 @exit_on_interrupt()

@@ -4,6 +4,13 @@
         --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 2
 
 The example writes data/text_text_document.bin and .idx. Train with --data-path data/text_text_document.
+
+An output prefix that ends with / is a folder, which gets files for each input; --shard divides the inputs
+among processes:
+
+    python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix tokens/ --shard 0/4 ...
+
+A repeated command keeps the files that exist and were made from equal inputs with equal settings.
 """
 
 from __future__ import annotations
@@ -13,18 +20,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from tqdm import tqdm
 
 from megatron.config.tool_parser import (
     ToolParser,
     check_at_least_1,
-    check_input_files,
     check_output_prefix,
     exit_on_interrupt,
 )
-from megatron.data.preprocessing import Progress, output_name, preprocess
-from megatron.errors import exit_on_user_error
+from megatron.data.preprocessing import Progress, preprocess
+from megatron.data.text_files import files_of_shard, find_files, parse_shard
+from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
@@ -35,7 +43,12 @@ def build_parser() -> ToolParser:
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
-        "--input", nargs="+", required=True, help="jsonl files, plain or .gz, read in this order"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="jsonl files (plain, .gz, .zst) and .parquet files, patterns such as 'corpus/*.jsonl', folders, "
+        "- (standard input), or @LIST, a file with one of these per line; read in this order",
     )
     group.add_argument(
         "--json-keys",
@@ -44,12 +57,23 @@ def build_parser() -> ToolParser:
         help="JSON keys of the texts (default: text); each key becomes a pair of files",
     )
     group.add_argument("--skip-bad-lines", action="store_true", help="skip and count invalid lines")
+    group.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="tokenize only shard I, from 0 to N - 1, of the inputs, which are shared out by bytes; 'slurm': "
+        "the shard of this task of an array job",
+    )
     group = add_tokenizer_flags(parser)
     group.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, help="write PREFIX_KEY_document.bin and .idx")
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX_KEY_document.bin and .idx; if it ends with /, a folder with such files per input",
+    )
     group.add_argument(
         "--dataset-impl", default="mmap", choices=["mmap"], help="format of the files (default: mmap)"
     )
@@ -66,8 +90,22 @@ def build_parser() -> ToolParser:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises UserError for invalid arguments."""
     check_at_least_1(arguments, "workers", "log_interval")
-    check_input_files(arguments.input)
-    check_output_prefix(arguments.output_prefix)
+    prefix = arguments.output_prefix
+    arguments.input = find_files(arguments.input)
+    if arguments.shard is not None:
+        shard, shards = parse_shard(arguments.shard, os.environ)
+        if not prefix.endswith("/"):
+            raise UserError(
+                f"--shard {arguments.shard}: the shards would all write {prefix}_*: give a folder, "
+                f"--output-prefix {prefix}/"
+            )
+        arguments.input = files_of_shard(arguments.input, shard, shards)
+    if prefix.endswith("/"):
+        try:
+            os.makedirs(prefix, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output-prefix {prefix}: cannot make the folder ({error.strerror})") from error
+    check_output_prefix(prefix)
 
 
 class ProgressLines:
@@ -91,10 +129,10 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """Shows a progress bar, for terminals, without a total if an input is a .gz file."""
+    """Shows a progress bar, for terminals, without a total if an input is compressed."""
 
     def __init__(self, inputs: Sequence[str]) -> None:
-        compressed = any(path.endswith(".gz") for path in inputs)
+        compressed = any(path.endswith((".gz", ".zst", ".parquet")) for path in inputs)
         self._start = time.monotonic()
         self._bar = tqdm(
             total=None if compressed else sum(os.path.getsize(path) for path in inputs),
@@ -141,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             workers=arguments.workers,
             skip_bad_lines=arguments.skip_bad_lines,
             report=report,
+            note=partial(tqdm.write, file=sys.stdout),
         )
     if progress.skipped:
         print(f"skipped {len(progress.skipped):,} of {progress.lines:,} lines:", file=sys.stderr)
@@ -151,11 +190,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for key, dropped in progress.empty_documents.items():
         if dropped:
             print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
-    for key in progress.documents:
-        name = output_name(arguments.output_prefix, key)
-        print(
-            f"{name}: {progress.documents[key]:,} documents, {progress.tokens[key]:,} tokens (.bin and .idx)"
-        )
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.config.tool_parser import ToolParser, check_at_least_1, check_input_files
-from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
+from megatron.config.tool_parser import ToolParser, check_at_least_1
+from megatron.data.preprocessing import parse_line
+from megatron.data.text_files import MAX_LINE_BYTES, find_files, read_batches
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 
@@ -31,7 +32,10 @@ def build_parser() -> ToolParser:
     """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, help="files, plain or .gz; jsonl if the name contains .jsonl"
+        "--input",
+        nargs="+",
+        required=True,
+        help="files as for preprocess_data.py; text if the name does not contain .jsonl or .parquet",
     )
     parser.add_argument(
         "--json-key", default="text", help="JSON key of the text in jsonl files (default: text)"
@@ -58,14 +62,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             f"for the {BYTE_SYMBOLS} bytes and {END_OF_TEXT}"
         )
     check_at_least_1(arguments, "min_frequency")
-    check_input_files(arguments.input)
+    arguments.input = find_files(arguments.input)
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
     """Yields the documents of a jsonl file, or parts of a text file. Raises UserError that names an invalid
     line."""
-    is_jsonl = ".jsonl" in os.path.basename(path)
-    for batch in read_batches([path]):
+    is_jsonl = ".jsonl" in os.path.basename(path) or path.endswith(".parquet")
+    for batch in read_batches([path], [json_key]):
         if not is_jsonl:
             for number, line in enumerate(batch.lines, batch.first_line):
                 if len(line) > MAX_LINE_BYTES:

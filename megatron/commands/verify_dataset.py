@@ -3,12 +3,14 @@
     python tools/verify_dataset.py data/text_text_document
 
 The tool checks the header, sizes, offsets and document boundaries of the .idx file and the length of the .bin
-file. If the pair has a vocabulary record, it also checks that every token id is in the vocabulary. Both files
+file. If the pair has a vocabulary record, it also checks that every token id is in the vocabulary, and the
+SHA-256 of the .bin file. Both files
 are read completely. The exit code is 2 if a data set is damaged; the error names the file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -31,17 +33,18 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def token_range(dataset: IndexedDataset) -> tuple[int, int]:
-    """Returns the smallest and the largest token id. Reads the .bin file, with a progress bar on a
-    terminal."""
+def read_tokens(dataset: IndexedDataset) -> tuple[int, int, str]:
+    """Returns the smallest and the largest token id, and the SHA-256 of the .bin file. Reads the file, with a
+    progress bar on a terminal."""
     tokens = np.memmap(data_path(dataset.prefix), mode="r", dtype=dataset.dtype)
-    smallest, largest = int(tokens[0]), int(tokens[0])
+    smallest, largest, digest = int(tokens[0]), int(tokens[0]), hashlib.sha256()
     with tqdm(total=len(tokens), unit="token", unit_scale=True, disable=None) as bar:
         for start in range(0, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
             smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+            digest.update(block.data)
             bar.update(len(block))
-    return smallest, largest
+    return smallest, largest, digest.hexdigest()
 
 
 def check_token_range(dataset: IndexedDataset, smallest: int, largest: int, record: dict[str, Any]) -> None:
@@ -69,7 +72,7 @@ def verify(prefix: str) -> str:
     """Verifies a data set and returns its summary. Raises UserError that names the damaged file."""
     dataset = IndexedDataset(prefix, "PREFIX")
     record = read_record(prefix)
-    smallest, largest = token_range(dataset)
+    smallest, largest, digest = read_tokens(dataset)
     if smallest < 0:
         raise UserError(f"{data_path(prefix)}: damaged, it has the negative token id {smallest:,}")
     sizes = dataset.sizes
@@ -83,6 +86,11 @@ def verify(prefix: str) -> str:
         lines.append("vocabulary  no record: the ids were not compared with a vocabulary")
     else:
         check_token_range(dataset, smallest, largest, record)
+        if record.get("bin_sha256", digest) != digest:
+            raise UserError(
+                f"{data_path(prefix)}: damaged or replaced, its SHA-256 is {digest[:12]}, expected "
+                f"{str(record['bin_sha256'])[:12]} by {record_path(prefix)}"
+            )
         lines.append(
             f"vocabulary  {record['tokenizer_type']}, {record['vocab_size']:,} tokens, SHA-256 "
             f"{record['vocabulary_sha256'][:12]}"

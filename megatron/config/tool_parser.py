@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -75,18 +75,6 @@ def add_verify_digests_flag(parser: argparse._ActionsContainer) -> None:
         action="store_true",
         help="do not compare the weights with the checkpoint's digests",
     )
-
-
-def check_input_files(paths: Iterable[str]) -> None:
-    """Raises ConfigError for a file of --input that is missing, unreadable or compressed other than by
-    gzip."""
-    for path in paths:
-        if not os.path.isfile(path):
-            raise ConfigError(f"--input {path}: the file does not exist")
-        if not os.access(path, os.R_OK):
-            raise ConfigError(f"--input {path}: this user cannot read the file")
-        if path.endswith((".zst", ".xz", ".bz2", ".zip", ".parquet")):
-            raise ConfigError(f"--input {path}: only plain and .gz files can be read; decompress it first")
 
 
 _COMMAND = "megatron-"  # the commands of an installation begin with it

@@ -1,6 +1,7 @@
 """The data pipeline, from jsonl text to micro-batches of tensors.
 
-preprocessing    tokenizes jsonl text into token files
+text_files       finds the text files of --input and a shard of them, and reads their lines
+preprocessing    tokenizes text into token files
 indexed_dataset  reads and writes token files: Megatron's .bin and .idx
 splits           assigns documents to the train, valid and test splits
 indices          computes the document, sample and shuffle index of a split, and stores them as .npy files

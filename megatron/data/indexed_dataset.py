@@ -19,17 +19,22 @@ GPT data has one sequence per document. The sample order counts sequences, as in
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
+import hashlib
 import os
 import struct
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import UserError, stop_at_access_error
+from megatron.files import sync_file
 from megatron.mapped_file import advise_random, map_file, read_ahead
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,6 +56,8 @@ FLOAT_CODES = (6, 7)
 
 CHECK_BLOCK = 1 << 22  # number of sequences that are verified at a time, to bound the memory
 COPY_BLOCK = 1 << 24  # bytes that are copied at a time
+# A few blocks of a .bin file tell it from one with other tokens without reading all of it.
+SAMPLED_BLOCKS, SAMPLED_BYTES = 4, 4096
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -66,6 +73,16 @@ def index_path(prefix: str) -> str:
 def data_path(prefix: str) -> str:
     """Returns the path of the .bin file."""
     return prefix + ".bin"
+
+
+def sample_digest(path: str) -> str:
+    """Returns the SHA-256 of a few blocks of a .bin file, the first and the last one included."""
+    digest, last = hashlib.sha256(), max(os.path.getsize(path) - SAMPLED_BYTES, 0)
+    with open(path, "rb", buffering=0) as file:
+        for block in range(SAMPLED_BLOCKS):
+            file.seek(last * block // (SAMPLED_BLOCKS - 1))
+            digest.update(file.read(SAMPLED_BYTES))
+    return digest.hexdigest()
 
 
 class IndexedDataset:
@@ -245,7 +262,8 @@ def write_errors(path: str) -> Iterator[None]:
 class IndexedDatasetBuilder:
     """Writes `{prefix}.bin` and `.idx`, under temporary names until `finalize`.
 
-    As a context manager it removes the temporary files on exit.
+    As a context manager it removes the temporary files on exit. Files that a killed process left are removed
+    by the next builder of the prefix.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
@@ -256,13 +274,19 @@ class IndexedDatasetBuilder:
         suffix = f".{uuid.uuid4().hex}.tmp"
         self._temporary_data = data_path(self.prefix) + suffix
         self._temporary_index = index_path(self.prefix) + suffix
+        self._digest = hashlib.sha256()
         self._sizes: list[npt.NDArray[np.int32]] = []
         # The first sequence of each document. An appended dataset may have several sequences per document.
         self._doc_idx: list[range | npt.NDArray[np.int64]] = []
         self.num_documents = 0
         self.num_tokens = 0
+        _remove_leftovers(self.prefix)
+        with write_errors(index_path(self.prefix)):
+            self._index_file: BinaryIO = open(self._temporary_index, "xb")
+            # Held until the last rename: the temporary files of a process that died are not locked.
+            fcntl.flock(self._index_file, fcntl.LOCK_EX)
         with write_errors(data_path(self.prefix)):
-            self._file = open(self._temporary_data, "xb")
+            self._file: BinaryIO = open(self._temporary_data, "xb")
 
     def add_documents(self, tokens: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         """Appends documents. tokens: their concatenated ids; sizes: the number of tokens of each document."""
@@ -277,8 +301,7 @@ class IndexedDatasetBuilder:
             limits = np.iinfo(self.dtype)
             if ids.min() < limits.min or ids.max() > limits.max:
                 raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit {self.dtype}")
-        with write_errors(data_path(self.prefix)):
-            self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
+        self._write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         first = self.num_documents
         self._append(lengths.astype("<i4"), ids.size, range(first, first + lengths.size))
 
@@ -295,8 +318,7 @@ class IndexedDatasetBuilder:
             )
         with open(data_path(dataset.prefix), "rb") as source:
             while block := source.read(COPY_BLOCK):
-                with write_errors(data_path(self.prefix)):
-                    self._file.write(block)
+                self._write(block)
                 on_progress(len(block))
         doc_idx = dataset.doc_idx[:-1] if len(dataset.doc_idx) else np.arange(len(dataset), dtype=np.int64)
         self._append(dataset.sizes, dataset.num_tokens, doc_idx + self.num_documents)
@@ -309,38 +331,55 @@ class IndexedDatasetBuilder:
         self.num_documents += len(sizes)
         self.num_tokens += num_tokens
 
-    def finalize(self) -> None:
-        """Writes the index and renames both files. A reader finds either both files or none."""
+    def _write(self, block: bytes | memoryview) -> None:
+        with write_errors(data_path(self.prefix)):
+            self._file.write(block)
+        self._digest.update(block)
+
+    def finalize(self, write_record: Callable[[dict[str, str]], object] = lambda digests: None) -> None:
+        """Writes the index and renames both files. A reader finds either both files or none.
+
+        write_record: called with the digests of .bin before the files get their names, so that no reader
+        finds them without their record.
+        """
         with write_errors(index_path(self.prefix)):
             self._write_index()
         with write_errors(data_path(self.prefix)):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+        digests = {
+            "bin_sha256": self._digest.hexdigest(),
+            "bin_sample_sha256": sample_digest(self._temporary_data),
+        }
+        write_record(digests)
         # The old index is removed first, so that it is never read together with the new .bin.
         if os.path.exists(index_path(self.prefix)):
             os.remove(index_path(self.prefix))
         os.replace(self._temporary_data, data_path(self.prefix))
         os.replace(self._temporary_index, index_path(self.prefix))
+        sync_file(Path(self.prefix).absolute().parent)
+        self._index_file.close()
 
     def _write_index(self) -> None:
         sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, "<i4")
         ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-        with open(self._temporary_index, "xb") as file:
-            doc_idx_length = sum(map(len, self._doc_idx)) + 1
-            file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(sizes), doc_idx_length))
-            file.write(sizes.data)
-            file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data)
-            for doc_idx in self._doc_idx:
-                file.write(np.asarray(doc_idx, dtype="<i8").data)
-            file.write(np.array([len(sizes)], dtype="<i8").data)
-            file.flush()
-            os.fsync(file.fileno())
+        file = self._index_file
+        doc_idx_length = sum(map(len, self._doc_idx)) + 1
+        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(sizes), doc_idx_length))
+        file.write(sizes.data)
+        file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data)
+        for doc_idx in self._doc_idx:
+            file.write(np.asarray(doc_idx, dtype="<i8").data)
+        file.write(np.array([len(sizes)], dtype="<i8").data)
+        file.flush()
+        os.fsync(file.fileno())
 
     def discard(self) -> None:
         """Removes the temporary files."""
-        with suppress(OSError):  # on a full disk the flush fails again
-            self._file.close()
+        for file in (self._file, self._index_file):
+            with suppress(OSError):  # on a full disk the flush fails again
+                file.close()
         for path in (self._temporary_data, self._temporary_index):
             if os.path.exists(path):
                 os.remove(path)
@@ -350,3 +389,14 @@ class IndexedDatasetBuilder:
 
     def __exit__(self, *exception: object) -> None:
         self.discard()
+
+
+def _remove_leftovers(prefix: str) -> None:
+    """Removes temporary files of builders that died."""
+    for index in glob.glob(f"{glob.escape(index_path(prefix))}.*.tmp"):
+        with suppress(OSError), open(index, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            suffix = index.removeprefix(index_path(prefix))
+            with suppress(FileNotFoundError):
+                os.remove(data_path(prefix) + suffix)
+            os.remove(index)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import json
 import multiprocessing
 import os
 import signal
 import threading
-import zlib
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,37 +14,30 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config.checkpoint_args import TOKENIZER_FIELDS
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, smallest_dtype, write_errors
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    data_path,
+    sample_digest,
+    smallest_dtype,
+    write_errors,
+)
+from megatron.data.text_files import MAX_LINE_BYTES, LineBatch, identity_of, read_batches, stem_of
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 from megatron.tokenizer.flags import tokenizer_settings
-from megatron.tokenizer.vocabulary_record import record_path, remove_record, write_record
+from megatron.tokenizer.vocabulary_record import read_record, record_path, vocabulary_digest, write_record
 
-BATCH_BYTES = 1 << 20
-BATCH_LINES = 1024
 BATCHES_IN_FLIGHT_PER_WORKER = 3
-# Length limit of a line. Tokenizing a document takes about 100 times its size in memory.
-MAX_LINE_BYTES = 1 << 26
-GZIP_MAGIC = b"\x1f\x8b"
-
-
-@dataclass(frozen=True)
-class LineBatch:
-    """Consecutive lines of one file."""
-
-    path: str
-    first_line: int
-    """Line number of the first line, counted from 1."""
-    lines: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -129,6 +119,9 @@ class BatchEncoder:
         return tokens, sizes
 
 
+BatchesEncoder = Callable[[Iterator[LineBatch]], Iterator[EncodedBatch]]
+
+
 def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
@@ -139,62 +132,144 @@ def preprocess(
     workers: int = 1,
     skip_bad_lines: bool = False,
     report: Callable[[Progress], None] | None = None,
+    note: Callable[[str], object] = lambda line: None,
 ) -> Progress:
-    """Tokenizes the jsonl files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key.
+    """Tokenizes the files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key. If
+    `output_prefix` ends with '/', it is a folder that gets such files for each input, named after it.
 
-    Each pair of files gets a vocabulary record (`megatron.tokenizer.vocabulary_record`). `report` is called
-    after each batch. Raises UserError, and writes no output file, if an input is missing or damaged, if a
-    line is not a JSON object with the keys (unless `skip_bad_lines`), or if there is no text.
+    Each pair of files gets a record (`megatron.tokenizer.vocabulary_record`) of its vocabulary, its tokens
+    and its inputs. Files that exist, and whose record names equal inputs and settings, are kept. `report` is
+    called after each batch, `note` with a line for each pair of files. Raises UserError, and writes none of
+    the files of an input, if it is missing or damaged, if a line is not a JSON object with the keys (unless
+    `skip_bad_lines`), or if there is no text. In a folder, a file without text is only noted.
     """
     # The threads of the tokenizers library would compete with the worker processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = build_tokenizer(flags)
-    documents, tokens, empty = (dict.fromkeys(json_keys, 0) for _ in range(3))
+    keys = tuple(dict.fromkeys(json_keys))
+    documents, tokens, empty = (dict.fromkeys(keys, 0) for _ in range(3))
     progress = Progress(documents, tokens, empty)
+    settings = {
+        "append_eod": append_eod,
+        "skip_bad_lines": skip_bad_lines,
+        "vocabulary_sha256": vocabulary_digest(tokenizer),
+    }
+    encoder = BatchEncoder(tokenizer, keys, append_eod)
     with ExitStack() as stack:
-        builders = {
-            key: stack.enter_context(
-                IndexedDatasetBuilder(output_name(output_prefix, key), smallest_dtype(tokenizer.vocab_size))
-            )
-            for key in dict.fromkeys(json_keys)
-        }
-        encoder = BatchEncoder(tokenizer, tuple(builders), append_eod)
-        batches = read_batches(inputs)
-        encoded = (
-            map(encoder.encode, batches)
-            if workers == 1
-            else _encode_in_processes(batches, flags, encoder, workers)
-        )
-        for result in encoded:
-            if result.bad_lines and not skip_bad_lines:
-                raise UserError(
-                    f"{result.bad_lines[0]} (--json-keys sets the keys, --skip-bad-lines skips invalid lines)"
-                )
-            progress.skipped.extend(result.bad_lines)
-            progress.lines += result.num_lines
-            progress.input_bytes += result.input_bytes
-            for key, (ids, sizes) in result.documents.items():
-                builders[key].add_documents(ids, sizes)
-                progress.documents[key] = builders[key].num_documents
-                progress.tokens[key] = builders[key].num_tokens
-                progress.empty_documents[key] += result.empty_documents[key]
-            if report is not None:
-                report(progress)
-        for key, builder in builders.items():
-            if builder.num_tokens == 0:
-                skipped = progress.skipped
-                first = f" ({len(skipped):,} lines skipped: {skipped[0]}, ...)" if skipped else ""
-                raise UserError(
-                    f"--input {' '.join(inputs)}: no line has text under the JSON key '{key}'{first}: set "
-                    "the key with --json-keys"
-                )
-        for builder in builders.values():
-            with write_errors(record_path(builder.prefix)):
-                remove_record(builder.prefix)
-            builder.finalize()
-            with write_errors(record_path(builder.prefix)):
-                write_record(builder.prefix, tokenizer)
+        encode: BatchesEncoder | None = None
+        for prefix, paths in _outputs(inputs, output_prefix):
+            job = _Job(prefix, tuple(paths), tokenizer, settings)
+            if job.is_done(keys):
+                note(f"{prefix}: made from this input before, kept")
+                continue
+            if encode is None:  # workers start only if there is work
+                encode = stack.enter_context(_batches_encoder(flags, encoder, workers))
+            job.run(keys, encode, progress, report, note, output_prefix.endswith("/"))
     return progress
+
+
+def _outputs(inputs: Sequence[str], output_prefix: str) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yields each prefix of output files, without the JSON key, and its inputs."""
+    if not output_prefix.endswith("/"):
+        yield output_prefix, inputs
+        return
+    by_stem: dict[str, str] = {}
+    for path in inputs:
+        if (other := by_stem.setdefault(stem_of(path), path)) != path:
+            raise UserError(
+                f"--output-prefix {output_prefix}: the inputs {other} and {path} would both be written to "
+                f"{output_prefix}{stem_of(path)}: preprocess them into two folders"
+            )
+    for stem, path in by_stem.items():
+        yield output_prefix + stem, [path]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The token files of one prefix. settings: what decides their content, besides the inputs."""
+
+    prefix: str
+    inputs: tuple[str, ...]
+    tokenizer: Tokenizer
+    settings: dict[str, Any]
+
+    def _details(self, key: str) -> dict[str, Any]:
+        return {"made_from": [identity_of(path) for path in self.inputs], "json_key": key, **self.settings}
+
+    def is_done(self, keys: Sequence[str]) -> bool:
+        """Returns whether the files of all JSON keys were made from equal inputs with equal settings."""
+        return all(self._is_done(output_name(self.prefix, key), self._details(key)) for key in keys)
+
+    def _is_done(self, name: str, details: dict[str, Any]) -> bool:
+        if None in details["made_from"]:
+            return False  # nothing identifies the content of a pipe
+        try:
+            record = read_record(name)
+            return (
+                record is not None
+                and record.items() >= details.items()
+                and len(IndexedDataset(name, "--output-prefix", verify=False)) > 0
+                and record["bin_sample_sha256"] == sample_digest(data_path(name))
+            )
+        except (UserError, KeyError):
+            return False  # damaged or incomplete
+
+    def run(
+        self,
+        keys: Sequence[str],
+        encode: BatchesEncoder,
+        progress: Progress,
+        report: Callable[[Progress], None] | None,
+        note: Callable[[str], object],
+        may_be_empty: bool,
+    ) -> None:
+        """Writes the files. See `preprocess`."""
+        # Read before the content: an input that changes meanwhile does not look done afterwards.
+        details = {key: self._details(key) for key in keys}
+        first_skipped = len(progress.skipped)
+        with ExitStack() as stack:
+            dtype = smallest_dtype(self.tokenizer.vocab_size)
+            builders = {
+                key: stack.enter_context(IndexedDatasetBuilder(output_name(self.prefix, key), dtype))
+                for key in keys
+            }
+            for result in encode(read_batches(self.inputs, keys)):
+                if result.bad_lines and not self.settings["skip_bad_lines"]:
+                    raise UserError(
+                        f"{result.bad_lines[0]} (--json-keys sets the keys, --skip-bad-lines skips invalid "
+                        "lines)"
+                    )
+                progress.skipped.extend(result.bad_lines)
+                progress.lines += result.num_lines
+                progress.input_bytes += result.input_bytes
+                for key, (ids, sizes) in result.documents.items():
+                    builders[key].add_documents(ids, sizes)
+                    progress.documents[key] += len(sizes)
+                    progress.tokens[key] += len(ids)
+                    progress.empty_documents[key] += result.empty_documents[key]
+                if report is not None:
+                    report(progress)
+            for key, builder in builders.items():
+                if builder.num_tokens == 0:
+                    skipped = progress.skipped[first_skipped:]
+                    first = f" ({len(skipped):,} lines skipped: {skipped[0]}, ...)" if skipped else ""
+                    problem = f"no line has text under the JSON key '{key}'{first}"
+                    if not may_be_empty:
+                        raise UserError(
+                            f"--input {' '.join(self.inputs)}: {problem}: set the key with --json-keys"
+                        )
+                    note(f"{self.inputs[0]}: {problem}; no token files are written")
+                    return
+            for key, builder in builders.items():
+                builder.finalize(partial(self._write_record, builder.prefix, details[key]))
+                note(
+                    f"{builder.prefix}: {builder.num_documents:,} documents, {builder.num_tokens:,} tokens "
+                    "(.bin and .idx)"
+                )
+
+    def _write_record(self, name: str, details: dict[str, Any], digests: dict[str, str]) -> None:
+        with write_errors(record_path(name)):
+            write_record(name, self.tokenizer, {**details, **digests})
 
 
 def output_name(output_prefix: str, json_key: str) -> str:
@@ -229,73 +304,13 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     return texts
 
 
-def read_batches(inputs: Sequence[str]) -> Iterator[LineBatch]:
-    """Yields the lines of the files in order, in batches of about 1 MB from one file.
-
-    A line longer than MAX_LINE_BYTES is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject
-    it: a .gz file of 300 kB can decompress to a line of 600 MB.
-    """
-    for path in inputs:
-        with _open_text(path) as file:
-            lines: list[bytes] = []
-            num_bytes, first_line = 0, 1
-            try:
-                for line in _lines(file):
-                    lines.append(line)
-                    num_bytes += len(line)
-                    if num_bytes >= BATCH_BYTES or len(lines) == BATCH_LINES:
-                        yield LineBatch(path, first_line, lines)
-                        first_line += len(lines)
-                        lines, num_bytes = [], 0
-            except (OSError, EOFError, zlib.error) as error:
-                line_number = first_line + len(lines)
-                raise UserError(
-                    f"--input {path}: cannot read line {line_number} or later ({error})"
-                ) from error
-            if lines:
-                yield LineBatch(path, first_line, lines)
-
-
 @contextmanager
-def _open_text(path: str) -> Iterator[BinaryIO]:
-    """Opens a plain or .gz file. Raises UserError if it is not of the type in its name, or not UTF-8."""
-    with open(path, "rb") as plain:
-        is_gzip = path.endswith(".gz")
-        head = plain.read(len(GZIP_MAGIC))
-        plain.seek(0)
-        if is_gzip and head and head != GZIP_MAGIC:
-            raise UserError(
-                f"--input {path}: not a gzip file, it begins with {head!r}: remove .gz from its name if it "
-                "is plain text"
-            )
-        if not is_gzip and head == GZIP_MAGIC:
-            raise UserError(f"--input {path}: it is a gzip file; add .gz to its name")
-        file = cast(BinaryIO, gzip.GzipFile(fileobj=plain) if is_gzip else plain)
-        try:
-            head = file.read(4)
-            file.seek(0)
-        except (OSError, EOFError, zlib.error):
-            head = b""  # reading the lines will raise this error again, with the line number
-        # UTF-16 and UTF-32 text begins with a byte order mark or with ASCII characters that have zero bytes.
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in head:
-            raise UserError(
-                f"--input {path}: looks like UTF-16 or UTF-32 text, expected UTF-8: convert it, for example "
-                "with iconv -f UTF-16 -t UTF-8"
-            )
-        yield file
-
-
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        yield line
-        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES + 1) or b"\n"
-
-
-def _encode_in_processes(
-    batches: Iterator[LineBatch], flags: TokenizerFlags, encoder: BatchEncoder, workers: int
-) -> Iterator[EncodedBatch]:
-    """Applies `encoder.encode` to each batch in `workers` processes; yields the results in order."""
+def _batches_encoder(flags: TokenizerFlags, encoder: BatchEncoder, workers: int) -> Iterator[BatchesEncoder]:
+    """Yields a function that applies `encoder.encode` to each batch, in `workers` processes, and yields the
+    results in order."""
+    if workers == 1:
+        yield partial(map, encoder.encode)
+        return
     settings = (tuple(tokenizer_settings(flags).items()), encoder.json_keys, encoder.append_eod)
     executor = ProcessPoolExecutor(
         workers,
@@ -303,9 +318,10 @@ def _encode_in_processes(
         multiprocessing.get_context("spawn"),
         initializer=_start_worker,
     )
-    # The number of batches in flight is bounded, so that memory use does not grow with the input.
-    in_flight: deque[Future[EncodedBatch]] = deque()
-    try:
+
+    def encode(batches: Iterator[LineBatch]) -> Iterator[EncodedBatch]:
+        # The number of batches in flight is bounded, so that memory use does not grow with the input.
+        in_flight: deque[Future[EncodedBatch]] = deque()
         for batch in batches:
             with _without_ctrl_c():  # this may start a worker
                 in_flight.append(executor.submit(_encode_in_worker, settings, batch))
@@ -313,6 +329,9 @@ def _encode_in_processes(
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()
+
+    try:
+        yield encode
     except BrokenProcessPool as error:
         raise UserError(
             f"--workers {workers}: a worker process died, most likely because memory ran out: reduce "

@@ -11,8 +11,9 @@ from megatron.config.data import SPLIT_NAMES, WeightedPath, parse_data_path, par
 from megatron.config.registries import DATA_ORDERS, DataOrder
 from megatron.config.sections.data import groups_option
 from megatron.data.blended_dataset import Blend
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, data_path, sample_digest
 from megatron.errors import UserError
+from megatron.tokenizer.vocabulary_record import read_record, record_path
 
 # (prefix, flag that names it) -> dataset
 DatasetOpener = Callable[[str, str], IndexedDataset]
@@ -49,13 +50,20 @@ class DocumentGroup:
 
 
 def verify_token_files(data: DataConfig) -> None:
-    """Reads the .idx files of all prefixes and checks every size and offset.
+    """Reads the .idx files of all prefixes and checks every size and offset, and samples of the .bin files.
 
     Raises UserError that names a damaged file. One process per node must call it before any process uses
     `dataset_opener`, which does not verify.
     """
     for option, prefix in dict.fromkeys(token_file_prefixes(data)):
         IndexedDataset(prefix, option)
+        record = read_record(prefix) or {}
+        expected = record.get("bin_sample_sha256")
+        if expected is not None and expected != sample_digest(data_path(prefix)):
+            raise UserError(
+                f"{option} {prefix}: the tokens of the .bin file are not those of {record_path(prefix)}: "
+                "another program replaced the file, or it is damaged; preprocess the data again"
+            )
 
 
 def dataset_opener() -> DatasetOpener:

@@ -27,7 +27,8 @@ from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig, share_out
+from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
+from megatron.shares import share_out
 
 
 class GPTEngine(ScheduleExecutor):

@@ -30,7 +30,8 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, shard_of, spec_of
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate
-from megatron.optimizer.zero import OptimizerProcessGroups, share_out
+from megatron.optimizer.zero import OptimizerProcessGroups
+from megatron.shares import share_out
 
 
 def _cost(spec: ParameterSpec) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -68,17 +67,3 @@ class ZeroConfig:
     while the previous unit computes."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""
-
-
-_Item = TypeVar("_Item", int, str)
-
-
-def share_out(sizes: Mapping[_Item, int], shares: int) -> dict[_Item, int]:
-    """Returns the share of each item, so that the largest sum of sizes is about as small as possible: items
-    in the order of their sizes, each to the share with the smallest sum."""
-    sums = [0] * shares
-    chosen: dict[_Item, int] = {}
-    for item in sorted(sizes, key=lambda item: (-sizes[item], item)):
-        chosen[item] = sums.index(min(sums))
-        sums[chosen[item]] += sizes[item]
-    return chosen

@@ -3,6 +3,9 @@
 The token ids of two tokenizers of equal size are valid for both but differ in meaning, which no other check
 detects. `{prefix}.tokenizer.json` holds the digest of the vocabulary of `{prefix}.bin`. A run compares the
 digest with its own tokenizer's. Token files of other frameworks have no record and are not compared.
+
+The record also has the SHA-256 of the .bin file and of a sample of it (`bin_sha256`, `bin_sample_sha256`),
+and, if preprocessing wrote it, the inputs and settings that made the files. Older records lack them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +42,15 @@ def remove_record(prefix: str) -> None:
         os.remove(record_path(prefix))
 
 
-def write_record(prefix: str, tokenizer: Tokenizer) -> None:
-    """Writes the record of the token files `prefix`, which were made with `tokenizer`."""
+def write_record(prefix: str, tokenizer: Tokenizer, details: Mapping[str, Any] | None = None) -> None:
+    """Writes the record of the token files `prefix`, which were made with `tokenizer`. details: what else it
+    holds, see the top of this file."""
     record = {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "vocabulary_sha256": vocabulary_digest(tokenizer),
+        **(details or {}),
     }
     write_json(Path(record_path(prefix)), record, indent=1)
 
@@ -57,9 +62,12 @@ def read_record(prefix: str) -> dict[str, Any] | None:
     return _read(path) if os.path.exists(path) else None
 
 
-def copy_record(source: str, prefix: str) -> None:
-    """Copies the record of the token files `source` to `prefix`, whose tokens have an equal vocabulary."""
-    write_json(Path(record_path(prefix)), _read(record_path(source)), indent=1)
+def copy_record(source: str, prefix: str, details: Mapping[str, Any]) -> None:
+    """Writes the record of the token files `prefix`, whose vocabulary is the one of `source`. details: as in
+    `write_record`."""
+    record = _read(record_path(source))
+    vocabulary = {key: record[key] for key in _VOCABULARY if key in record}
+    write_json(Path(record_path(prefix)), {**vocabulary, **details}, indent=1)
 
 
 def check_record(prefix: str, option: str, digest: str) -> None:
@@ -111,3 +119,4 @@ def _read(path: str) -> dict[str, Any]:
 
 
 _TEXTS = ("tokenizer_type", "vocabulary_sha256")
+_VOCABULARY = (*_TEXTS, "vocab_size", "eod")

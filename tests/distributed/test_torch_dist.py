@@ -99,6 +99,7 @@ def test_a_conversion_needs_no_run(core: Path, tmp_path: Path, capsys: pytest.Ca
     [
         ({"num_experts": 8}, "num_experts is 8 in the arguments of Megatron-Core, expected None"),
         ({"ffn_hidden_size": 96}, "holds another model|has shape|expected"),
+        ({"num_layers": 1 << 15}, "its arguments describe 32,768 layers, and it holds 15 parameters"),
         ({"num_layers": None}, "its arguments describe no model of this program|lack num_layers"),
     ],
 )

@@ -189,7 +189,7 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
 
 @pytest.mark.full
 def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
-    preprocess, *others = commands_in("docs/data.md")
+    preprocess, sharded, *others = commands_in("docs/data.md")
     assert [first_words(command) for command in others] == [
         "tools/merge_datasets.py",
         "tools/verify_dataset.py",
@@ -197,6 +197,9 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     if not (copy / "my_tokenizer").exists():
         run(command_with("tools/train_tokenizer.py"), copy)
     run(preprocess, copy)
+    (copy / "corpus").mkdir()
+    shutil.copy(copy / "my_text.jsonl", copy / "corpus")
+    assert "tokens/my_text_text_document: " in run(sharded, copy)
     for ending in (".bin", ".idx", ".tokenizer.json"):
         shutil.copy(copy / f"my_text_text_document{ending}", copy / f"more_text_text_document{ending}")
     printed = [run(command, copy) for command in others]

@@ -474,3 +474,24 @@ def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -
     )
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1] == "error: set REPO to the folder of the repository"
+
+
+def test_an_array_tokenizes_the_files_and_a_job_that_waits_for_it_merges_them(
+    submit: Submit, places: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    documents = (corpus / "text.jsonl").read_text().splitlines(keepends=True)
+    for part in range(4):
+        share = documents[part * len(documents) // 4 : (part + 1) * len(documents) // 4]
+        (tmp_path / f"part{part}.jsonl").write_text("".join(share))
+    variables = {"INPUT": tmp_path / "part*.jsonl", "TOKENIZER": corpus / "tokenizer", "WORKERS": 1}
+    job = submit("preprocess.slurm", options=("--array=1-2", "--cpus-per-task=1"), **variables)
+    assert job.end() == 0, job.log()
+    assert job.log().count("documents, ") == 4
+    merged = tmp_path / "tokens" / "all_text_document"
+    deadline = time.monotonic() + HANG_TIMEOUT_S
+    while not merged.with_suffix(".idx").exists():
+        assert time.monotonic() < deadline, job.log()
+        time.sleep(0.2)
+    for ending in (".bin", ".idx"):
+        expected = (corpus / "text_text_document").with_suffix(ending)
+        assert merged.with_suffix(ending).read_bytes() == expected.read_bytes()

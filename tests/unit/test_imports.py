@@ -22,7 +22,7 @@ FORBIDDEN = {
 # The packages and modules of `megatron`, from the lowest. Each imports only those of lower levels. A training
 # run does not import the highest two, which plan a run and are programs of their own.
 LEVELS = (
-    ("child_processes", "errors", "text_table", "units"),
+    ("child_processes", "errors", "shares", "text_table", "units"),
     ("config",),
     ("files", "kernels"),
     ("mapped_file",),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron.commands import preprocess_data
 from megatron.commands.sweep import build_parser
 from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
@@ -27,8 +28,9 @@ from tests.unit.config.published_scripts import SCRIPTS
 EXAMPLES = ROOT / "examples" / "slurm"
 SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example
 CONVERT = "convert-universal.slurm"  # starts tools/ds_to_universal.py
+PREPROCESS = "preprocess.slurm"  # starts tools/preprocess_data.py
 ALL = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
-NAMES = [name for name in ALL if name not in (SWEEP, CONVERT)]
+NAMES = [name for name in ALL if name not in (SWEEP, CONVERT, PREPROCESS)]
 README = (EXAMPLES / "README.md").read_text()
 
 
@@ -68,6 +70,13 @@ def test_a_dry_run_prints_the_whole_command_and_does_nothing_else(script: str, t
     *_, command = found
     assert {"torch.distributed.launch", "--nnodes", "--nproc_per_node", "$SLURM_PROCID"} <= set(command)
     assert command[-2:] == ["--exit-interval", "7"]
+
+
+def test_a_dry_run_of_the_preprocessing_prints_both_commands(tmp_path: Path) -> None:
+    preprocess, merge = commands(dry_run(PREPROCESS, folder=tmp_path, OUTPUT="out", WORKERS="3"))
+    arguments = preprocess_data.build_parser().parse_args(preprocess[2:])
+    assert (arguments.output_prefix, arguments.shard, arguments.workers) == ("out/", "slurm", 3)
+    assert merge[2:] == ["--input", "out/*_text_document", "--output-prefix", "out/all_text_document"]
 
 
 @pytest.mark.parametrize("script", NAMES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from megatron.checkpoint.formats.registry import open_reader
@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface.importer import (
 )
 from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import ConfigError, DataConfig
+from megatron.config import ConfigError, DataConfig, PrecisionConfig
 from megatron.errors import UserError, one_line
 from megatron.tokenizer.vocabulary import find_vocabulary
 
@@ -26,28 +26,35 @@ def open_external(
     """Returns the reader of an external checkpoint, with a `run.json` and the specs of its parameters. The
     configuration comes from the arguments in the checkpoint; what they do not determine has its default.
 
-    tokenizer: its settings, fields of `DataConfig`. vocab_size: number of tokens without padding; None: that
-    of the tokenizer, or without one all rows of the word embeddings. Raises UserError if the arguments in the
-    checkpoint do not describe the model, or describe another one than its tensors.
+    tokenizer: its settings, fields of `DataConfig`. vocab_size: number of tokens without padding; None: the
+    tokenizer's, or without one the checkpoint's (all rows of the word embeddings, if it records no number).
+    Raises UserError if the arguments in the checkpoint do not describe the model, or describe another one
+    than its tensors.
     """
     reader = open_reader(checkpoint)
     recorded = reader.recorded_model()
     if recorded is None:
         raise lacks_configuration(checkpoint)
-    fields, rows = recorded
+    fields, num_tokens = recorded
     if vocab_size is None and not tokenizer:
-        vocab_size = rows
+        vocab_size = num_tokens
+    args = checkpoint.run["args"]
+    precision = {name: args.get(name) is True for name in ("bf16", "fp16")}
     try:
-        config = config_without_run(fields, vocab_size, DataConfig(**tokenizer))
+        config = config_without_run(fields, vocab_size, DataConfig(**tokenizer), PrecisionConfig(**precision))
     except (ConfigError, TypeError, ArithmeticError) as error:
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe no model of this program "
             f"({one_line(error)})"
         ) from error
+    if config.model.num_layers > len(reader.stored_names):  # such a model would fill the memory
+        raise UserError(
+            f"checkpoint {checkpoint.folder}: its arguments describe {config.model.num_layers:,} layers, and "
+            f"it holds {len(reader.stored_names):,} parameters: it is damaged"
+        )
     vocabulary = find_vocabulary(config)
     reader.check_external(config, vocabulary.size)
     specs = specs_without_padding(config, vocabulary.size, vocabulary.eod)
     run = first_run_record(config, vocabulary.size, vocabulary.eod, specs)
-    found = type(reader)(replace(checkpoint, run={**run, "state": asdict(checkpoint.state)}))
-    found.specs = specs
-    return found
+    reader.describe({**run, "state": asdict(checkpoint.state)}, specs)
+    return reader

@@ -175,8 +175,14 @@ class StateReader(ABC):
 
     def recorded_model(self) -> tuple[dict[str, Any], int] | None:
         """Returns the model that a checkpoint of another framework describes: fields of `ModelConfig`, and
-        the number of word embeddings with padding. None: it does not describe its model."""
+        the number of tokens, or of word embeddings with padding if the checkpoint does not record the number
+        of tokens. None: it does not describe its model."""
         return None
+
+    def describe(self, run: dict[str, Any], specs: dict[str, ParameterSpec]) -> None:
+        """Gives a checkpoint of another framework a `run.json`, and the parameters of its model."""
+        self.checkpoint = replace(self.checkpoint, run=run)
+        self.specs = specs
 
     # --- for a run, on any layout ---
 

@@ -37,6 +37,7 @@ from torch import Tensor
 from megatron.checkpoint.formats import external_universal, megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
+from megatron.checkpoint.formats.megatron_deepspeed import COMPARED_ARGUMENTS
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape, reshard
 from megatron.checkpoint.formats.torch_archive import (
@@ -50,6 +51,7 @@ from megatron.config import Config
 from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree
+from megatron.model.layer_list import TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape
 
@@ -77,6 +79,8 @@ class UniversalReader(StateReader):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._parameters = checkpoint.folder / PARAMETER_FOLDER
+        # What the checkpoint of another framework says about itself: see `external_universal.open_external`.
+        self._external = checkpoint.run if checkpoint.is_external else {}
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -95,9 +99,9 @@ class UniversalReader(StateReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments that the other framework saved, and the vocabulary."""
-        saved, compared = self.checkpoint.run["args"], {*MEGATRON_MODEL_ARGS}
+        saved, compared = self._external["args"], {*MEGATRON_MODEL_ARGS}
         if self._is_megatron_deepspeed:
-            compared |= {*megatron_deepspeed.COMPARED_ARGUMENTS}
+            compared |= {*COMPARED_ARGUMENTS}
             if variants := megatron_deepspeed.unsupported(saved, self._stored.values()):
                 raise UserError(
                     f"checkpoint {self.folder} was written by Microsoft's Megatron-DeepSpeed, with settings "
@@ -105,6 +109,17 @@ class UniversalReader(StateReader):
                 )
         self._check_files()
         return argument_differences(config, saved, compared) + self._vocabulary_differences(specs, vocab_size)
+
+    def recorded_model(self) -> tuple[dict[str, Any], int] | None:
+        """See `StateReader`. The arguments of Megatron programs describe the model."""
+        args = self._external["args"]
+        if any(args.get(name) is None for name in ("num_layers", "hidden_size", "num_attention_heads")):
+            return None
+        fields = {"activation": megatron_deepspeed.gelu_of(args)}
+        fields |= {name: args.get(name) for name in (*MEGATRON_MODEL_ARGS, *COMPARED_ARGUMENTS)}
+        words = f"tied_modules.{TIED_EMBEDDING}.word_embeddings.weight"
+        num_tokens = self._external["vocab_size"] or self.read(words, VALUES).shape[0]
+        return {name: value for name, value in fields.items() if value is not None}, num_tokens
 
     def _check_files(self) -> None:
         """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
@@ -121,7 +136,7 @@ class UniversalReader(StateReader):
 
     def _vocabulary_differences(self, specs: Mapping[str, ParameterSpec], vocab_size: int) -> list[str]:
         """Compares the size without padding if the checkpoint records it, else the number of padded rows."""
-        saved, args = self.checkpoint.run["vocab_size"], self.checkpoint.run["args"]
+        saved, args = self._external["vocab_size"], self._external["args"]
         if saved is not None:
             return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
         name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
@@ -142,7 +157,7 @@ class UniversalReader(StateReader):
     @cached_property
     def _is_megatron_deepspeed(self) -> bool:
         names = without_wrappers(self._stored.values()).keys()
-        return self.checkpoint.is_external and megatron_deepspeed.has_megatron_deepspeed_names(names)
+        return bool(self._external) and megatron_deepspeed.has_megatron_deepspeed_names(names)
 
     @property
     def stored_names(self) -> Collection[str]:
@@ -166,16 +181,16 @@ class UniversalReader(StateReader):
                 f"checkpoint file {path} holds no tensor under 'param': it is not of a universal checkpoint"
             )
         if spec is not None:
-            if (ranks := self.checkpoint.run.get("unmerged_ranks", 1)) > 1:
+            if (ranks := self._external.get("unmerged_ranks", 1)) > 1:
                 tensor = _merge_shards(tensor, spec, ranks)
             check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
-            return megatron_deepspeed.translate_tensor(name, tensor, self.checkpoint.run["args"])
+            return megatron_deepspeed.translate_tensor(name, tensor, self._external["args"])
         return tensor
 
     def _in_shape(self, name: str, flat: Any) -> Any:
         """Returns a flat tensor in the shape of its parameter. Returns any other object as it is."""
-        shape = self.checkpoint.run.get("shapes", {}).get(self._stored.get(name, name))
+        shape = self._external.get("shapes", {}).get(self._stored.get(name, name))
         fits = isinstance(flat, Tensor) and shape is not None and flat.numel() == prod(shape)
         return flat.reshape(shape) if fits else flat
 

@@ -18,8 +18,7 @@ from megatron.checkpoint.formats.universal import (
     UniversalWriter,
 )
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import ParameterWriter, WriteOptions
-from megatron.errors import UserError
+from megatron.checkpoint.formats.writing import ParameterWriter, WriteOptions, verify_files
 from megatron.files import write_atomically
 from megatron.mpu.parameters import ParameterSpec
 
@@ -39,15 +38,8 @@ class UniversalCheckpointWriter(ParameterWriter):
         from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
-            has_all_digests = all(
-                name in reader.tensor_digests.get(state, {})
-                for name in reader.specs
-                for state in reader.state_names(name)
-            )
-            if options.verify and not has_all_digests and (problems := reader.verify()[1]):
-                raise UserError(
-                    f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one"
-                )
+            if options.verify:
+                verify_files(reader)
             for parameter in convert(Source(reader), target, options.workers, verify_digests=options.verify):
                 yield parameter.name
             return

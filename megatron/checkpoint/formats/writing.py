@@ -83,6 +83,8 @@ class ParameterWriter(CheckpointWriter, StateWriter):
         )
         with temporary_folder(target, PARTIAL, size) as partial:
             writer = cls(partial, reader)
+            if options.verify:
+                verify_files(reader)
             pool = ThreadPoolExecutor(options.workers)
             try:
                 yield from pool.map(lambda name: _copy(writer, name, options.verify), writer.in_order())
@@ -101,6 +103,19 @@ class ParameterWriter(CheckpointWriter, StateWriter):
         """Writes `run.json` of the source with these files. more: further entries."""
         run = {key: value for key, value in self.reader.checkpoint.run.items() if key not in _OF_A_FORMAT}
         write_json(self.folder / RUN_FILE, add_checksum({**run, "files": files, **more}))
+
+
+def verify_files(reader: StateReader) -> None:
+    """Compares the files of a checkpoint with their checksums, unless all states have digests, with which
+    their blocks are compared. Raises UserError for a damaged file."""
+    if all(
+        name in reader.tensor_digests.get(state, {})
+        for name in reader.specs
+        for state in reader.state_names(name)
+    ):
+        return
+    if problems := reader.verify()[1]:
+        raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one")
 
 
 def step_of_optimizer(reader: StateReader, name: str) -> float | None:

@@ -30,7 +30,8 @@ from megatron.checkpoint.saving.formats import SaveFormat
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.parameters import ShardBox, own_storage, shard_boxes
-from megatron.optimizer.zero import LocalParamState, share_out
+from megatron.optimizer.zero import LocalParamState
+from megatron.shares import share_out
 
 _STEP = "step"
 # Writes of at most this many bytes are collected.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.mpu.layout import TPGroup
 from tests.end_to_end.clone import commands_in
-from tests.end_to_end.command import ROOT
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
+from tests.unit.checkpoint import megatron_deepspeed_folder
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
 
@@ -122,14 +124,22 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
     assert len(content) - 1 + len(content["optimizer"]) == len(found)
 
 
-def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     config = CONFIGS["tied"]
     native = write_native(tmp_path / "checkpoints", config, random_wholes(config))
     (tmp_path / "core").mkdir()
     core = unpack("torch_dist_llama", tmp_path).rename(tmp_path / "core" / "iter_0000100")
+    megatron_deepspeed_folder.unpack(tmp_path)
+    (tmp_path / "swiglu").rename(tmp_path / "theirs")
     for command in commands_in("docs/conversion.md"):
-        words = [str(ROOT / word) if word.startswith("tools/") else word for word in command.split()]
-        subprocess.run([sys.executable, *words[1:]], check=True, cwd=tmp_path)
+        _, *words = command.split()
+        # In this process: a new one would import torch and DeepSpeed again.
+        if words[0] == "-m":
+            monkeypatch.setattr(sys, "argv", words[1:])
+            runpy.run_module(words[1], run_name="__main__")
+        else:
+            import_module(f"megatron.commands.{Path(words[0]).stem}").main(words[1:])
         if command.endswith("--format torchtitan"):
             shutil.copy(tmp_path / "model" / "config.json", tmp_path / "titan")
     for name in ("dcp", "global_step5", "global_step5_universal"):
@@ -137,6 +147,8 @@ def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
     assert len(torch.load(tmp_path / "exported" / "states.pt")) > 1
     states = dict(sorted(states_of(core).items()))
     assert_equal(dict(sorted(states_of(tmp_path / "core_again" / "iter_0000100").items())), states)
+    theirs = (tmp_path / "theirs" / "global_step3_universal", tmp_path / "from_theirs" / "global_step3")
+    assert_equal(*(dict(sorted(states_of(folder).items())) for folder in theirs))
     for name in ("from_titan", "from_model"):
         reader = open_reader(open_checkpoint(tmp_path / name / "global_step0_universal"))
         assert {(key, VALUES) for key in reader.stored_names} == {key for key in states if key[1] == VALUES}
@@ -158,6 +170,15 @@ def test_damage_stops_a_conversion(name: str, native: Path, tmp_path: Path) -> N
         convert(source, tmp_path / "target", target)
     assert not (tmp_path / "target").exists()
     convert(source, tmp_path / "target", target, "--no-verify-digests")
+
+
+def test_checksums_of_files_stop_a_conversion_without_digests(tmp_path: Path) -> None:
+    megatron_deepspeed_folder.unpack(tmp_path)
+    source = tmp_path / "learned" / "global_step3_universal"
+    flip_a_byte(source / "zero" / "4.weight" / "exp_avg.pt")
+    with pytest.raises(UserError, match="4.weight/exp_avg.pt is damaged: it does not match its checksum"):
+        convert(source, tmp_path / "target", "dcp")
+    assert not (tmp_path / "target").exists()
 
 
 def change_a_value(folder: Path) -> None:

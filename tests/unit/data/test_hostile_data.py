@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from megatron.data import preprocessing
+from megatron.data import text_files
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
-from megatron.data.preprocessing import MAX_LINE_BYTES, parse_line, read_batches
+from megatron.data.preprocessing import parse_line
+from megatron.data.text_files import MAX_LINE_BYTES, read_batches
 from tests.unit.data.token_files import index_request
 from tests.unit.hostile import MUTATIONS, bounds, fuzz, mutated
 
@@ -37,7 +38,7 @@ def test_a_hostile_gz_file_of_one_endless_line_is_refused(tmp_path: Path) -> Non
 def test_a_line_of_the_maximum_length_is_accepted(
     end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocessing, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 20)
     lines = [b"a" * 19 + b"\n", b"b" * 60 + b"\n", b"c" * 41 + b"\n", b"d\n", b"e" * 50 + end]
     (tmp_path / "f").write_bytes(b"".join(lines))
     found = [line for batch in read_batches([str(tmp_path / "f")]) for line in batch.lines]

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from megatron.commands import preprocess_data
-from megatron.data import indexed_dataset, preprocessing
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data import indexed_dataset, preprocessing, text_files
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.preprocessing import preprocess
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
@@ -74,7 +74,7 @@ def test_the_files_do_not_depend_on_workers_and_batch_size(
     jsonl: str, tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preprocess([jsonl, jsonl], str(tmp_path / "one"), ["text"], flags)
-    monkeypatch.setattr(preprocessing, "BATCH_LINES", 7)
+    monkeypatch.setattr(text_files, "BATCH_LINES", 7)
     preprocess([jsonl, jsonl], str(tmp_path / "two"), ["text"], flags, workers=2)
     for ending in ("bin", "idx"):
         one, two = (tmp_path / f"{name}_text_document.{ending}" for name in ("one", "two"))
@@ -141,8 +141,8 @@ COMPRESSED = gzip.compress(LINES.encode())
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("in.jsonl.gz", LINES.encode(), r"not a gzip file, it begins with b'\{\"'"),
-        ("in.jsonl", gzip.compress(LINES.encode()), "it is a gzip file; add .gz"),
+        ("in.jsonl.gz", LINES.encode(), r"not a .gz file, it begins with b'\{\"te'"),
+        ("in.jsonl", gzip.compress(LINES.encode()), "it is a .gz file; add .gz"),
         ("in.jsonl", LINES.encode("utf-16"), "UTF-16"),
         ("in.jsonl", LINES.encode("utf-16-be"), "UTF-16"),
         ("in.jsonl", LINES.encode("utf-32-le"), "UTF-16 or UTF-32"),
@@ -274,6 +274,10 @@ def test_a_signal_ends_the_tool_with_its_workers(
     assert tool.returncode == (-9 if number == 9 else 128 + number)
     if number != 9:
         assert not os.listdir(folder) and errors == "interrupted\n"
+    else:  # the next run removes the temporary files, but none of a run that goes on
+        with IndexedDatasetBuilder(folder / "x_text_document", np.uint16):
+            with IndexedDatasetBuilder(folder / "x_text_document", np.uint16):
+                assert len(list(folder.glob("*.tmp"))) == 4
     deadline = time.monotonic() + HANG_TIMEOUT_S
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:  # until the last process of the group has ended
@@ -309,7 +313,7 @@ def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: 
             pass
     os.close(terminal)
     assert tool.returncode == 0
-    bar = shown.decode().split("\n")[0].rstrip("\r").split("\r")[-1]
+    bar = next(part for part in reversed(shown.decode().split("\r")) if part.startswith("tokenizing"))
     size_kb = os.path.getsize(jsonl) / 1000
     assert bar.startswith("tokenizing: |") and f"{size_kb:.1f}k/{size_kb:.1f}k" in bar
     assert "MB/s" in bar and "docs/s" in bar

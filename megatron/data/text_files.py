@@ -1,0 +1,233 @@
+"""The text files that preprocessing reads: which files, which of them in this shard, and their lines."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import io
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, BinaryIO, cast
+
+from megatron.config import ConfigError
+from megatron.errors import UserError
+from megatron.shares import share_out
+
+BATCH_BYTES = 1 << 20
+BATCH_LINES = 1024
+# Length limit of a line. Tokenizing a document takes about 100 times its size in memory.
+MAX_LINE_BYTES = 1 << 26
+_PARQUET = ".parquet"
+# Suffix -> the first bytes of such files.
+_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", _PARQUET: b"PAR1"}
+_FORMATS_OF_PYARROW = (".zst", _PARQUET)
+# What reading a damaged file raises. The errors of pyarrow are OSError and ValueError.
+_READ_ERRORS = (OSError, EOFError, ValueError, zlib.error)
+_UNREADABLE = (".xz", ".bz2", ".zip", ".tar")
+# Files with these names are read from a folder of --input.
+_TEXT_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", _PARQUET)
+
+
+@dataclass(frozen=True)
+class LineBatch:
+    """Consecutive lines of one file."""
+
+    path: str
+    first_line: int
+    """Line number of the first line, counted from 1."""
+    lines: list[bytes]
+
+
+def find_files(words: Iterable[str]) -> list[str]:
+    """Returns the files that --input names: files, patterns such as 'corpus/*.jsonl', folders (all jsonl and
+    parquet files in them, in alphabetical order), - (standard input) and @LIST, a file with one of these per
+    line.
+
+    Raises ConfigError for a word that names no file, and for a file that cannot be read or has an unknown
+    compression.
+    """
+    return [path for word in words for path in _files_of(word)]
+
+
+def _files_of(word: str) -> Iterator[str]:
+    if word == "-":
+        yield "/dev/stdin"
+        return
+    if word.startswith("@"):
+        _check_readable(word[1:], f"--input {word}")
+        with open(word[1:], encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+        yield from (path for line in lines if line and line[0] != "#" for path in _files_of(line))
+        return
+    if os.path.isdir(word):
+        found = [entry.path for entry in os.scandir(word) if entry.name.endswith(_TEXT_NAMES)]
+        if not found:
+            raise ConfigError(
+                f"--input {word}: the folder has no file that ends with {', '.join(_TEXT_NAMES)}"
+            )
+    elif glob.has_magic(word) and not os.path.exists(word):
+        found = glob.glob(word, recursive=True)
+        if not found:
+            raise ConfigError(f"--input {word}: no file matches the pattern")
+    else:
+        found = [word]
+    for path in sorted(found):
+        _check_readable(path, f"--input {path}")
+        _check_format(path)
+        yield path
+
+
+def _check_readable(path: str, option: str) -> None:
+    if not os.path.exists(path) or os.path.isdir(path):
+        raise ConfigError(f"{option}: the file does not exist")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"{option}: this user cannot read the file")
+
+
+def _check_format(path: str) -> None:
+    if path.endswith(_UNREADABLE):
+        raise ConfigError(
+            f"--input {path}: only plain, .gz, .zst and .parquet files can be read; decompress it first"
+        )
+    if path.endswith(_FORMATS_OF_PYARROW) and find_spec("pyarrow") is None:
+        raise ConfigError(f"--input {path}: such files need the package pyarrow: pip install pyarrow")
+
+
+def files_of_shard(paths: Sequence[str], shard: int, shards: int) -> list[str]:
+    """Returns the files of one of `shards` shards, which have about equally many bytes, in their order. All
+    shards must be given equal paths."""
+    chosen = share_out({path: os.path.getsize(path) for path in paths}, shards)
+    return [path for path in paths if chosen[path] == shard]
+
+
+def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
+    """Returns (index, number) of --shard I/N, or of 'slurm': this task of a Slurm array job. Raises
+    ConfigError."""
+    if text == "slurm":
+        names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT")
+        try:
+            task, first, count = (int(environment[name]) for name in names)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"--shard slurm: expected an array job of Slurm, which sets {names[0]}"
+            ) from None
+        if not first <= task < first + count:
+            raise ConfigError(
+                f"--shard slurm: task {task} is not one of {count} consecutive tasks from {first} on: set "
+                "--array=0-N without a step"
+            )
+        return task - first, count
+    index, slash, number = text.partition("/")
+    if not (slash and index.isdecimal() and number.isdecimal() and int(index) < int(number)):
+        raise ConfigError(f"--shard {text}: expected I/N with I from 0 to N - 1, such as 0/4, or slurm")
+    return int(index), int(number)
+
+
+def stem_of(path: str) -> str:
+    """Returns a file's name without folder, format and compression: 'a' for corpus/a.jsonl.zst."""
+    name = os.path.basename(path)
+    name = name.removesuffix(_suffix(name))
+    return os.path.splitext(name)[0] if name.endswith((".jsonl", ".json", ".txt")) else name
+
+
+def read_batches(inputs: Sequence[str], keys: Sequence[str] = ()) -> Iterator[LineBatch]:
+    """Yields the lines of the files in order, in batches of about 1 MB from one file. keys: the columns of a
+    parquet file, each row of which becomes a line of JSON.
+
+    A line longer than MAX_LINE_BYTES is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject
+    it: a .gz file of 300 kB can decompress to a line of 600 MB.
+    """
+    for path in inputs:
+        with _open_lines(path, keys) as file_lines:
+            lines: list[bytes] = []
+            num_bytes, first_line = 0, 1
+            try:
+                for line in file_lines:
+                    lines.append(line)
+                    num_bytes += len(line)
+                    if num_bytes >= BATCH_BYTES or len(lines) == BATCH_LINES:
+                        yield LineBatch(path, first_line, lines)
+                        first_line += len(lines)
+                        lines, num_bytes = [], 0
+            except _READ_ERRORS as error:
+                line_number = first_line + len(lines)
+                raise UserError(
+                    f"--input {path}: cannot read line {line_number} or later ({error})"
+                ) from error
+            if lines:
+                yield LineBatch(path, first_line, lines)
+
+
+def _suffix(path: str) -> str:
+    return next((suffix for suffix in _MAGIC if path.endswith(suffix)), "")
+
+
+@contextmanager
+def _open_lines(path: str, keys: Sequence[str]) -> Iterator[Iterator[bytes]]:
+    """Opens a file of any format. Raises UserError if it is not of the type in its name, or not UTF-8."""
+    with ExitStack() as stack:
+        plain = stack.enter_context(open(path, "rb"))
+        suffix, head = _suffix(path), plain.peek(4)[:4]
+        for other, magic in _MAGIC.items():
+            if suffix == other and head and not head.startswith(magic):
+                raise UserError(
+                    f"--input {path}: not a {other} file, it begins with {head!r}: remove {other} from its "
+                    "name if it is plain text"
+                )
+            if suffix != other and head.startswith(magic):
+                raise UserError(f"--input {path}: it is a {other} file; add {other} to its name")
+        if suffix == _PARQUET and head:
+            yield _rows(path, keys)
+            return
+        file = plain
+        if suffix == ".gz":
+            file = cast(Any, stack.enter_context(gzip.GzipFile(fileobj=plain)))
+        elif suffix == ".zst":
+            import pyarrow
+
+            frames = pyarrow.CompressedInputStream(pyarrow.PythonFile(plain, "r"), "zstd")
+            file = stack.enter_context(io.BufferedReader(cast(Any, frames)))
+        try:
+            head = file.peek(4)[:4]
+        except _READ_ERRORS:
+            head = b""  # reading the lines will raise this error again, with the line number
+        # UTF-16 and UTF-32 text begins with a byte order mark or with ASCII characters that have zero bytes.
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in head:
+            raise UserError(
+                f"--input {path}: looks like UTF-16 or UTF-32 text, expected UTF-8: convert it, for example "
+                "with iconv -f UTF-16 -t UTF-8"
+            )
+        yield _lines(file)
+
+
+def _rows(path: str, keys: Sequence[str]) -> Iterator[bytes]:
+    """Yields the rows of a parquet file as JSON, with the columns `keys` that it has."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        columns = [name for name in file.schema_arrow.names if name in keys] or None
+        for batch in file.iter_batches(BATCH_LINES, columns=columns):
+            for row in batch.to_pylist():
+                yield json.dumps(row, default=str).encode()
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES + 1) or b"\n"
+
+
+def identity_of(path: str) -> list[Any] | None:
+    """Returns name, bytes and time of change of a file, which identify it as rsync does; None for a pipe."""
+    state = os.stat(path)
+    if not stat.S_ISREG(state.st_mode):
+        return None
+    return [os.path.basename(path), state.st_size, state.st_mtime_ns]

@@ -1,0 +1,231 @@
+"""Which files preprocessing reads and writes: formats, shards, folders of token files, repeated commands."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron.commands import preprocess_data, verify_dataset
+from megatron.config import ConfigError, DataConfig
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.splits import verify_token_files
+from megatron.data.text_files import files_of_shard, find_files, parse_shard, stem_of
+from megatron.errors import UserError
+from tests.end_to_end.command import ROOT
+from tests.support import HANG_TIMEOUT_S
+from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
+
+RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "id": i} for i in range(2000)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    vocab, merges = train_gpt2_vocabulary(tmp_path_factory.mktemp("gpt2"))
+    flags = tokenizer_flags(vocab_file=vocab, merge_file=merges)
+    return ["--vocab-file", flags.vocab_file, "--merge-file", flags.merge_file]
+
+
+def lines(records: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def write_parquet(path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path, row_group_size=700)
+
+
+FORMATS: dict[str, Callable[[Path], object]] = {
+    "jsonl": lambda path: path.write_bytes(lines(RECORDS)),
+    "jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(RECORDS))),
+    # Two frames, as `cat a.zst b.zst` gives.
+    "jsonl.zst": lambda path: path.write_bytes(
+        b"".join(
+            pyarrow.compress(lines(part), "zstd", asbytes=True) for part in (RECORDS[:900], RECORDS[900:])
+        )
+    ),
+    "parquet": write_parquet,
+}
+
+
+def token_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
+
+
+def test_every_format_gives_the_same_tokens(tmp_path: Path, tokenizer: list[str]) -> None:
+    found = []
+    for ending, write in FORMATS.items():
+        write(tmp_path / f"in.{ending}")
+        output = tmp_path / ending / ""
+        preprocess_data.main(
+            ["--input", str(tmp_path / f"in.{ending}"), "--output-prefix", f"{output}/", *tokenizer]
+        )
+        found.append(token_bytes(output))
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--input", "-", *tokenizer]
+    command += ["--output-prefix", str(tmp_path / "in")]
+    subprocess.run(command, input=lines(RECORDS), check=True, capture_output=True, timeout=HANG_TIMEOUT_S)
+    found.append({name: (tmp_path / name).read_bytes() for name in found[0]})
+    assert {*found[0]} == {"in_text_document.bin", "in_text_document.idx"}
+    assert all(files == found[0] for files in found)
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_damaged_or_wrongly_named_file_is_named(
+    ending: str, tmp_path: Path, tokenizer: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"in.{ending}"
+    FORMATS[ending](path)
+    if ending != "jsonl":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path = path.rename(tmp_path / "in.jsonl.zst")
+    with pytest.raises(SystemExit, match="2"):
+        preprocess_data.main(["--input", str(path), "--output-prefix", str(tmp_path / "out"), *tokenizer])
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --input {path}: ") and message.count("\n") == 1
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_patterns_folders_and_lists_name_files(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl.gz", "c.parquet", "notes.md", "d/e.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    whole = [str(tmp_path / name) for name in ("a.jsonl.gz", "b.jsonl", "c.parquet")]
+    assert find_files([str(tmp_path)]) == whole
+    assert find_files([f"{tmp_path}/*.jsonl*"]) == whole[:2]
+    assert find_files([f"{tmp_path}/**/*.jsonl"]) == [whole[1], str(tmp_path / "d/e.jsonl")]
+    (tmp_path / "list").write_text(f"# comment\n{whole[1]}\n\n{tmp_path}/*.gz\n")
+    assert find_files([f"@{tmp_path}/list", whole[2]]) == [whole[1], whole[0], whole[2]]
+    for word, problem in (
+        (f"{tmp_path}/*.txt", "no file matches the pattern"),
+        (f"{tmp_path}/x.jsonl", "the file does not exist"),
+        (f"@{tmp_path}/nothing", "the file does not exist"),
+        (f"{tmp_path}/d/../list/", "the file does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            find_files([word])
+    (tmp_path / "x.tar").touch()
+    with pytest.raises(ConfigError, match=r"only plain, .gz, .zst and .parquet"):
+        find_files([f"{tmp_path}/x.tar"])
+    assert [stem_of(name) for name in ("d/a.b.jsonl.zst", "c.parquet", "t.txt.gz", "x")] == [
+        *("a.b", "c", "t", "x")
+    ]
+
+
+def test_shards_are_disjoint_complete_and_balanced_by_bytes(tmp_path: Path) -> None:
+    sizes = np.random.default_rng(1).integers(1, 100_000, 300).tolist()
+    paths = [str(tmp_path / f"{number}.jsonl") for number in range(len(sizes))]
+    for path, size in zip(paths, sizes, strict=True):
+        with open(path, "wb") as file:
+            file.truncate(size)
+    shards = [files_of_shard(paths, shard, 7) for shard in range(7)]
+    assert sorted(sum(shards, [])) == sorted(paths)
+    loads = [sum(map(os.path.getsize, shard)) for shard in shards]
+    assert max(loads) <= 1.01 * sum(sizes) / 7
+    assert all(shard == sorted(shard, key=paths.index) for shard in shards)
+    array = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_COUNT": "4"}
+    assert parse_shard("0/4", {}) == (0, 4) and parse_shard("slurm", array) == (2, 4)
+    for text, environment in (("4/4", {}), ("1", {}), ("-1/2", {}), ("slurm", {}), ("a/b", {})):
+        with pytest.raises(ConfigError, match=f"--shard {text}: expected"):
+            parse_shard(text, environment)
+    with pytest.raises(ConfigError, match="without a step"):
+        parse_shard("slurm", array | {"SLURM_ARRAY_TASK_ID": "9"})
+
+
+def corpus(folder: Path) -> list[Path]:
+    paths = [folder / f"part{number}.jsonl" for number in range(5)]
+    for number, path in enumerate(paths):
+        path.write_bytes(lines(RECORDS[100 * number : 100 * number + 150]))
+    return paths
+
+
+def test_a_repeated_command_keeps_what_is_done_and_makes_the_rest(
+    tmp_path: Path, tokenizer: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, output = corpus(tmp_path), tmp_path / "out"
+
+    def run(*extra: str) -> set[str]:
+        """Returns the names of the files that were written."""
+        preprocess_data.main(
+            ["--input", f"{tmp_path}/part*", "--output-prefix", f"{output}/", *tokenizer, *extra]
+        )
+        written = capsys.readouterr().out.splitlines()
+        return {line.split("_text_document")[0].rsplit("/")[-1] for line in written if "(.bin and" in line}
+
+    for shard in range(3):
+        run("--shard", f"{shard}/3")
+    made = token_bytes(output)
+    assert len(made) == 10 and run() == set()
+    paths[1].write_bytes(lines(RECORDS[7:9]))  # another content
+    os.utime(paths[2])  # may have another content
+    (output / "part3_text_document.idx").unlink()  # interrupted between two renames
+    other = output / "part4_text_document.bin"
+    other.write_bytes(bytes(reversed(other.read_bytes())))  # other tokens, of equal size
+    assert run() == {"part1", "part2", "part3", "part4"} and run() == set()
+    again = token_bytes(output)
+    assert {name for name in made if made[name] != again[name]} == {
+        *("part1_text_document.bin", "part1_text_document.idx")
+    }
+    assert len(run("--append-eod")) == 5  # other settings
+
+    paths[0].write_bytes(b"\n")
+    assert "part0" not in run("--append-eod")  # a file without text stops no others
+    with pytest.raises(SystemExit, match="2"):
+        run(
+            "--append-eod",
+            "--input",
+            str(paths[1]),
+            f"{paths[1].rename(tmp_path / 'part1.json')}",
+            str(paths[2]),
+        )
+
+
+def test_a_start_and_the_verification_notice_other_tokens(tmp_path: Path, tokenizer: list[str]) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines(RECORDS))
+    preprocess_data.main(["--input", f"{tmp_path}/in.jsonl", "--output-prefix", f"{tmp_path}/", *tokenizer])
+    prefix = f"{tmp_path}/in_text_document"
+    data = DataConfig(data_path=(prefix,))
+    verify_token_files(data)
+    assert "intact" in verify_dataset.verify(prefix)
+    tokens = np.memmap(f"{prefix}.bin", np.uint16, "r+")
+    tokens[len(tokens) // 7] ^= 1  # outside of the sample
+    tokens.flush()
+    verify_token_files(data)
+    with pytest.raises(UserError, match=f"{prefix}.bin: damaged or replaced, its SHA-256 is"):
+        verify_dataset.verify(prefix)
+    tokens[:] = tokens[::-1].copy()
+    tokens.flush()
+    assert len(IndexedDataset(prefix)) == len(RECORDS)
+    with pytest.raises(
+        UserError, match=f"--data-path {prefix}: the tokens of the .bin file are not those of"
+    ):
+        verify_token_files(data)
+
+
+def test_shards_that_are_killed_at_any_time_end_with_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, tokenizer: list[str]
+) -> None:
+    corpus(tmp_path)
+    words = ["--input", f"{tmp_path}/part*.jsonl", *tokenizer]
+    preprocess_data.main([*words, "--output-prefix", f"{tmp_path}/undisturbed/"])
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *words, "--log-interval", "50"]
+    command += ["--output-prefix", f"{tmp_path}/out/", "--workers", "2"]
+    for lines_before in (1, 3, 6):
+        tool = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert tool.stdout is not None
+        for _ in range(lines_before):  # lines about files and about progress
+            tool.stdout.readline()
+        tool.kill()
+        tool.communicate(timeout=HANG_TIMEOUT_S)
+    preprocess_data.main([*words, "--output-prefix", f"{tmp_path}/out/"])
+    assert token_bytes(tmp_path / "out") == token_bytes(tmp_path / "undisturbed")
+    assert not list((tmp_path / "out").glob("*.tmp"))
