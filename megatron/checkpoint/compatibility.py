@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import BatchSchedule, Config
-from megatron.data.gpt_dataset import VOCABULARY_KEY, fingerprint_differences, same_data
+from megatron.data.gpt_dataset import ORDER_KEY, VOCABULARY_KEY, fingerprint_differences, same_data
 from megatron.errors import UserError
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 
@@ -63,8 +63,10 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
             "checkpoint's run (--global-batch-size, --train-iters, --train-samples, --train-tokens), or pass "
             "--override-data to continue in the new order from the saved sample"
         )
+    is_reordered = any(difference.startswith(f"{ORDER_KEY}:") for difference in differences)
+    what = "in another order of samples" if is_reordered else "on other data"
     raise UserError(
-        f"checkpoint {checkpoint.folder} was trained on other data ({'; '.join(differences)}): pass the "
+        f"checkpoint {checkpoint.folder} was trained {what} ({'; '.join(differences)}): pass the "
         "data flags of its run, or --override-data to continue with the new data from the saved sample"
     )
 
@@ -96,7 +98,10 @@ def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
         return "from sample 0: the checkpoint has consumed none"
     position = f"from sample {checkpoint.state.consumed_samples - first:,}"
     if not checkpoint.records_run:
-        return f"not compared, {position}: the framework that saved the checkpoint did not record its data"
+        return (
+            f"not compared, {position}: the framework that saved the checkpoint did not record its data "
+            "(--data-order chooses its order of samples)"
+        )
     if differences := _data_differences(checkpoint, fingerprint):
         what = (
             "the same data in another order"

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
     ToolParser,
     add_verify_digests_flag,
@@ -158,6 +159,7 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
     from megatron.tokenizer.vocabulary_record import check_record
 
     config = checkpoint.config
+    order = DATA_ORDERS[config.data.data_order]
     split = arguments.split or config.data.split
     digest = (checkpoint.run.get("data") or {}).get(VOCABULARY_KEY)
     datasets = []
@@ -168,7 +170,7 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
         subset = arguments.subset or default_subset(arguments.split, dataset, checkpoint)
         documents: range | None = range(len(dataset))
         if subset != ALL:
-            documents = split_documents(split, len(dataset))[SPLIT_NAMES.index(subset)]
+            documents = split_documents(split, len(dataset), order)[SPLIT_NAMES.index(subset)]
         if not documents:
             raise UserError(
                 f"--split {split} assigns none of the {len(dataset):,} documents of --data-path {prefix} to "

@@ -6,12 +6,14 @@ Blends are given by --data-path, and by the groups of the --*-weighted-split-pat
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce
 from pathlib import Path
 
 from megatron.config.batch import BatchSchedule
@@ -33,7 +35,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
         weights = [float(part) for part in split.split("," if "," in split else "/")]
     except ValueError:
         weights = []
-    total = sum(weights)
+    # One addition after the other, as in Megatron: from Python 3.12 on, sum() corrects the rounding.
+    total = reduce(operator.add, weights, 0.0)
     if len(weights) > 3 or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
         raise ConfigError(
             f"--split is '{split}': expected up to three weights for training, validation and test, none "

@@ -12,7 +12,9 @@ Error bound: at time T the number of samples of component j differs from a_j T /
 first n samples of a blend of J components, it differs from a_j n / A by at most (1 + (J - 2) a_j / A) / 2.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -43,6 +45,47 @@ class SampleDataset(Protocol):
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]: ...
 
 
+class Finder(Protocol):
+    """Finds the samples of a blend."""
+
+    def find(self, sample: int) -> tuple[int, int]:
+        """Returns (component, index of the sample in that component) for a sample of the blend."""
+
+
+class Blend(Protocol):
+    """The rule of a blend: which sample of which component is sample i."""
+
+    @property
+    def weights(self) -> tuple[int, ...] | tuple[float, ...]:
+        """The weights that determine the order."""
+
+    @classmethod
+    def from_fractions(cls, weights: Sequence[Fraction]) -> Blend:
+        """Returns the blend of positive weights."""
+
+    def planned_samples(self, num_samples: int) -> list[int]:
+        """Returns the samples over which the order of each component is planned, if the blend has
+        `num_samples`."""
+
+    def samples_of_components(self, num_samples: int) -> list[int]:
+        """Returns the number of samples of each component among the first `num_samples` of the blend."""
+
+    def table_paths(self, folder: str, num_samples: int) -> tuple[str, ...]:
+        """Returns the files in which the order is stored."""
+
+    def prepare(
+        self,
+        folder: str,
+        num_samples: int,
+        available: Sequence[int],
+        other_files: Callable[[list[float]], Iterable[tuple[str, str]]],
+    ) -> None:
+        """Builds the files of `table_paths`, unless they are valid. One process per file system calls it."""
+
+    def load(self, folder: str, num_samples: int) -> Finder:
+        """Returns the order, from the files of `table_paths`."""
+
+
 def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Returns positive weights as coprime integers, rounded if their sum exceeds MAX_WEIGHT_SUM."""
     whole = lcm(*(weight.denominator for weight in weights))
@@ -58,9 +101,26 @@ def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend with these positive integer weights, as the module's docstring defines it."""
+    """The order of a blend with these positive integer weights, as the module's docstring defines it. It has
+    no table."""
 
     weights: tuple[int, ...]
+
+    @classmethod
+    def from_fractions(cls, weights: Sequence[Fraction]) -> BlendOrder:
+        return cls(integer_weights(weights))
+
+    def planned_samples(self, num_samples: int) -> list[int]:
+        return self.samples_of_components(num_samples)
+
+    def table_paths(self, folder: str, num_samples: int) -> tuple[str, ...]:
+        return ()
+
+    def prepare(self, folder: str, num_samples: int, available: object, other_files: object) -> None:
+        pass
+
+    def load(self, folder: str, num_samples: int) -> BlendOrder:
+        return self
 
     def samples_until(self, time: int) -> list[int]:
         """Returns the number of samples of each component whose time is at most `time`."""
@@ -124,12 +184,12 @@ class BlendedDataset:
     """The first `num_samples` samples of a blend of datasets, int64 [seq_length + 1] each."""
 
     def __init__(
-        self, name: str, components: Sequence[SampleDataset], weights: tuple[int, ...], num_samples: int
+        self, name: str, components: Sequence[SampleDataset], order: Finder, num_samples: int
     ) -> None:
-        """components: each has at least the samples that `BlendOrder.samples_of_components` returns."""
+        """components: each has at least the samples that `order` finds."""
         self.name = name
         self._components = tuple(components)
-        self._order = BlendOrder(weights)
+        self._order = order
         self._num_samples = num_samples
 
     def __len__(self) -> int:

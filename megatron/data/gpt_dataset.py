@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLIT_NAMES
-from megatron.data.blended_dataset import BlendedDataset, BlendOrder, SampleDataset
+from megatron.data.blended_dataset import BlendedDataset, SampleDataset
+from megatron.data.core_cache import CoreCache
+from megatron.data.index_files import no_other_files
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import (
     IndexRequest,
@@ -79,8 +81,17 @@ def prepare_index_files(
     Valid index files are kept. One process per file system must call this, and then all processes a barrier.
     Concurrent and repeated calls are safe.
     """
-    for request in _all_requests(data, seq_length, seed, num_samples):
-        prepare_sample_index(request)
+    cache_folder = data.data_cache_path
+    core_cache = CoreCache(cache_folder)
+    for group, wanted in chain(*requested_groups(data, num_samples)):
+        reads_core = group.order.reads_core_cache
+        requests = index_requests(group, wanted, seq_length, seed, cache_folder)
+        for request in requests:
+            prepare_sample_index(request, core_cache.index_files if reads_core else no_other_files)
+        if group.blend is not None:
+            available = [request.plan().total_samples for request in requests]
+            others = core_cache.blend_files if reads_core else no_other_files
+            group.blend.prepare(_table_folder(group, cache_folder), wanted, available, others)
 
 
 def missing_index_files(
@@ -88,9 +99,19 @@ def missing_index_files(
 ) -> list[str]:
     """Returns the paths of the index files that `prepare_index_files` would build because they do not
     exist."""
-    requests = _all_requests(data, seq_length, seed, num_samples)
-    paths = dict.fromkeys(path for request in requests for path in request.paths())
-    return [path for path in paths if not os.path.exists(path)]
+    cache_folder = data.data_cache_path
+    paths: list[str] = []
+    for group, wanted in chain(*requested_groups(data, num_samples)):
+        for request in index_requests(group, wanted, seq_length, seed, cache_folder):
+            paths += request.paths()
+        if group.blend is not None:
+            paths += group.blend.table_paths(_table_folder(group, cache_folder), wanted)
+    return [path for path in dict.fromkeys(paths) if not os.path.exists(path)]
+
+
+def _table_folder(group: DocumentGroup, cache_folder: str | None) -> str:
+    """Returns the folder of the table of a blend."""
+    return os.path.dirname(group.components[0].dataset.prefix) if cache_folder is None else cache_folder
 
 
 def build_gpt_datasets(
@@ -131,9 +152,11 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
         [] if group.is_empty else index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
     )
     plans = [request.plan() for request in requests]
+    order = {} if data.data_order == NATIVE_ORDER else {ORDER_KEY: data.data_order}
     return {
+        **order,
         "paths": [dataset.prefix for dataset in datasets],
-        "weights": list(group.weights),
+        "weights": [1] if group.blend is None else list(group.blend.weights),
         "split": group.fractions,
         "seed": seed,
         "seq_length": seq_length,
@@ -144,6 +167,8 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     }
 
 
+# Key of --data-order in a fingerprint. Checkpoints of runs with the native order have none.
+ORDER_KEY, NATIVE_ORDER = "data_order", "native"
 # Key of `tokenizer.vocabulary_record.vocabulary_digest` in a fingerprint, if the run has a tokenizer. The
 # digest identifies the meaning of the token ids; the order of samples does not depend on it.
 VOCABULARY_KEY = "vocabulary_sha256"
@@ -155,15 +180,18 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
     Only the file names of the paths are compared, since data may have moved to a different folder.
     """
 
+    def recorded(fingerprint: dict[str, Any], name: str) -> Any:
+        return fingerprint.get(name, NATIVE_ORDER if name == ORDER_KEY else None)
+
     def compared(fingerprint: dict[str, Any], name: str) -> Any:
-        value = fingerprint.get(name)
+        value = recorded(fingerprint, name)
         if name == "paths" and value:
             return [os.path.basename(path) for path in value]
         # Checkpoints from before blends were supported hold a number here, not a list of one number.
         return [value] if name in ("epochs", "last_epoch_apart") and isinstance(value, int) else value
 
     return [
-        f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
+        f"{name}: {recorded(saved, name)} in the checkpoint, {recorded(current, name)} now"
         for name in sorted((saved.keys() | current.keys()) - {VOCABULARY_KEY})
         if compared(saved, name) != compared(current, name)
     ]
@@ -192,14 +220,6 @@ def requested_groups(
     ]
 
 
-def _all_requests(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
-) -> Iterator[IndexRequest]:
-    for groups in requested_groups(data, num_samples):
-        for group, wanted in groups:
-            yield from index_requests(group, wanted, seq_length, seed, data.data_cache_path)
-
-
 def index_requests(
     group: DocumentGroup, num_samples: int, seq_length: int, seed: int, cache_folder: str | None
 ) -> list[IndexRequest]:
@@ -212,7 +232,7 @@ def index_requests(
             f"the run reads {num_samples:,} samples of the {group.name} data, expected {_MOST_SAMPLES:,} at "
             "most: reduce --train-samples or --train-iters, --eval-iters, or --global-batch-size"
         )
-    shares = BlendOrder(group.weights).samples_of_components(num_samples)
+    shares = [num_samples] if group.blend is None else group.blend.planned_samples(num_samples)
     return [
         # A component with a tiny weight can have 0 samples in a short run. Its dataset has at least one.
         IndexRequest(
@@ -224,6 +244,7 @@ def index_requests(
             seed,
             component.index_name,
             cache_folder,
+            group.order,
         )
         for component, share in zip(group.components, shares, strict=True)
     ]
@@ -236,4 +257,7 @@ def _build(
         GPTDataset(group.name, request.dataset, load_sample_index(request), seq_length)
         for request in index_requests(group, num_samples, seq_length, seed, cache_folder)
     ]
-    return parts[0] if len(parts) == 1 else BlendedDataset(group.name, parts, group.weights, num_samples)
+    if group.blend is None:
+        return parts[0]
+    order = group.blend.load(_table_folder(group, cache_folder), num_samples)
+    return BlendedDataset(group.name, parts, order, num_samples)

@@ -1,11 +1,12 @@
 """The order of samples: document, sample and shuffle index, computed as in Megatron.
 
-The arrays equal Megatron's for equal data, seed, sequence length and number of samples. They are computed in
+The arrays equal Megatron's for equal data, seed, sequence length and number of samples (--data-order chooses
+the program). They are computed in
 this order from one `numpy.random.RandomState(seed)`:
 
-document index  The documents of all epochs, shuffled together. If less than 95 % of the last epoch is used,
-                the last epoch is shuffled separately and appended, so that no document is repeated before
-                all documents have been read.
+document index  The documents of all epochs, shuffled together. If less than a share of the last epoch is used
+                (`DataOrder.last_epoch_threshold`), the last epoch is shuffled separately and appended, so
+                that no document is repeated before all documents have been read.
 sample index    The documents are concatenated in this order and split every seq_length tokens. Row i is the
                 first token of sample i (position in the document index, offset in that document), row i + 1
                 its last: a sample has seq_length + 1 tokens; consecutive samples overlap by one token.
@@ -19,24 +20,22 @@ contents, so concurrent builders are safe.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
-import math
 import os
-import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.registries import DATA_ORDERS, DataOrder
+from megatron.data.helpers import address, compiled, count
+from megatron.data.index_files import IndexFileError, no_other_files, read_array, write_array
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.errors import UserError, is_access_error, stop_at_access_error
-from megatron.files import open_regular
-from megatron.mapped_file import map_open_file
-
-# The value of BigScience's Megatron-DeepSpeed. NVIDIA's Megatron-LM has 0.80.
-SEPARATE_LAST_EPOCH_THRESHOLD = 0.95
+from megatron.errors import UserError, stop_at_access_error
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,12 @@ class SampleIndex:
     """Shuffle index, [total_samples]: row of `samples` for each sample in training order."""
 
 
-def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> EpochPlan:
+def plan_epochs(
+    tokens_per_epoch: int, seq_length: int, num_samples: int, last_epoch_threshold: float
+) -> EpochPlan:
     """Plans at least `num_samples` samples of `seq_length` + 1 tokens; adjacent samples share one token.
 
-    Raises ValueError unless all arguments are positive.
+    last_epoch_threshold: see `DataOrder`. Raises ValueError unless all numbers are positive.
     """
     if tokens_per_epoch < 1 or seq_length < 1 or num_samples < 1:
         raise ValueError(f"{tokens_per_epoch} tokens, sequence length {seq_length}, {num_samples} samples")
@@ -81,7 +82,7 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> Epo
         total_samples=(num_epochs * tokens_per_epoch - 1) // seq_length,
         samples_before_last_epoch=before_last,
         separate_last_epoch=num_epochs > 1
-        and num_samples - before_last < int(SEPARATE_LAST_EPOCH_THRESHOLD * samples_per_epoch),
+        and num_samples - before_last < int(last_epoch_threshold * samples_per_epoch),
     )
 
 
@@ -93,6 +94,10 @@ def build_sample_order(
     order = build_document_index(documents, plan, generator)
     samples = build_sample_index(sizes, order, seq_length, plan.total_samples)
     return SampleIndex(order, samples, build_shuffle_index(plan, generator))
+
+
+# Documents and samples from which the compiled loop is worth its compilation.
+_COMPILED_FROM = 1 << 20
 
 
 def build_document_index(
@@ -118,12 +123,23 @@ def build_sample_index(
     num_samples * seq_length + 1 tokens. Row 0 is the first document, also if it is empty. No other row refers
     to an empty document.
     """
+    dtype = _index_dtype(len(document_index))
+    samples = np.empty((num_samples + 1, 2), dtype)
+    if len(document_index) + num_samples >= _COMPILED_FROM and (helpers := compiled()) is not None:
+        # The sizes are not aligned in the .idx file.
+        lengths = np.require(sizes, np.int32, ("C", "A"))
+        documents = np.require(document_index, dtype, ("C", "A"))
+        walk = getattr(helpers, f"sample_index_{np.dtype(dtype).name}")
+        walk.restype = ctypes.c_int64
+        numbers = count(len(documents)), count(seq_length), count(len(samples))
+        if walk(address(lengths), address(documents), *numbers, address(samples)) < len(samples):
+            raise ValueError(f"the documents have too few tokens for {num_samples:,} samples")
+        return samples
     ends = np.cumsum(sizes[document_index], dtype=np.int64)
     boundaries = np.arange(num_samples + 1, dtype=np.int64) * seq_length
     positions = np.searchsorted(ends, boundaries, side="right")
     positions[0] = 0
     starts = ends[positions] - sizes[document_index[positions]]
-    samples = np.empty((num_samples + 1, 2), dtype=_index_dtype(len(document_index)))
     samples[:, 0] = positions
     samples[:, 1] = boundaries - starts
     return samples
@@ -146,6 +162,9 @@ def _index_dtype(limit: int) -> type[np.signedinteger[Any]]:
 
 logger = logging.getLogger(__name__)
 
+# Files of the document, sample and shuffle index.
+IndexPaths = tuple[str, str, str]
+
 
 @dataclass(frozen=True)
 class IndexRequest:
@@ -161,6 +180,7 @@ class IndexRequest:
     """Identifies the documents in the file names. None: the name of the split, as in Megatron."""
     cache_folder: str | None = None
     """The folder of the files. None: the folder of the data."""
+    order: DataOrder = DATA_ORDERS["native"]
 
     def plan(self) -> EpochPlan:
         """Returns the number of epochs and samples. Raises UserError if an epoch has fewer tokens than one
@@ -172,12 +192,18 @@ class IndexRequest:
                 f"{len(self.documents):,} documents, expected at least {self.seq_length + 1:,} for a sample: "
                 "give the split more documents, or reduce --seq-length"
             )
-        return plan_epochs(tokens, self.seq_length, self.num_samples)
+        return plan_epochs(tokens, self.seq_length, self.num_samples, self.order.last_epoch_threshold)
 
-    def paths(self) -> tuple[str, str, str]:
-        """Returns the files of the document, sample and shuffle index, named as in Megatron."""
-        stem = f"{self._data_name()}_{self.index_name or self.split_name}_indexmap"
-        stem += f"_{self.num_samples}ns_{self.seq_length}sl_{self.seed}s"
+    def paths(self) -> IndexPaths:
+        """Returns the files of the document, sample and shuffle index: with Megatron's names, or named by all
+        that determines their contents, so that a longer run with equal epochs finds them."""
+        if self.order.has_megatrons_names:
+            documents, length = self.index_name or self.split_name, f"{self.num_samples}ns"
+        else:
+            plan = self.plan()
+            documents = f"documents{self.documents.start}-{self.documents.stop}"
+            length = f"{plan.num_epochs}epochs{'-last-apart' if plan.separate_last_epoch else ''}"
+        stem = f"{self._data_name()}_{documents}_indexmap_{length}_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 
     def _data_name(self) -> str:
@@ -189,35 +215,50 @@ class IndexRequest:
         return os.path.join(self.cache_folder, f"{os.path.basename(path)}-{digest}")
 
 
-class IndexFileError(Exception):
-    """An index file is missing, damaged or was built from other data."""
-
-
 @stop_at_access_error()
-def prepare_sample_index(request: IndexRequest) -> None:
-    """Builds the index files unless valid ones exist. Raises UserError if the folder is not writable."""
+def prepare_sample_index(
+    request: IndexRequest, other_files: Callable[[IndexRequest], Iterable[IndexPaths]] = no_other_files
+) -> None:
+    """Builds the index files unless valid ones exist. Raises UserError if the folder is not writable.
+
+    other_files: returns files of another program that may hold the arrays. They are copied if they are valid.
+    """
     plan = request.plan()
-    try:
-        index = _read_index(request, plan)
-        _check_contents(request, plan, index)
+    index = _valid_index(request, plan, request.paths())
+    if index is not None:
         return
-    except IndexFileError as problem:
-        logger.info(
-            "building the %s index files of %s: %s", request.split_name, request.dataset.prefix, problem
+    for paths in other_files(request):
+        index = _valid_index(request, plan, paths)
+        if index is not None:
+            logger.info(
+                "the %s index of %s is that in %s", request.split_name, request.dataset.prefix, paths[0]
+            )
+            break
+    else:
+        index = build_sample_order(
+            request.dataset.sizes, request.documents, request.seq_length, request.seed, plan
         )
-    index = build_sample_order(
-        request.dataset.sizes, request.documents, request.seq_length, request.seed, plan
-    )
     arrays = (index.documents, index.samples, index.shuffle)
     for path, array in zip(request.paths(), arrays, strict=True):
-        _write_array(path, array)
+        write_array(path, array)
+
+
+def _valid_index(request: IndexRequest, plan: EpochPlan, paths: IndexPaths) -> SampleIndex | None:
+    """Returns the index in the files, or None if a file is missing, damaged or was built from other data."""
+    try:
+        index = _read_index(request, plan, paths)
+        _check_contents(request, plan, index, paths)
+    except IndexFileError as problem:
+        logger.info("the %s index files of %s: %s", request.split_name, request.dataset.prefix, problem)
+        return None
+    return index
 
 
 @stop_at_access_error()
 def load_sample_index(request: IndexRequest) -> SampleIndex:
     """Memory-maps the index files. Raises UserError, naming the file, if one is missing or damaged."""
     try:
-        return _read_index(request, request.plan())
+        return _read_index(request, request.plan(), request.paths())
     except IndexFileError as problem:
         raise UserError(
             f"{problem}: one process per node builds the index files of {request.dataset.source} before "
@@ -225,44 +266,15 @@ def load_sample_index(request: IndexRequest) -> SampleIndex:
         ) from problem
 
 
-def _read_index(request: IndexRequest, plan: EpochPlan) -> SampleIndex:
+def _read_index(request: IndexRequest, plan: EpochPlan, paths: IndexPaths) -> SampleIndex:
     shapes = ((plan.num_epochs * len(request.documents),), (plan.total_samples + 1, 2), (plan.total_samples,))
-    arrays = [_read_array(path, shape) for path, shape in zip(request.paths(), shapes, strict=True)]
+    arrays = [read_array(path, shape) for path, shape in zip(paths, shapes, strict=True)]
     return SampleIndex(*arrays)
 
 
-def _read_array(path: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    try:
-        array = _map_array(path)
-    except FileNotFoundError:
-        raise IndexFileError(f"{path} does not exist") from None
-    except Exception as error:  # numpy parses the header as a Python literal, with errors of any type
-        if is_access_error(error):
-            raise
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise IndexFileError(f"{path} is damaged ({reason})") from error
-    if array.dtype.kind not in "iu":
-        raise IndexFileError(f"{path} does not hold an array of integers")
-    if array.shape != shape:
-        raise IndexFileError(f"{path} has shape {array.shape}, expected {shape}")
-    return array
-
-
-def _map_array(path: str) -> npt.NDArray[Any]:
-    """Returns what np.load(path, mmap_mode="r") returns, without keeping a file descriptor open."""
-    with open_regular(path) as file:
-        # Headers of later versions may have gigabytes; np.save does not write them for integers.
-        if (version := np.lib.format.read_magic(file)) != (1, 0):
-            raise ValueError(f"version {version} of the npy format, expected (1, 0)")
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-        start, count = file.tell(), math.prod(shape)
-        content = map_open_file(file, path)[start : start + count * dtype.itemsize].view(dtype)
-    return content.reshape(shape, order="F" if is_fortran else "C")
-
-
-def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) -> None:
+def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex, paths: IndexPaths) -> None:
     """Raises IndexFileError if files of the expected shape are damaged or were built from other data."""
-    doc_path, sample_path, shuffle_path = request.paths()
+    doc_path, sample_path, shuffle_path = paths
     documents, samples, shuffle = index.documents, index.samples, index.shuffle
     if documents.min() < request.documents.start or documents.max() >= request.documents.stop:
         raise IndexFileError(f"{doc_path} names documents outside {request.documents}")
@@ -285,22 +297,3 @@ def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex) 
     starts = ends[positions] - request.dataset.sizes[documents[positions]]
     if np.any(starts + offsets != np.arange(total + 1, dtype=np.int64) * request.seq_length):
         raise IndexFileError(f"{sample_path} was built from other data")
-
-
-def _write_array(path: str, array: npt.NDArray[Any]) -> None:
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    folder = os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(temporary, "xb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        raise UserError(
-            f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to a "
-            "different folder"
-        ) from error

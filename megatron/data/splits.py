@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron.config import DataConfig, parse_split
 from megatron.config.data import SPLIT_NAMES, WeightedPath, parse_data_path, parse_groups, token_file_prefixes
+from megatron.config.registries import DATA_ORDERS, DataOrder
 from megatron.config.sections.data import groups_option
-from megatron.data.blended_dataset import integer_weights
+from megatron.data.blended_dataset import Blend
 from megatron.data.indexed_dataset import IndexedDataset, data_path, sample_digest
 from megatron.errors import UserError
 from megatron.tokenizer.vocabulary_record import read_record, record_path
@@ -28,18 +30,23 @@ class Component:
 
 @dataclass(frozen=True)
 class DocumentGroup:
-    """The data of one split or weighted group: one component, or a blend of several with integer weights."""
+    """The data of one split or weighted group: one component, or a blend."""
 
     name: str
     components: tuple[Component, ...]
-    weights: tuple[int, ...]
+    blend: Blend | None
     fractions: list[float] | list[list[float]]
     """The user's flag as fractions: of train, valid and test (--split), or START and END per component."""
+    order: DataOrder
 
     @property
     def is_empty(self) -> bool:
         """Whether the group has no documents."""
         return not any(component.documents for component in self.components)
+
+    def samples_of_components(self, num_samples: int) -> list[int]:
+        """Returns the number of samples of each component among the first `num_samples` of the group."""
+        return [num_samples] if self.blend is None else self.blend.samples_of_components(num_samples)
 
 
 def verify_token_files(data: DataConfig) -> None:
@@ -84,14 +91,14 @@ def document_groups(
         option = groups_option(data, split_name)
         texts = getattr(data, f"{split_name}_weighted_split_paths")
         return tuple(
-            _weighted_group(group.name, group.paths, option, open_dataset)
+            _weighted_group(group.name, group.paths, option, data.data_order, open_dataset)
             for group in parse_groups(option, texts)
         )
     return (_split_group(data, split_name, open_dataset),)
 
 
 def _weighted_group(
-    name: str, paths: tuple[WeightedPath, ...], option: str, open_dataset: DatasetOpener
+    name: str, paths: tuple[WeightedPath, ...], option: str, order: str, open_dataset: DatasetOpener
 ) -> DocumentGroup:
     components = []
     for path in paths:
@@ -106,20 +113,29 @@ def _weighted_group(
         # Groups that read the same documents share index files.
         index_name = f"documents{documents.start}-{documents.stop}"
         components.append(Component(dataset, documents, index_name))
-    weights = integer_weights([path.weight for path in paths])
-    return DocumentGroup(name, tuple(components), weights, [[path.start, path.end] for path in paths])
+    blend = _blend_of(paths, order) if len(paths) > 1 else None
+    ranges = [[path.start, path.end] for path in paths]
+    return DocumentGroup(name, tuple(components), blend, ranges, DATA_ORDERS[order])
+
+
+def _blend_of(paths: tuple[WeightedPath, ...], order: str) -> Blend:
+    blend: Blend = DATA_ORDERS.load(order).from_fractions([path.weight for path in paths])
+    return blend
 
 
 def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener) -> DocumentGroup:
     paths = parse_data_path(data.data_path)
     split_index = SPLIT_NAMES.index(split_name)
+    order = DATA_ORDERS[data.data_order]
     components = []
     for path in paths:
         dataset = open_dataset(path.prefix, "--data-path")
-        documents = split_documents(data.split, len(dataset))[split_index]
+        documents = split_documents(data.split, len(dataset), order)[split_index]
         components.append(Component(dataset, range(0) if documents is None else documents))
-    weights = integer_weights([path.weight for path in paths])
-    group = DocumentGroup(split_name, tuple(components), weights, list(parse_split(data.split)))
+    is_blend = len(paths) > 1 or (order.blends_one and len(data.data_path) > 1)
+    blend = _blend_of(paths, data.data_order) if is_blend else None
+    fractions = list(parse_split(data.split))
+    group = DocumentGroup(split_name, tuple(components), blend, fractions, order)
     for component in group.components:
         if not component.documents and not group.is_empty:
             raise UserError(
@@ -130,20 +146,24 @@ def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener)
     return group
 
 
-def split_documents(split: str, num_documents: int) -> tuple[range | None, range | None, range | None]:
+def split_documents(
+    split: str, num_documents: int, order: DataOrder
+) -> tuple[range | None, range | None, range | None]:
     """Returns the documents of train, valid and test: ranges within [0, num_documents), None if empty.
 
-    The bounds equal Megatron's: each share is rounded to an integer (half to even); then the excess of the
-    sum over `num_documents` is subtracted from every upper bound. A split of weight 0 is None even if
-    rounding would assign a document to it.
+    The bounds are integers, rounded half to even. Megatron-Core rounds the share of all documents before
+    each bound. Megatron-DeepSpeed rounds the share of each split; then it subtracts the excess of the sum
+    over `num_documents` from every upper bound. A split of weight 0 is None even if rounding would assign a
+    document to it.
     """
     fractions = parse_split(split)
-    bounds = [0]
-    for fraction in fractions:
-        bounds.append(bounds[-1] + int(round(fraction * float(num_documents))))
-    excess = bounds[-1] - num_documents
-    # With few documents Megatron's correction can give negative bounds.
-    bounds = [0] + [max(bound - excess, 0) for bound in bounds[1:]]
+    if order.rounds_cumulatively:
+        bounds = [round(share * num_documents) for share in accumulate(fractions, initial=0.0)]
+    else:
+        bounds = list(accumulate((round(share * num_documents) for share in fractions), initial=0))
+        excess = bounds[-1] - num_documents
+        # With few documents Megatron's correction can give negative bounds.
+        bounds = [0] + [max(bound - excess, 0) for bound in bounds[1:]]
     train, valid, test = (
         range(start, end) if fraction > 0 and end > start else None
         for fraction, start, end in zip(fractions, bounds[:-1], bounds[1:], strict=True)

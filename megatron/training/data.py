@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.config import Config, ConfigError, DataConfig, parse_split
 from megatron.config.batch import RunLength
 from megatron.config.data import SPLIT_NAMES, token_files
-from megatron.data.blended_dataset import BlendOrder, SampleDataset
+from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
     build_gpt_datasets,
@@ -168,7 +168,7 @@ def dataset_usage(
     for is_training, groups in zip((True, False, False), requested_groups(data, num_samples), strict=True):
         for group, wanted in groups:
             requests = index_requests(group, wanted, seq_length, seed, data.data_cache_path)
-            counts = BlendOrder(group.weights).samples_of_components(wanted)
+            counts = group.samples_of_components(wanted)
             for request, samples in zip(requests, counts, strict=True):
                 tokens = request.plan().tokens_per_epoch
                 usage = DatasetUsage(

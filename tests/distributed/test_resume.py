@@ -261,6 +261,10 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
     with pytest.raises(UserError, match=r"tokens: \[5000\] in the checkpoint, \[6000\] now"):
         find(saved, fingerprint={**FINGERPRINT, "tokens": [6000]})
     assert find(saved, fingerprint={**FINGERPRINT, "paths": ["/elsewhere/corpus"]}) is not None
+    with pytest.raises(
+        UserError, match=r"another order of samples \(data_order: native .*, megatron-core now"
+    ):
+        find(saved, fingerprint={**FINGERPRINT, "data_order": "megatron-core"})
 
 
 def test_another_number_of_epochs_is_not_called_other_data(saved):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.fields import COMMON_FLAGS, Section, flag, option_name
-from megatron.config.registries import TOKENIZERS
+from megatron.config.registries import DATA_ORDERS, TOKENIZERS
 
 
 def _groups(help: str) -> Any:
@@ -61,6 +61,13 @@ class DataConfig(Section):
         metavar="FOLDER",
         help="folder for the index files of the sample order, created if missing (default: the folder of the "
         "data)",
+    )
+    data_order: str = flag(
+        "native",
+        choices=DATA_ORDERS,
+        help="order of the samples: splits, last epoch and blends as in this or another program. A resume "
+        "needs the order of its checkpoint. To continue a run of another program, choose its order and the "
+        "length of its run",
     )
     max_epochs_per_dataset: float = flag(
         4.0,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.config.registries import DATA_ORDERS
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -62,7 +63,7 @@ def test_one_epoch_has_the_order_of_a_run_that_reads_less(prefix: str) -> None:
     data = data_config(prefix, split="60,40,0")
     (valid,) = build(data, 4, 7, (0, 2, 0)).valid
     dataset = IndexedDataset(prefix)
-    documents = split_documents("60,40,0", len(dataset))[1]
+    documents = split_documents("60,40,0", len(dataset), DATA_ORDERS["native"])[1]
     epoch = one_epoch(dataset, "valid", documents, 4, 7)
     assert len(epoch) == (sum(dataset.sizes[documents.start : documents.stop]) - 1) // 4
     assert [epoch[i].tolist() for i in range(len(epoch))] == [valid[i].tolist() for i in range(len(valid))]

@@ -76,7 +76,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], range, int, int, int]:
 def test_the_order_is_the_documented_one(case: tuple[list[int], range, int, int, int]) -> None:
     sizes, documents, seq_length, num_samples, seed = case
     array = np.array(sizes, dtype=np.int32)
-    plan = plan_epochs(int(array[documents.start : documents.stop].sum()), seq_length, num_samples)
+    plan = plan_epochs(int(array[documents.start : documents.stop].sum()), seq_length, num_samples, 0.95)
     index = build_sample_order(array, documents, seq_length, seed, plan)
     order, rows, shuffle = slow_order(sizes, documents, seq_length, num_samples, seed)
     assert index.documents.tolist() == order
@@ -93,7 +93,7 @@ def test_a_last_epoch_used_by_less_than_95_percent_is_shuffled_separately(
     num_samples: int, separate: bool
 ) -> None:
     # 1001 tokens make 100 samples of 10 + 1; complete epochs before the last give 100, 200, ...
-    plan = plan_epochs(1001, 10, num_samples)
+    plan = plan_epochs(1001, 10, num_samples, 0.95)
     assert plan.num_epochs == -(-num_samples // 100)
     assert plan.separate_last_epoch is separate
 
@@ -101,7 +101,7 @@ def test_a_last_epoch_used_by_less_than_95_percent_is_shuffled_separately(
 def test_golden_order() -> None:
     """The order must not change, so that a run can always resume: numpy guarantees RandomState's stream."""
     sizes = np.array([5, 0, 7, 3, 9], dtype=np.int32)
-    index = build_sample_order(sizes, range(5), 4, 1234, plan_epochs(24, 4, 8))
+    index = build_sample_order(sizes, range(5), 4, 1234, plan_epochs(24, 4, 8, 0.95))
     assert index.documents.tolist() == [4, 0, 1, 2, 3, 3, 2, 1, 0, 4]
     assert index.samples.tolist() == [
         [0, 0],
@@ -136,5 +136,5 @@ def test_token_counts_beyond_32_bits_do_not_overflow() -> None:
 
 
 def test_planning_many_epochs_takes_constant_time() -> None:
-    plan = plan_epochs(tokens_per_epoch=3, seq_length=2048, num_samples=10**12)
+    plan = plan_epochs(tokens_per_epoch=3, seq_length=2048, num_samples=10**12, last_epoch_threshold=0.95)
     assert (plan.num_epochs * 3 - 1) // 2048 >= 10**12 > ((plan.num_epochs - 1) * 3 - 1) // 2048

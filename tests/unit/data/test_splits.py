@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import parse_split
+from megatron.config.registries import DATA_ORDERS
 from megatron.data.splits import split_documents
 from megatron.errors import UserError
+
+NATIVE = DATA_ORDERS["native"]
 
 
 def megatron_bounds(weights: list[float], size: int) -> list[int]:
@@ -51,13 +54,13 @@ def test_a_bad_split_is_refused_with_its_flag(split: str) -> None:
     ],
 )
 def test_bounds_computed_by_hand(split: str, size: int, expected: tuple[range | None, ...]) -> None:
-    assert split_documents(split, size) == expected
+    assert split_documents(split, size, NATIVE) == expected
 
 
 @given(st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any), st.integers(1, 5000))
 def test_bounds_equal_megatrons(weights: list[int], size: int) -> None:
     bounds = megatron_bounds([float(weight) for weight in weights], size)
-    for i, documents in enumerate(split_documents(",".join(map(str, weights)), size)):
+    for i, documents in enumerate(split_documents(",".join(map(str, weights)), size, NATIVE)):
         start, end = max(bounds[i], 0), bounds[i + 1]
         if weights[i] == 0 or end <= start:
             assert documents is None

@@ -1,0 +1,215 @@
+"""Blends as in other Megatron programs: a table that is built greedily, in double precision.
+
+Sample i of the blend is taken from the component that lacks most: the largest weight_j * max(i, 1) - count_j,
+where count_j is the number of its samples among the first i; at equal values the component with the lower
+index. Sums and ties are those of double precision, so the table is built from its beginning. It depends only
+on the weights: a longer run extends it.
+
+The order of each component is planned over slightly more samples than its share, 0.5 %, so that the greedy
+choice finds enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.helpers import address, compiled, count
+from megatron.data.index_files import IndexFileError, no_other_files, read_array, write_array
+from megatron.errors import UserError, stop_at_access_error
+
+logger = logging.getLogger(__name__)
+
+# Tables have a power of two of samples, at least these: their names and contents are equal for many lengths.
+_SHORTEST_TABLE = 1 << 12
+# Samples from which the compiled loop is worth its compilation. numpy takes microseconds for each.
+_COMPILED_FROM = 1 << 15
+# Samples that are checked at a time, to bound the memory.
+_BLOCK = 1 << 22
+
+
+class BlendTable(NamedTuple):
+    """Which sample of which component is sample i: Megatron's dataset_index and dataset_sample_index."""
+
+    components: npt.NDArray[Any]
+    numbers: npt.NDArray[Any]
+
+    def find(self, sample: int) -> tuple[int, int]:
+        """Returns (component, index of the sample in that component) for a sample of the blend."""
+        return int(self.components[sample]), int(self.numbers[sample])
+
+
+TablePaths = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class GreedyBlend:
+    """A blend with these weights, normalized as the program does before it plans its components."""
+
+    weights: tuple[float, ...]
+
+    def samples_of_components(self, num_samples: int) -> list[int]:
+        """Returns the samples of each component among the first `num_samples`, to within about a sample."""
+        return [round(weight * num_samples) for weight in self.weights]
+
+    def table_paths(self, folder: str, num_samples: int) -> TablePaths:
+        """Returns the files of the table with at least `num_samples` samples."""
+        digest = hashlib.sha256(self._table_weights().tobytes()).hexdigest()[:12]
+        stem = os.path.join(folder, f"blend-{digest}_{_table_length(num_samples)}")
+        return f"{stem}_dataset_index.npy", f"{stem}_dataset_sample_index.npy"
+
+    @stop_at_access_error()
+    def prepare(
+        self,
+        folder: str,
+        num_samples: int,
+        available: Sequence[int],
+        other_files: Callable[[list[float]], Iterable[TablePaths]] = no_other_files,
+    ) -> None:
+        """Builds the table unless its files are valid. available: the samples that each component has.
+        other_files: returns files of another program with the beginning of the table with these weights.
+
+        Raises UserError if the blend needs more samples than are available.
+        """
+        paths, length = self.table_paths(folder, num_samples), _table_length(num_samples)
+        table = self._valid_table(paths, length)
+        if table is None:
+            others = other_files(self._table_weights().tolist())
+            valid = filter(None, (self._valid_table(other, None) for other in others))
+            longest = max(valid, key=lambda table: len(table.components), default=None)
+            table = self.table(length, longest)
+            for path, array in zip(paths, table, strict=True):
+                write_array(path, array)
+        used = _counts(table.components[:num_samples], len(self.weights))
+        for component, (needs, has) in enumerate(zip(used.tolist(), available, strict=True)):
+            if needs > has:
+                raise UserError(
+                    f"the blend reads {needs:,} samples of its component number {component + 1}, whose order "
+                    f"is planned over {has:,}, and Megatron would stop too: change the weights, or choose "
+                    "--data-order native"
+                )
+
+    def load(self, folder: str, num_samples: int) -> BlendTable:
+        """Memory-maps the table. Raises UserError, naming the file, if one is missing or damaged."""
+        try:
+            return _read_table(self.table_paths(folder, num_samples), _table_length(num_samples))
+        except IndexFileError as problem:
+            raise UserError(
+                f"{problem}: one process per node builds the table of the blend before training, and every "
+                "process needs access to its folder"
+            ) from problem
+
+    def table(self, length: int, beginning: BlendTable | None = None) -> BlendTable:
+        """Returns the table with `length` samples. beginning: a valid table with fewer or more."""
+        known = 0 if beginning is None else min(length, len(beginning.components))
+        table = BlendTable(np.empty(length, np.int16), np.empty(length, np.int64))
+        if beginning is not None:
+            for array, part in zip(table, beginning, strict=True):
+                array[:known] = part[:known]
+        continue_blend(self._table_weights(), table, known)
+        return table
+
+    def _table_weights(self) -> npt.NDArray[np.float64]:
+        """Returns the weights with which the table is built: they are normalized once more."""
+        weights = np.array(self.weights)
+        return weights / np.sum(weights)
+
+    def _valid_table(self, paths: TablePaths, length: int | None) -> BlendTable | None:
+        """Returns the table in the files, or None if a file is missing or damaged."""
+        try:
+            table = _read_table(paths, length)
+            _check_table(table, len(self.weights), paths)
+        except IndexFileError as problem:
+            logger.info("the table of a blend: %s", problem)
+            return None
+        return table
+
+
+class DeepSpeedBlend(GreedyBlend):
+    """The blend of Megatron-DeepSpeed, BigScience's and Microsoft's."""
+
+    @classmethod
+    def from_fractions(cls, weights: Sequence[Fraction]) -> DeepSpeedBlend:
+        total = 0.0
+        for weight in weights:
+            total += float(weight)
+        return cls(tuple(float(weight) / total for weight in weights))
+
+    def planned_samples(self, num_samples: int) -> list[int]:
+        return [math.ceil(num_samples * weight * 1.005) for weight in self.weights]
+
+
+class CoreBlend(GreedyBlend):
+    """The blend of Megatron-Core."""
+
+    @classmethod
+    def from_fractions(cls, weights: Sequence[Fraction]) -> CoreBlend:
+        given = np.array([float(weight) for weight in weights])
+        return cls(tuple((given / np.sum(given)).tolist()))
+
+    def planned_samples(self, num_samples: int) -> list[int]:
+        return [math.ceil(math.ceil(num_samples * weight) * (1 + 0.005)) for weight in self.weights]
+
+
+def continue_blend(weights: npt.NDArray[np.float64], table: BlendTable, first: int) -> None:
+    """Computes the samples of a table from number `first` on. Those before it are known."""
+    end, components, numbers = len(table.components), table.components, table.numbers
+    if end - first >= _COMPILED_FROM and (helpers := compiled()) is not None:
+        counts = _counts(components[:first], len(weights))
+        helpers.continue_blend.restype = None
+        helpers.continue_blend(
+            count(len(weights)), address(weights), address(counts), count(first), count(end),
+            address(components), address(numbers),
+        )  # fmt: skip
+        return
+    # Whole numbers are exact in double precision.
+    counts_so_far = _counts(components[:first], len(weights)).astype(np.float64)
+    lacking = np.empty(len(weights))
+    for sample in range(first, end):
+        np.multiply(weights, max(sample, 1), out=lacking)
+        chosen = np.subtract(lacking, counts_so_far, out=lacking).argmax()
+        components[sample], numbers[sample] = chosen, counts_so_far[chosen]
+        counts_so_far[chosen] += 1
+
+
+def _table_length(num_samples: int) -> int:
+    return max(_SHORTEST_TABLE, 1 << (num_samples - 1).bit_length())
+
+
+def _read_table(paths: TablePaths, length: int | None) -> BlendTable:
+    table = BlendTable(*(read_array(path, (length,)) for path in paths))
+    if len(table.components) != len(table.numbers):
+        raise IndexFileError(f"{paths[0]} and {paths[1]} have different lengths")
+    return table
+
+
+def _check_table(table: BlendTable, num_components: int, paths: TablePaths) -> None:
+    """Raises IndexFileError if the files are damaged."""
+    components, numbers = table
+    if len(components) and not 0 <= components.min() <= components.max() < num_components:
+        raise IndexFileError(f"{paths[0]} names components outside {range(num_components)}")
+    counts = np.zeros(num_components, np.int64)
+    for first in range(0, len(components), _BLOCK):
+        block = components[first : first + _BLOCK]
+        by_component = np.argsort(block, kind="stable")
+        used = _counts(block, num_components)
+        before = np.repeat(counts - (np.cumsum(used) - used), used)
+        if np.any(numbers[first : first + _BLOCK][by_component] != before + np.arange(len(block))):
+            raise IndexFileError(f"{paths[1]} does not count the samples of each component of {paths[0]}")
+        counts += used
+
+
+def _counts(components: npt.NDArray[Any], num_components: int) -> npt.NDArray[np.int64]:
+    """Returns the number of samples of each component."""
+    blocks = range(0, len(components), _BLOCK)
+    counts = (np.bincount(components[i : i + _BLOCK], minlength=num_components) for i in blocks)
+    return sum(counts, np.zeros(num_components, np.int64))

@@ -1,0 +1,76 @@
+"""Index files: arrays of integers as .npy files, read by memory mapping."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.errors import UserError, is_access_error
+from megatron.files import open_regular
+from megatron.mapped_file import map_open_file
+
+
+class IndexFileError(Exception):
+    """An index file is missing, damaged or was built from other data."""
+
+
+def no_other_files(wanted: object) -> tuple[()]:
+    """Returns no files: no other program has built what is wanted."""
+    return ()
+
+
+def read_array(path: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
+    """Memory-maps an array of integers. shape: expected, None for any length. Raises IndexFileError."""
+    try:
+        array = _map_array(path)
+    except FileNotFoundError:
+        raise IndexFileError(f"{path} does not exist") from None
+    except Exception as error:  # numpy parses the header as a Python literal, with errors of any type
+        if is_access_error(error):
+            raise
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise IndexFileError(f"{path} is damaged ({reason})") from error
+    if array.dtype.kind not in "iu":
+        raise IndexFileError(f"{path} does not hold an array of integers")
+    if array.ndim != len(shape) or any(
+        want not in (None, has) for want, has in zip(shape, array.shape, strict=True)
+    ):
+        raise IndexFileError(f"{path} has shape {array.shape}, expected {shape}")
+    return array
+
+
+def _map_array(path: str) -> npt.NDArray[Any]:
+    """Returns what np.load(path, mmap_mode="r") returns, without keeping a file descriptor open."""
+    with open_regular(path) as file:
+        # Headers of later versions may have gigabytes; np.save does not write them for integers.
+        if (version := np.lib.format.read_magic(file)) != (1, 0):
+            raise ValueError(f"version {version} of the npy format, expected (1, 0)")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        start, count = file.tell(), math.prod(shape)
+        content = map_open_file(file, path)[start : start + count * dtype.itemsize].view(dtype)
+    return content.reshape(shape, order="F" if is_fortran else "C")
+
+
+def write_array(path: str, array: npt.NDArray[Any]) -> None:
+    """Writes an index file under a temporary name and renames it. Creates its folder. Raises UserError."""
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(temporary, "xb") as file:
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise UserError(
+            f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to a "
+            "different folder"
+        ) from error
