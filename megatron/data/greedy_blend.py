@@ -2,7 +2,7 @@
 
 Sample i of the blend is taken from the component that lacks most: the largest weight_j * max(i, 1) - count_j,
 where count_j is the number of its samples among the first i; at equal values the component with the lower
-index. Sums and ties are those of double precision, so the table is built from its beginning. It depends only
+index. Sums and ties depend on double precision, so the table is built from its beginning. It depends only
 on the weights: a longer run extends it.
 
 The order of each component is planned over slightly more samples than its share, 0.5 %, so that the greedy

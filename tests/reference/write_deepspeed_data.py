@@ -110,7 +110,9 @@ def main(folder, *programs):
         program, found = load_program(checkout), {"single": [], "blends": []}
         for kind, results in found.items():
             for case in cases[kind]:
-                copy = shutil.copytree(folder, f"{tempfile.mkdtemp()}/data")  # index files are written there
+                copy = shutil.copytree(
+                    folder, f"{tempfile.mkdtemp()}/data"
+                )  # the program writes index files beside the data
                 blend = case.get("blend", [case.get("data")])
                 words = [f"{copy}/{word}" if isinstance(word, str) else str(word) for word in blend]
                 is_single = len(words) == 1 or (len(words) == 2 and not case["split"])

@@ -88,7 +88,7 @@ PROGRAMS = [order for order in DATA_ORDERS if order != "native"]
 
 
 def programs(*in_gate: str) -> pytest.MarkDecorator:
-    """A row for each program; those that are not named here are further rows."""
+    """A row for each program. A program outside `in_gate` is a further row."""
     return pytest.mark.parametrize(
         "order",
         [
