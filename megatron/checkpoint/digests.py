@@ -109,7 +109,7 @@ def rank_digests(
 ) -> RankDigests:
     """Returns this rank's part of the digests. is_replicated: whether each data-parallel rank has the whole
     state. digests_of: returns the digests of a part of a parameter, by state."""
-    place = (layout.pipeline_stage, layout.dp_rank if is_replicated else 0)
+    place = (layout.pipeline_stage, layout.dp_cp_rank if is_replicated else 0)
     own = RankDigests(place, layout.tp_rank)
     for part in parts:
         own.digests[part.name] = digests_of(part)

@@ -202,7 +202,7 @@ class NativeWriter(ParameterWriter):
             files: Files = dict(zip([p.name for p in paths], pool.map(describe_file, paths), strict=True))
         self.write_run_file(
             files,
-            layout=run["layout"] | {"data_parallel_size": 1, "zero_stage": 1},
+            layout=run["layout"] | {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1},
             parameters={name: spec_record(spec) for name, spec in self._specs.items()},
             index=file_index(self._index, self._specs),
         )
