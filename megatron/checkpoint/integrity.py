@@ -156,7 +156,8 @@ def canary_loss(engine: GPTEngine, vocab_size: int, length: int | None = None) -
 
 def _canary_length(config: Config) -> int:
     """Returns the tokens of the canary: few, because training waits for its loss at every save."""
-    return CANARY_TOKENS if _is_possible_length(config, CANARY_TOKENS) else config.model.seq_length
+    multiple = config.parallel.length_multiple
+    return min(-(-CANARY_TOKENS // multiple) * multiple, config.model.seq_length)
 
 
 def _is_possible_length(config: Config, length: int) -> bool:

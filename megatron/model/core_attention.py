@@ -8,6 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import bias as attention_bias
 from torch.utils.checkpoint import checkpoint
 
@@ -107,7 +108,7 @@ class CoreAttention(nn.Module):
         seq, heads = len(query) * self.cp_group.size, query.shape[2]
         key, value = gather_keys_and_values(key, value, self.cp_group)
         # The flash kernels share keys and values among the heads of a group; others get copies.
-        shares = choice == Implementation.SDPA and query.dtype != torch.float32
+        shares = choice == Implementation.SDPA and _flash_kernel_accepts(query, key, value)
         if key.shape[2] < heads and not shares and choice != Implementation.TRITON:
             key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         outputs = []
@@ -204,3 +205,14 @@ class CoreAttention(nn.Module):
             tp_group=self.tp_group,
         )
         return torch.matmul(weights, value)
+
+
+def _flash_kernel_accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Returns whether PyTorch computes causal attention of these tensors, [seq, batch, heads, head_dim], with
+    its flash kernel. If not, heads that share keys would store all scores."""
+    if query.dtype == torch.float32:
+        return False
+    if query.device.type != "cuda":
+        return True
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True))

@@ -3,7 +3,7 @@
 The idea (Llama 3, arXiv 2407.21783, section 3.3.2): each rank computes everything for the tokens of its two
 chunks (`CPGroup.chunks`). Only attention needs other tokens. It all-gathers the keys and values, which are
 small with grouped queries, into the order of the sequence. So any mask works, and each query sums
-the terms of one process, in the order of one process.
+the terms that it sums in one process.
 
 A rank that has whole sequences, with a group of one, gets its arguments back.
 """

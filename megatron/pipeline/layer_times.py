@@ -82,7 +82,8 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
         return None
     try:
         profile = read_json(Path(path))
-        measured_for = dict(profile["measured_for"])
+        # Without context parallelism in files that were written before it existed.
+        measured_for = {"context_parallel_size": 1, **profile["measured_for"]}
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
             raise ValueError("expected times of 0 seconds or more")
