@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Measures the data pipeline: samples that are not in memory, and a start with thousands of token files.
 
-    python benchmarks/data.py                     about a minute
+    python benchmarks/data.py                     about three minutes
     python benchmarks/data.py --gigabytes 8       a token file of 8 GB
 
+preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, against the `tokenizers`
+                library in batches, on all cores, whose ids go into a file. The text is Python's standard
+                library, tokenized with a byte-level BPE of 8,192 tokens trained on it.
 cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
                 on a descriptor for random reads: microseconds, and bytes that the disk reads.
 many prefixes   A rank opens a blend of token files whose index files exist and were verified: seconds, and
@@ -14,21 +17,28 @@ The folder of --folder should be on the disk that is measured; in a tmpfs all pa
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
+import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
 from megatron.text_table import format_table
+from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
 
 SEQ_LENGTHS = (2048, 8192)
 READS = 400
@@ -42,13 +52,51 @@ def main() -> None:
         "--folder", type=Path, help="folder for the token files (default: the temporary folder)"
     )
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the token file of cold samples")
+    parser.add_argument("--megabytes", type=float, default=60.0, help="size of the text of preprocessing")
     parser.add_argument("--prefixes", type=int, default=3000, help="number of token files of a start")
     arguments = parser.parse_args()
     print(describe_machine(), flush=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        preprocessing(Path(folder), arguments.megabytes)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         cold_samples(Path(folder), arguments.gigabytes)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         many_prefixes(Path(folder), arguments.prefixes)
+
+
+def preprocessing(folder: Path, megabytes: float) -> None:
+    """Prints the speed of each backend and of `tokenizers` in batches."""
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    documents = [source.read_text(encoding="utf-8") for source in sources]
+    trainer = tokenizers.ByteLevelBPETokenizer()
+    trainer.train_from_iterator(documents, 8192, special_tokens=[END_OF_TEXT], show_progress=False)
+    trainer.save_model(os.fspath(folder))
+    lines = [json.dumps({"text": part}) + "\n" for text in documents for part in text.split("\n\n") if part]
+    repeats = max(round(megabytes * 1e6 / sum(map(len, lines))), 1)
+    path = folder / "text.jsonl"
+    path.write_text("".join(lines) * repeats)
+    size = path.stat().st_size / 1e6
+    tool = ["tools/preprocess_data.py", "--input", path, "--output-prefix", folder / "out", "--append-eod"]
+    tool += ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
+    seconds = {}
+    for backend in ("gigatoken", "reference"):
+        command = [sys.executable, *tool, "--workers", os.cpu_count(), "--tokenizer-backend", backend]
+        for made in folder.glob("out*"):
+            made.unlink()
+        start = time.perf_counter()
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+        seconds[f"--tokenizer-backend {backend}, {os.cpu_count()} workers"] = time.perf_counter() - start
+    start = time.perf_counter()
+    tokenizer = GPT2BPETokenizer(os.fspath(folder / "vocab.json"), os.fspath(folder / "merges.txt"))
+    with open(path, encoding="utf-8") as text, open(folder / "ids", "wb") as ids:
+        while batch := list(islice(text, 1024)):
+            for encoded in tokenizer.tokenize_batch([json.loads(line)["text"] for line in batch]):
+                ids.write(np.array(encoded, np.uint16).data)
+    base = time.perf_counter() - start
+    seconds["tokenizers in batches"] = base
+    rows = [[name, f"{size / value:.1f} MB/s", f"{base / value:.2f}"] for name, value in seconds.items()]
+    table = format_table([["", "speed", "against tokenizers in batches"], *rows])
+    print(f"preprocessing {size:,.0f} MB\n{table}\n", flush=True)
 
 
 def cold_samples(folder: Path, gigabytes: float) -> None:

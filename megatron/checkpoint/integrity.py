@@ -160,9 +160,7 @@ def _canary_length(config: Config) -> int:
 
 
 def _is_possible_length(config: Config, length: int) -> bool:
-    parallel = config.parallel
-    divisor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return length <= config.model.seq_length and length % divisor == 0
+    return length <= config.model.seq_length and length % config.parallel.length_multiple == 0
 
 
 def _canary(num_rows: int, vocab_size: int, length: int) -> MicroBatch:

@@ -297,7 +297,8 @@ def _describe_ranks(reports: Sequence[Report]) -> str:
 
 def _describe_rank(report: Report) -> str:
     stage = f", stage {report['stage']}" if "stage" in report else ""
-    return f"rank {report['rank']} on {report['host']}{stage} (pid {report['pid']})"
+    context = f", CP rank {report['cp_rank']}" if "cp_rank" in report else ""
+    return f"rank {report['rank']} on {report['host']}{stage}{context} (pid {report['pid']})"
 
 
 def _progress(reports: Sequence[Report]) -> str:

@@ -246,7 +246,9 @@ def _is_number(value: Any) -> bool:
 
 # The types of the facts that the diagnosis reads. Other facts may have any value.
 _EXPECTED: dict[str, Check] = {
-    **dict.fromkeys(("rank", "pid", "stage", "iteration", "saved_iteration", "first_rank"), _is_number),
+    **dict.fromkeys(
+        ("rank", "pid", "stage", "cp_rank", "iteration", "saved_iteration", "first_rank"), _is_number
+    ),
     **dict.fromkeys(("host", "text", "signal", "place", "device", "waits_in", "load_to_resume"), is_text),
     **dict.fromkeys(("first", "on_all_ranks"), lambda value: isinstance(value, bool)),
     "ended": lambda value: type(value) in (int, float) and abs(value) < math.inf,

@@ -12,14 +12,14 @@ over the samples, computed as in training: on equal samples it equals the valida
 --tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) with the checkpoint's
 tokenizer; --tasks-path adds a folder of tasks. The task `toy` needs no download.
 
-With a tensor- or pipeline-parallel size above 1 and without a launcher, the tool starts the other ranks on
-this host. Under a launcher such as torch.distributed.run, data-parallel replicas share the texts of the
-tasks.
+With a parallel size above 1 and without a launcher, the tool starts the other ranks on this host. Under a
+launcher such as torch.distributed.run, data-parallel replicas share the texts of the tasks.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from megatron.config import Config, LoggingConfig, parse_split
+from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 ALL = "all"
 # Arguments of Python that start this tool on the other ranks.
 PROGRAM = ["-m", "megatron.commands.evaluate"]
+# Flags of the layout, as fields of `ParallelConfig`.
+_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 def build_parser() -> ToolParser:
@@ -108,9 +110,10 @@ def build_parser() -> ToolParser:
     )
     add_verify_digests_flag(parser)
     group = parser.add_argument_group("layout (may differ from the checkpoint's)")
-    for axis, title in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel")):
+    for field in _SIZES:
+        title = f"{field.partition('_')[0]}-parallel"
         group.add_argument(
-            f"--{axis}-model-parallel-size",
+            f"--{field.replace('_', '-')}",
             type=int,
             default=1,
             metavar="N",
@@ -137,8 +140,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise no_harness("--tasks", "there is no module lm_eval")
     if arguments.tasks_path is not None:
         check_folder("--tasks-path", arguments.tasks_path)
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    check_at_least_1(arguments, "seq_length", "samples", "micro_batch_size", "limit", *sizes)
+    check_at_least_1(arguments, "seq_length", "samples", "micro_batch_size", "limit", *_SIZES)
     if arguments.split is not None:
         parse_split(arguments.split)
     for prefix in arguments.data_path:
@@ -317,13 +319,13 @@ def run(argv: Sequence[str]) -> None:
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.build import config_of_layout
 
-    degrees = (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    sizes = {field: getattr(arguments, field) for field in _SIZES}
     launched = world_size_of(os.environ)
-    world_size = launched if launched > 1 else degrees[0] * degrees[1]
+    world_size = launched if launched > 1 else math.prod(sizes.values())
     evaluation = None
     with announce_errors():
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
-        config = config_of_layout(checkpoint, *degrees, world_size)
+        config = config_of_layout(checkpoint, ParallelConfig(**sizes, world_size=world_size))
     verify = not arguments.no_verify_digests
     with ExitStack() as stack:
         # Holds the store of rank 0, to which the other ranks connect while a task is downloaded.

@@ -311,11 +311,11 @@ def check_curriculum(
             f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
             "max_difficulty, or increase --seq-length"
         )
-    tensor = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and (odd := [n for n in curriculum.all_lengths() if n % tensor]):
+    multiple = parallel.length_multiple
+    if odd := [n for n in curriculum.all_lengths() if n % multiple]:
         raise ConfigError(
-            f"{SOURCE} has sequences of {odd[0]} tokens, which with --sequence-parallel must be "
-            f"divisible by --tensor-model-parallel-size {tensor}: choose multiples of it (difficulty_step)"
+            f"{SOURCE} has sequences of {odd[0]} tokens, which must be divisible by "
+            f"{parallel.length_multiple_terms}: choose multiples of it (difficulty_step)"
         )
     if training.compile:
         raise ConfigError(

@@ -25,6 +25,9 @@ from megatron.errors import ConfigError
 # Former names, which run.json of older checkpoints contains.
 RENAMED_SECTIONS = {"trouble": "stability"}
 RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
+_MIN_TOKENS_PER_RANK = 8192
+"""Fewest tokens of a sequence on a context-parallel rank that a search or an advice proposes: the activations
+of shorter sequences fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,15 @@ class Config:
         """Returns the tokens per sample in iteration `iteration`, counted from 1. Evaluations use
         --seq-length."""
         return self.model.seq_length if self.curriculum is None else self.curriculum.length_at(iteration)
+
+    @property
+    def seq_length_per_rank(self) -> int:
+        """Tokens of each sequence on a rank: --seq-length / CP."""
+        return self.model.seq_length // self.parallel.context_parallel_size
+
+    def is_long_enough_for(self, context_size: int) -> bool:
+        """Returns whether a search or an advice proposes this context-parallel size."""
+        return self.model.seq_length // context_size >= _MIN_TOKENS_PER_RANK
 
     @property
     def micro_batches_per_step(self) -> int:

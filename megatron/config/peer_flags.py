@@ -42,8 +42,9 @@ def _switches(reason: str, *names: str) -> tuple[IgnoredFlag, ...]:
 
 
 _NO_MOE = "mixture-of-experts layers are not implemented; remove the flag to train a dense model"
-_NO_CONTEXT_PARALLELISM = (
-    "context parallelism is not implemented; set --sequence-parallel and raise --tensor-model-parallel-size"
+_NO_ULYSSES = (
+    "Ulysses, which divides attention by heads, is not implemented; set --context-parallel-size, which "
+    "divides the sequence"
 )
 _NO_TRANSFORMER_ENGINE = "Transformer Engine is not used; remove the flag"
 _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
@@ -113,8 +114,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "--muon-scalar-optimizer", "Adam updates the parameters that Muon does not", ("adam",), "set adam"
     ),
     *_switches("Muon always updates Q, K and V as separate matrices", "--muon-split-qkv"),
-    _value("--context-parallel-size", "1 means no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
-    _value("--ds-sequence-parallel-size", "1 means no context parallelism", ("1",), _NO_CONTEXT_PARALLELISM),
+    _value("--ds-sequence-parallel-size", "1 means no sequence parallelism", ("1",), _NO_ULYSSES),
     *(
         _value(name, "1 means a dense model", ("1",), _NO_MOE)
         for name in (
@@ -434,7 +434,7 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
     "set --tensorboard-dir or --wandb-project": ("--one-logger", "--otel-", "--app-tag-run"),
     f"{_DEEPSPEED_FORMAT}; remove the flag": ("--ckpt-", "--dist-ckpt-", "--use-dist-ckpt", "--async-"),
     "set --rope-scaling-type yarn and the other --rope- flags": ("--yarn-", "--no-yarn-"),
-    _NO_CONTEXT_PARALLELISM: (
+    "set --context-parallel-size; keys and values are all-gathered, other exchanges are not implemented": (
         *("--ds-sequence-parallel-", "--force-ds-sequence-parallel", "--cp-comm-type"),
         *("--hierarchical-context-parallel", "--dynamic-context-parallel"),
     ),

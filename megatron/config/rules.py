@@ -143,10 +143,10 @@ def _by_several(config: Config) -> Iterator[tuple[str, str]]:
 
 def _unused_with_replicas(config: Config) -> Iterator[tuple[str, str]]:
     parallel = config.parallel
-    if parallel.data_parallel_size == 1:
+    if parallel.dp_cp_size == 1:
         yield "parallel.zero_stage", "with data-parallel size 1"
     replicas = "and a data-parallel size above 1"
-    stage = parallel.zero_stage if parallel.data_parallel_size > 1 else 0
+    stage = parallel.zero_stage if parallel.dp_cp_size > 1 else 0
     if stage != 1:
         yield "parallel.ddp_bucket_size", f"without --zero-stage 1 {replicas}"
     if stage not in (1, 3):

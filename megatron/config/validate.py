@@ -54,11 +54,19 @@ def check_layout(config: Config) -> None:
     """Raises ConfigError for sizes that the parallel sizes do not divide, and for ZeRO with pipelines."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if parallel.world_size % (tensor * pipeline):
+    context = parallel.context_parallel_size
+    if parallel.world_size % parallel.ranks_per_replica:
+        by_context = f"--context-parallel-size {context} x " if context > 1 else ""
+        number = "three" if context > 1 else "two"
         raise ConfigError(
             f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
-            f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start a multiple of that "
-            "(--world-size with --dry-run), or change one of the two"
+            f"{by_context}--pipeline-model-parallel-size {pipeline} = {parallel.ranks_per_replica}: start a "
+            f"multiple of that (--world-size with --dry-run), or change one of the {number}"
+        )
+    if context > 1 and config.model.seq_length % parallel.length_multiple:
+        raise ConfigError(
+            f"--context-parallel-size {context}: --seq-length {config.model.seq_length} is not divisible by "
+            f"{parallel.length_multiple} ({parallel.length_multiple_terms}): change one of them"
         )
     if parallel.sequence_parallel and config.model.seq_length % tensor:
         raise ConfigError(
@@ -70,11 +78,12 @@ def check_layout(config: Config) -> None:
             f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: weight "
             "gradients have separate passes, which do not divide the sequence; remove one of the two flags"
         )
-    elements = config.batch.micro_batch_size * config.model.seq_length * config.model.hidden_size
+    elements = config.batch.micro_batch_size * config.seq_length_per_rank * config.model.hidden_size
     if config.training.partition_activations and elements % tensor:
+        length = "--seq-length / --context-parallel-size" if context > 1 else "--seq-length"
         raise ConfigError(
             f"--partition-activations: the {elements} elements of a layer's input (--micro-batch-size x "
-            f"--seq-length x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
+            f"{length} x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
             "change one of them"
         )
     if parallel.zero_stage >= 2 and pipeline > 1:

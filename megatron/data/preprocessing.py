@@ -15,7 +15,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from megatron.data.text_files import MAX_LINE_BYTES, LineBatch, identity_of, rea
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
+from megatron.tokenizer.fast import TextsEncoder, texts_encoder
 from megatron.tokenizer.flags import tokenizer_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, vocabulary_digest, write_record
 
@@ -82,9 +82,12 @@ class Progress:
 class BatchEncoder:
     """Tokenizes batches of jsonl lines."""
 
-    tokenizer: Tokenizer
+    texts_encoder: TextsEncoder
     json_keys: tuple[str, ...]
-    append_eod: bool
+    dtype: npt.DTypeLike
+    """Type of the ids in the result."""
+    eod: int | None
+    """This id ends each document; None for no id."""
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
         """Tokenizes the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
@@ -104,19 +107,22 @@ class BatchEncoder:
                 continue
             for key, text in zip(self.json_keys, fields, strict=True):
                 texts[key].append(text)
-        documents = {key: self._tokenize(texts[key]) for key in self.json_keys}
+        is_first = batch.first_line == 1
+        documents = {key: self._tokenize(texts[key], is_first) for key in self.json_keys}
         empty = {key: len(texts[key]) - len(documents[key][1]) for key in self.json_keys}
         return EncodedBatch(documents, sum(map(len, batch.lines)), num_lines, bad_lines, empty)
 
-    def _tokenize(self, texts: Sequence[str]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        documents = [ids for ids in self.tokenizer.tokenize_batch(texts) if ids] if texts else []
-        if self.append_eod:
-            for ids in documents:
-                ids.append(self.tokenizer.eod)
-        sizes = np.array([len(ids) for ids in documents], dtype=np.int64)
-        dtype = smallest_dtype(self.tokenizer.vocab_size)
-        tokens = np.fromiter(chain.from_iterable(documents), dtype, int(sizes.sum()))
-        return tokens, sizes
+    def _tokenize(
+        self, texts: Sequence[str], is_first: bool
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        ids, sizes = self.texts_encoder.encode(texts, is_first)
+        sizes = sizes[sizes > 0]
+        if self.eod is not None:
+            ids = np.insert(ids, np.cumsum(sizes), self.eod)
+            sizes = sizes + 1
+        if ids.size and int(ids.max()) > np.iinfo(self.dtype).max:
+            raise ValueError(f"token id {ids.max()} does not fit {np.dtype(self.dtype)}")
+        return ids.astype(self.dtype), sizes
 
 
 BatchesEncoder = Callable[[Iterator[LineBatch]], Iterator[EncodedBatch]]
@@ -131,6 +137,7 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     skip_bad_lines: bool = False,
+    backend: str = "auto",
     report: Callable[[Progress], None] | None = None,
     note: Callable[[str], object] = lambda line: None,
 ) -> Progress:
@@ -154,7 +161,6 @@ def preprocess(
         "skip_bad_lines": skip_bad_lines,
         "vocabulary_sha256": vocabulary_digest(tokenizer),
     }
-    encoder = BatchEncoder(tokenizer, keys, append_eod)
     with ExitStack() as stack:
         encode: BatchesEncoder | None = None
         for prefix, paths in _outputs(inputs, output_prefix):
@@ -163,7 +169,9 @@ def preprocess(
                 note(f"{prefix}: made from this input before, kept")
                 continue
             if encode is None:  # workers start only if there is work
-                encode = stack.enter_context(_batches_encoder(flags, encoder, workers))
+                encode = stack.enter_context(
+                    _batches_encoder(flags, tokenizer, keys, append_eod, backend, workers)
+                )
             job.run(keys, encode, progress, report, note, output_prefix.endswith("/"))
     return progress
 
@@ -305,13 +313,21 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
 
 
 @contextmanager
-def _batches_encoder(flags: TokenizerFlags, encoder: BatchEncoder, workers: int) -> Iterator[BatchesEncoder]:
-    """Yields a function that applies `encoder.encode` to each batch, in `workers` processes, and yields the
-    results in order."""
+def _batches_encoder(
+    flags: TokenizerFlags,
+    tokenizer: Tokenizer,
+    json_keys: tuple[str, ...],
+    append_eod: bool,
+    backend: str,
+    workers: int,
+) -> Iterator[BatchesEncoder]:
+    """Yields a function that applies `BatchEncoder.encode` to each batch, in `workers` processes, and yields
+    the results in order. tokenizer: the one of `flags`."""
+    encoder = _encoder(tokenizer, json_keys, append_eod, backend)
     if workers == 1:
         yield partial(map, encoder.encode)
         return
-    settings = (tuple(tokenizer_settings(flags).items()), encoder.json_keys, encoder.append_eod)
+    settings = (tuple(tokenizer_settings(flags).items()), json_keys, append_eod, backend)
     executor = ProcessPoolExecutor(
         workers,
         # fork is unsafe in a process with threads (the progress bar has one).
@@ -355,14 +371,21 @@ def _kill_workers(executor: ProcessPoolExecutor) -> None:
     executor._result_queue._writer.close()  # type: ignore[attr-defined]
 
 
-@cache
-def _worker_encoder(
-    flags: tuple[tuple[str, str], ...], json_keys: tuple[str, ...], append_eod: bool
+def _encoder(
+    tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod: bool, backend: str
 ) -> BatchEncoder:
+    eod = tokenizer.eod if append_eod else None
+    dtype = smallest_dtype(tokenizer.vocab_size)
+    return BatchEncoder(texts_encoder(tokenizer, backend), json_keys, dtype, eod)
+
+
+@cache
+def _worker_encoder(flags: tuple[tuple[str, str], ...], *settings: Any) -> BatchEncoder:
     """Returns the encoder of a worker process, built at the first batch. Each batch is sent with the
-    settings of the encoder, since a tokenizer is too large to send. flags: items of `tokenizer_settings`."""
+    settings of the encoder, since a tokenizer is too large to send. flags: items of `tokenizer_settings`;
+    settings: arguments of `_encoder`."""
     given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **dict(flags)}
-    return BatchEncoder(build_tokenizer(Namespace(**given)), json_keys, append_eod)
+    return _encoder(build_tokenizer(Namespace(**given)), *settings)
 
 
 @contextmanager

@@ -166,7 +166,8 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
         # This timer synchronizes with the device in every forward pass, and nothing reads it.
         "timers": {"throughput": {"enabled": False}},
         **_passed_through(settings),
-        "train_batch_size": global_batch_size,
+        # DeepSpeed's data-parallel group includes the context-parallel ranks, which share their samples.
+        "train_batch_size": global_batch_size * config.parallel.context_parallel_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),
         "gradient_clipping": 0.0,

@@ -85,10 +85,12 @@ class GPTEngine(ScheduleExecutor):
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._expect_length(seq_length or self.run_config.model.seq_length)
-        if global_batch_size != self.train_batch_size():
+        # DeepSpeed counts a sample once per context-parallel rank.
+        counted = global_batch_size * self.layout.cp_size
+        if counted != self.train_batch_size():
             # After a rollback, the ramp-up may have a batch size that was not checked at startup.
             check_batch_size(self.run_config, global_batch_size)
-            self.set_train_batch_size(global_batch_size)
+            self.set_train_batch_size(counted)
         self.optimizer.begin_step(
             skips_non_finite,
             skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
@@ -133,7 +135,7 @@ class GPTEngine(ScheduleExecutor):
         both = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
             assert self.total_loss is not None
-            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_size)
+            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_cp_size)
         if self.global_rank == 0:
             both[1] = grad_norm
         dist.all_reduce(both)
@@ -158,8 +160,9 @@ class GPTEngine(ScheduleExecutor):
 
     @property
     def layer_writers(self) -> dict[int, int]:
-        """The data-parallel rank that writes each layer, so that they write about as many bytes."""
-        return share_out(self.layer_sizes, self.layout.dp_size)
+        """The replica (`ParallelLayout.dp_cp_rank`) that writes each layer, so that all write about as many
+        bytes."""
+        return share_out(self.layer_sizes, self.layout.dp_cp_size)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Writes the layer files; called by DeepSpeed's `save_checkpoint`.
@@ -172,7 +175,7 @@ class GPTEngine(ScheduleExecutor):
         writers = self.layer_writers
         for index, layer in self.module.layers.items():
             with self.optimizer.gathered_params(layer):
-                if self.layout.dp_rank == writers[index]:
+                if self.layout.dp_cp_rank == writers[index]:
                     state = {name: own_storage(value) for name, value in layer.state_dict().items()}
                     path = self.module.layer_path(self._curr_ckpt_path, index)
                     self.checkpoint_engine.save(state_dict=state, path=path)
@@ -241,11 +244,10 @@ def mixed_precision_optimizer(
     grid, parallel = model.mpu(), config.parallel
     groups = OptimizerProcessGroups(
         data=grid.get_data_parallel_group(),
-        dp_size=layout.dp_size,
-        dp_rank=layout.dp_rank,
+        dp_size=layout.dp_cp_size,
+        dp_rank=layout.dp_cp_rank,
         model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
-        description=f"rank {layout.rank} (stage {layout.pipeline_stage}, "
-        f"TP rank {layout.tp_rank}, DP rank {layout.dp_rank})",
+        description=f"rank {layout.rank} ({layout.place})",
         stage=_stage_group(layout, tp_group, model) if config.optimizer.updates_matrices else None,
     )
     buckets = _buckets(model, parallel.bucket_size)
@@ -272,7 +274,7 @@ def mixed_precision_optimizer(
 
 def _stage_group(layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe) -> dist.ProcessGroup | None:
     """Returns the group of `OptimizerProcessGroups.stage`. Collective."""
-    if layout.dp_size == 1:
+    if layout.dp_cp_size == 1:
         return tp_group.group
     if layout.pp_size == 1:
         return dist.group.WORLD

@@ -33,6 +33,7 @@ class AttentionMask:
     sample_keys: int64 [batch], see `mpu.random.DropoutRNG.sample_keys`. None: no dropout.
     dropout: probability that an attention weight is dropped.
     first_head: the model's index of this rank's first query head. The dropout mask depends on it.
+    seq: number of tokens of the sequence, if the keys are only its first tokens. None: all keys are given.
     """
 
     slopes: Tensor | None = None
@@ -41,14 +42,17 @@ class AttentionMask:
     sample_keys: Tensor | None = None
     dropout: float = 0.0
     first_head: int = 0
+    seq: int | None = None
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask) -> Tensor:
     """Returns dropout(softmax(query @ key.T * scale + bias)) @ value for each sample and head.
 
-    query: [seq, batch, heads, head_dim]; key, value: [seq, batch, groups, head_dim]. `groups` divides
-    `heads`, and query head i uses group i // (heads / groups). Any strides; a last dimension that is not
-    contiguous is copied. head_dim is at most MAX_HEAD_DIM. Returns [seq, batch, heads, head_dim], contiguous.
+    query: [queries, batch, heads, head_dim]; key, value: [keys, batch, groups, head_dim]. The keys are the
+    first tokens of the sequence, the queries the last ones of them (with context parallelism a chunk of the
+    sequence, otherwise all tokens). `groups` divides `heads`, and query head i uses group i // (heads /
+    groups). Any strides; a last dimension that is not contiguous is copied. head_dim is at most MAX_HEAD_DIM.
+    Returns [queries, batch, heads, head_dim], contiguous.
     """
     return _FlashAttention.apply(query, key, value, scale, mask)
 
@@ -69,6 +73,7 @@ class _FlashAttention(torch.autograd.Function):
             scale,
             mask.dropout,
             mask.first_head,
+            mask.seq or len(key),
         )
         ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.scale, ctx.mask = scale, mask
@@ -79,7 +84,8 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
-        numbers = (ctx.scale, mask.dropout, mask.first_head)
+        seq = mask.seq or len(key)
+        numbers = (ctx.scale, mask.dropout, mask.first_head, seq)
         grad_query, row_sums, row_keys = attention_backward_query_op(
             query,
             key,
@@ -105,6 +111,7 @@ class _FlashAttention(torch.autograd.Function):
             row_keys,
             ctx.scale,
             mask.dropout,
+            seq,
         )
         return grad_query, grad_key, grad_value, None, None
 
@@ -157,15 +164,16 @@ def attention_forward_op(
     scale: float,
     p: float,
     first_head: int,
+    seq: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output, and the base-2 log of each row's sum of exponentials, fp32 [batch, heads, seq]."""
+    """Returns the output, and the base-2 log of each query's sum of exponentials, fp32."""
     from megatron.kernels.attention_triton import attention_forward_kernel  # triton is optional
 
     out, log_sums = _like(query), _per_row(query, torch.float32)
-    sizes, common = _common("forward", query, key, value, slopes, first_keys, scale, p)
-    seq, batch, heads, _ = query.shape
+    sizes, common = _common("forward", query, key, value, slopes, first_keys, scale, p, seq)
+    queries, batch, heads, _ = query.shape
     if query.numel():
-        attention_forward_kernel[(-(-seq // sizes.queries), batch * heads)](
+        attention_forward_kernel[(-(-queries // sizes.queries), batch * heads)](
             query,
             key,
             value,
@@ -198,15 +206,16 @@ def attention_backward_query_op(
     scale: float,
     p: float,
     first_head: int,
+    seq: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
     from megatron.kernels.attention_triton import attention_backward_query_kernel  # triton is optional
 
     grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
-    sizes, common = _common("query", query, key, value, slopes, first_keys, scale, p)
-    seq, batch, heads, _ = query.shape
+    sizes, common = _common("query", query, key, value, slopes, first_keys, scale, p, seq)
+    queries, batch, heads, _ = query.shape
     if query.numel():
-        attention_backward_query_kernel[(-(-seq // sizes.queries), batch * heads)](
+        attention_backward_query_kernel[(-(-queries // sizes.queries), batch * heads)](
             query,
             key,
             value,
@@ -226,7 +235,7 @@ def attention_backward_query_op(
 
 @attention_backward_query_op.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, p, _first_head = others
+    *_, p, _first_head, _seq = others
     return _like(query), _per_row(query, torch.float32), _row_keys(query, p)
 
 
@@ -244,15 +253,16 @@ def attention_backward_key_op(
     row_keys: Tensor,
     scale: float,
     p: float,
+    seq: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
     from megatron.kernels.attention_triton import attention_backward_key_kernel  # triton is optional
 
     grad_key, grad_value = _like(key), _like(value)
-    sizes, common = _common("key", query, key, value, slopes, first_keys, scale, p)
-    seq, batch, groups, _ = key.shape
+    sizes, common = _common("key", query, key, value, slopes, first_keys, scale, p, seq)
+    keys, batch, groups, _ = key.shape
     if query.numel():
-        attention_backward_key_kernel[(-(-seq // sizes.keys), batch * groups)](
+        attention_backward_key_kernel[(-(-keys // sizes.keys), batch * groups)](
             query,
             key,
             value,
@@ -283,9 +293,10 @@ def _common(
     first_keys: Tensor | None,
     scale: float,
     p: float,
+    seq: int,
 ) -> tuple[Tiles, dict[str, Any]]:
     """Returns the tile sizes, and the arguments that all kernels share."""
-    seq, batch, heads, head_dim = query.shape
+    queries, batch, heads, head_dim = query.shape
     block_dim = max(1 << (head_dim - 1).bit_length(), 16)
     sizes = tiles(kernel, query.dtype, head_dim)
     strides = {
@@ -298,6 +309,8 @@ def _common(
         "first_keys": first_keys,
         "HAS_SLOPES": slopes is not None,
         "HAS_RANGES": first_keys is not None,
+        "queries": queries,
+        "keys": len(key),
         "seq": seq,
         "batch": batch,
         "heads": heads,
@@ -318,36 +331,36 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocates [batch, heads, seq]."""
-    seq, batch, heads, _ = query.shape
-    return torch.empty(batch, heads, seq, dtype=dtype, device=query.device)
+    """Allocates [batch, heads, queries]."""
+    queries, batch, heads, _ = query.shape
+    return torch.empty(batch, heads, queries, dtype=dtype, device=query.device)
 
 
 def _row_keys(query: Tensor, p: float) -> Tensor:
     return _per_row(query if p else query[:0], torch.int64)
 
 
-# FLOPs of products [seq, seq, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
+# FLOPs of products [queries, keys, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
 
 
 @register_flop_formula(torch.ops.megatron.attention_forward)
-def _forward_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Counts the scores, and weights times values."""
-    return 2 * _product_flops(query_shape)
+    return 2 * _product_flops(query_shape, key_shape)
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_query)
-def _backward_query_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _backward_query_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Counts the scores, and the gradients of weights and queries."""
-    return 3 * _product_flops(query_shape)
+    return 3 * _product_flops(query_shape, key_shape)
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_key)
-def _backward_key_flops(query_shape: torch.Size, *_: Any, **__: Any) -> int:
+def _backward_key_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
     """Counts the scores, and the gradients of weights, keys and values."""
-    return 4 * _product_flops(query_shape)
+    return 4 * _product_flops(query_shape, key_shape)
 
 
-def _product_flops(query_shape: torch.Size) -> int:
-    seq, batch, heads, head_dim = query_shape
-    return 2 * batch * heads * seq * seq * head_dim
+def _product_flops(query_shape: torch.Size, key_shape: torch.Size) -> int:
+    queries, batch, heads, head_dim = query_shape
+    return 2 * batch * heads * queries * key_shape[0] * head_dim

@@ -1,6 +1,7 @@
 """The Triton kernels of `megatron.kernels.attention`.
 
-Element offsets are int64, except within a tile.
+The queries are the last ones of the `keys` first tokens of a sequence of `seq` tokens: query row i is at
+position keys - queries + i. Element offsets are int64, except within a tile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def attention_forward_kernel(
     slopes,
     first_keys,
     sample_keys,
+    queries,
+    keys,
     seq,
     batch,
     heads,
@@ -54,26 +57,37 @@ def attention_forward_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = first_row + tl.arange(0, BLOCK_QUERIES)
+    first_position = keys - queries + first_row
+    positions = keys - queries + rows
     columns = tl.arange(0, BLOCK_KEYS)
 
     query += sample.to(tl.int64) * query_batch + head * query_head
     key += sample.to(tl.int64) * key_batch + head // group * key_head
     value += sample.to(tl.int64) * value_batch + head // group * value_head
-    q = _load_rows(query, first_row, query_seq, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    q = _load_rows(query, first_row, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
-    firsts, first_block = _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES, BLOCK_KEYS)
+    firsts, first_block = _first_keys(
+        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_KEYS
+    )
     if HAS_DROPOUT:
-        row_keys = _hash_rows(sample_keys, sample, first_head + head, rows, seq)
+        row_keys = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
 
     # Finite, so that a block without an allowed key gives exp2(-inf - largest) = 0 and not NaN.
     largest = tl.full([BLOCK_QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
-    for start in range(first_block, tl.minimum(first_row + BLOCK_QUERIES, seq), BLOCK_KEYS):
-        k = _load_rows(key, start, key_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
+        k = _load_rows(key, start, key_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
         scores = _masked_scores(
-            scores, rows[:, None], (start + columns)[None, :], firsts, scale, slope, HAS_SLOPES, HAS_RANGES
+            scores,
+            positions[:, None],
+            (start + columns)[None, :],
+            firsts,
+            scale,
+            slope,
+            HAS_SLOPES,
+            HAS_RANGES,
         )
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
@@ -82,15 +96,15 @@ def attention_forward_kernel(
         if HAS_DROPOUT:
             keep = _keep(row_keys[:, None], (start + columns)[None, :], dropped_below)
             weights = tl.where(keep, weights, 0.0)
-        v = _load_rows(value, start, value_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        v = _load_rows(value, start, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=FP32_PRODUCT)
         largest = new_largest
 
-    inside = rows < seq
+    inside = rows < queries
     acc *= (keep_scale / total)[:, None]
     out += (sample * heads + head).to(tl.int64) * HEAD_DIM
-    _store_rows(out, acc, first_row, batch * heads * HEAD_DIM, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
-    tl.store(log_sums + tl.program_id(1).to(tl.int64) * seq + rows, largest + tl.log2(total), mask=inside)
+    _store_rows(out, acc, first_row, batch * heads * HEAD_DIM, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    tl.store(log_sums + tl.program_id(1).to(tl.int64) * queries + rows, largest + tl.log2(total), mask=inside)
 
 
 @triton.jit
@@ -107,6 +121,8 @@ def attention_backward_query_kernel(
     slopes,
     first_keys,
     sample_keys,
+    queries,
+    keys,
     seq,
     batch,
     heads,
@@ -137,42 +153,55 @@ def attention_backward_query_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = first_row + tl.arange(0, BLOCK_QUERIES)
+    first_position = keys - queries + first_row
+    positions = keys - queries + rows
     columns = tl.arange(0, BLOCK_KEYS)
-    inside = rows < seq
-    in_rows = tl.program_id(1).to(tl.int64) * seq + rows
+    inside = rows < queries
+    in_rows = tl.program_id(1).to(tl.int64) * queries + rows
     in_heads = (sample * heads + head).to(tl.int64) * HEAD_DIM
     width = batch * heads * HEAD_DIM
 
     query += sample.to(tl.int64) * query_batch + head * query_head
     key += sample.to(tl.int64) * key_batch + head // group * key_head
     value += sample.to(tl.int64) * value_batch + head // group * value_head
-    o = _load_rows(out + in_heads, first_row, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
-    do = _load_rows(grad + in_heads, first_row, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    o = _load_rows(out + in_heads, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    do = _load_rows(grad + in_heads, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     row_sum = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(row_sums + in_rows, row_sum, mask=inside)
-    q = _load_rows(query, first_row, query_seq, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    q = _load_rows(query, first_row, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
     slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
-    firsts, first_block = _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES, BLOCK_KEYS)
+    firsts, first_block = _first_keys(
+        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_KEYS
+    )
     if HAS_DROPOUT:
-        hashes = _hash_rows(sample_keys, sample, first_head + head, rows, seq)
+        hashes = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
         tl.store(row_keys + in_rows, hashes.to(tl.int64, bitcast=True), mask=inside)
 
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
-    for start in range(first_block, tl.minimum(first_row + BLOCK_QUERIES, seq), BLOCK_KEYS):
-        k = _load_rows(key, start, key_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
+        k = _load_rows(key, start, key_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
         scores = _masked_scores(
-            scores, rows[:, None], (start + columns)[None, :], firsts, scale, slope, HAS_SLOPES, HAS_RANGES
+            scores,
+            positions[:, None],
+            (start + columns)[None, :],
+            firsts,
+            scale,
+            slope,
+            HAS_SLOPES,
+            HAS_RANGES,
         )
-        v = _load_rows(value, start, value_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        v = _load_rows(value, start, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         grad_weights = tl.dot(do, tl.trans(v), input_precision=FP32_PRODUCT)
         if HAS_DROPOUT:
             keep = _keep(hashes[:, None], (start + columns)[None, :], dropped_below)
             grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
         grad_scores = tl.exp2(scores - log_sum[:, None]) * (grad_weights - row_sum[:, None])
         acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=FP32_PRODUCT)
-    _store_rows(grad_query + in_heads, acc * scale, first_row, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    _store_rows(
+        grad_query + in_heads, acc * scale, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
+    )
 
 
 @triton.jit
@@ -189,6 +218,8 @@ def attention_backward_key_kernel(
     first_keys,
     end_queries,
     row_keys,
+    queries,
+    keys,
     seq,
     batch,
     heads,
@@ -223,32 +254,34 @@ def attention_backward_key_kernel(
     query += sample.to(tl.int64) * query_batch
     key += sample.to(tl.int64) * key_batch + key_index * key_head
     value += sample.to(tl.int64) * value_batch + key_index * value_head
-    k = _load_rows(key, first_column, key_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
-    v = _load_rows(value, first_column, value_seq, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
-    end = seq
+    k = _load_rows(key, first_column, key_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    v = _load_rows(value, first_column, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    # The first query is at position `past`. Rows from `begin` to `end` attend to some of the keys.
+    past = keys - queries
+    begin, end = tl.maximum(first_column - past, 0), queries
     if HAS_RANGES:
-        last = tl.minimum(first_column + BLOCK_KEYS, seq) - 1
-        end = tl.load(end_queries + sample.to(tl.int64) * seq + last)
+        last = tl.minimum(first_column + BLOCK_KEYS, keys) - 1
+        end = tl.minimum(tl.load(end_queries + sample.to(tl.int64) * seq + last) - past, queries)
 
     acc_k = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
     acc_v = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
     for head in range(key_index * group, (key_index + 1) * group):
         slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
         in_heads = (sample * heads + head).to(tl.int64)
-        for start in range(first_column // BLOCK_QUERIES * BLOCK_QUERIES, end, BLOCK_QUERIES):
+        for start in range(begin // BLOCK_QUERIES * BLOCK_QUERIES, end, BLOCK_QUERIES):
             rows = start + tl.arange(0, BLOCK_QUERIES)
-            inside = rows < seq
-            in_rows = in_heads * seq + rows
+            inside = rows < queries
+            in_rows = in_heads * queries + rows
             q = _load_rows(
-                query + head * query_head, start, query_seq, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
+                query + head * query_head, start, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
             )
             scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
-            firsts = rows
+            firsts = past + rows
             if HAS_RANGES:
-                firsts = tl.load(first_keys + sample.to(tl.int64) * seq + rows, mask=inside, other=0)
+                firsts = tl.load(first_keys + sample.to(tl.int64) * seq + past + rows, mask=inside, other=0)
             scores = _masked_scores(
                 scores,
-                rows[None, :],
+                (past + rows)[None, :],
                 columns[:, None],
                 firsts[None, :],
                 scale,
@@ -258,7 +291,9 @@ def attention_backward_key_kernel(
             )
             log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
             weights = tl.exp2(scores - log_sum[None, :])
-            do = _load_rows(grad + in_heads * HEAD_DIM, start, width, seq, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+            do = _load_rows(
+                grad + in_heads * HEAD_DIM, start, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
+            )
             grad_weights = tl.dot(v, tl.trans(do), input_precision=FP32_PRODUCT)
             dropped = weights
             if HAS_DROPOUT:
@@ -274,41 +309,57 @@ def attention_backward_key_kernel(
     in_groups = (sample * groups + key_index).to(tl.int64) * HEAD_DIM
     width = batch * groups * HEAD_DIM
     _store_rows(
-        grad_key + in_groups, acc_k * scale, first_column, width, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
+        grad_key + in_groups, acc_k * scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
     )
     _store_rows(
-        grad_value + in_groups, acc_v * keep_scale, first_column, width, seq, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
+        grad_value + in_groups, acc_v * keep_scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
     )
 
 
 @triton.jit
 def _load_rows(
-    pointer, first, stride, seq, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+    pointer, first, stride, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Loads BLOCK rows of one head from `first` on, [BLOCK, BLOCK_DIM]; zero outside of the sequence."""
+    """Loads BLOCK rows of one head from `first` on, [BLOCK, BLOCK_DIM]; zero from row `length` on."""
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
     place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    return tl.load(place, mask=(first + row < seq)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(place, mask=(first + row < length)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
 def _store_rows(
-    pointer, values, first, stride, seq, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
+    pointer,
+    values,
+    first,
+    stride,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
 ):
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
     place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
-    inside = (first + row < seq)[:, None] & (column < HEAD_DIM)[None, :]
+    inside = (first + row < length)[:, None] & (column < HEAD_DIM)[None, :]
     tl.store(place, values.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _first_keys(first_keys, sample, rows, first_row, seq, HAS_RANGES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Returns each row's first key [rows, 1], and the first key of the tile's first block of keys."""
-    firsts, first_block = rows, 0
+def _first_keys(
+    first_keys,
+    sample,
+    positions,
+    first_position,
+    keys,
+    seq,
+    HAS_RANGES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Returns each query's first key [queries, 1], and the first key of the tile's first block of keys."""
+    firsts, first_block = positions, 0
     if HAS_RANGES:
         first_keys += sample.to(tl.int64) * seq
-        firsts = tl.load(first_keys + rows, mask=rows < seq, other=0)
-        first_block = tl.load(first_keys + first_row) // BLOCK_KEYS * BLOCK_KEYS
+        firsts = tl.load(first_keys + positions, mask=positions < keys, other=0)
+        first_block = tl.load(first_keys + first_position) // BLOCK_KEYS * BLOCK_KEYS
     return firsts[:, None], first_block
 
 
@@ -327,9 +378,9 @@ def _masked_scores(
 
 
 @triton.jit
-def _hash_rows(sample_keys, sample, head, rows, seq):
+def _hash_rows(sample_keys, sample, head, positions, seq):
     """Returns a uint64 per row: the keys of `mpu.random._row_keys` for scores [batch, heads, seq, seq]."""
-    row = head.to(tl.int64) * seq + rows
+    row = head.to(tl.int64) * seq + positions
     return _mix64((tl.load(sample_keys + sample) + row * -0x61C8864680B583EB).to(tl.uint64))
 
 

@@ -7,6 +7,7 @@ again. So an element costs only its reads and its write: in 16 bits 6 bytes with
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ class ShardOffsets:
     """Where this rank's shard lies in the mask of the full activation.
 
     The activation is read as [outer, batch, inner, columns]. Row (o, b, i) of the shard is row
-    o * outer_stride + i + first_row of sample b in the full mask; column c is column c + first_column.
+    o * outer_stride + i + first_row of sample b in the full mask; column c is column c + first_column. The
+    rows of a sample from row `split` of the shard on have `second_first_row` instead of `first_row`.
     """
 
     batch: int
@@ -31,6 +33,8 @@ class ShardOffsets:
     outer_stride: int
     first_row: int
     first_column: int
+    split: int = 2**62
+    second_first_row: int = 0
 
 
 def shard_offsets(
@@ -49,6 +53,16 @@ def shard_offsets(
     if shard_dim == 0 and batch_dim > 0:
         return ShardOffsets(shape[batch_dim], inner, inner, rank * outer * inner, 0)
     return None
+
+
+def part_offsets(shape: torch.Size, batch_dim: int, dim: int, ranges: Sequence[range]) -> ShardOffsets | None:
+    """Returns the offsets of an activation that holds one or two ranges of dimension `dim`; None if the
+    kernel does not support it: the activation has other dimensions than this one, the batch and the last."""
+    if len(shape) != 3 or batch_dim + dim != 1 or not 1 <= len(ranges) <= 2:
+        return None
+    inner = shape[1] if dim == 1 else 1
+    first, second, split = ranges[0], ranges[-1], len(ranges[0])
+    return ShardOffsets(shape[batch_dim], inner, inner, first.start, 0, split, second.start - split)
 
 
 def drop_threshold(p: float) -> int:

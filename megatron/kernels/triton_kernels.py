@@ -23,6 +23,8 @@ def dropout_add_kernel(
     outer_stride,
     first_row,
     first_column,
+    split,
+    second_first_row,
     dropped_below,
     scale,
     HAS_BIAS: tl.constexpr,
@@ -33,9 +35,11 @@ def dropout_add_kernel(
     """out[r, c] = residual[r, c] + keep(r, c) * (x[r, c] + bias[c]) * scale, a tile per program."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    keep = _keep(
-        row, column, sample_keys, rows, batch, inner, outer_stride, first_row, first_column, dropped_below
-    )
+    outer_row, inner_row = row // inner // batch, row % inner
+    first_row = tl.where(outer_row * inner + inner_row < split, first_row, second_first_row)
+    full_row = outer_row * outer_stride + inner_row + first_row
+    sample_key = tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0)
+    keep = _keep(sample_key, full_row, column + first_column, dropped_below)
 
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     element = row[:, None] * columns + column[None, :]
@@ -52,13 +56,12 @@ def dropout_add_kernel(
 
 
 @triton.jit
-def _keep(row, column, sample_keys, rows, batch, inner, outer_stride, first_row, first_column, dropped_below):
-    """Returns the mask of `mpu.random.keep_mask` as booleans [rows, columns]."""
-    sample_key = tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0)
-    full_row = row // inner // batch * outer_stride + row % inner + first_row
-    row_key = _mix64((sample_key + full_row * -0x61C8864680B583EB).to(tl.uint64))
+def _keep(sample_key, row, column, dropped_below):
+    """Returns the mask of `mpu.random.keep_mask` as booleans [rows, columns], from the keys of the rows'
+    samples, and rows and columns of the full activation."""
+    row_key = _mix64((sample_key + row * -0x61C8864680B583EB).to(tl.uint64))
     low, high = row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32)
-    bits = _mix32((column + first_column).to(tl.uint32))[None, :] ^ low[:, None]
+    bits = _mix32(column.to(tl.uint32))[None, :] ^ low[:, None]
     bits *= (high | 1)[:, None]
     bits ^= bits >> 15
     bits *= 0x2C1B3C6D

@@ -51,6 +51,7 @@ class AttentionRequirements:
     on_cpu: bool
     kernels_unsupported_reason: str | None
     window: int | None = None
+    context_parallel: bool = False
 
     @property
     def features(self) -> list[str]:
@@ -67,7 +68,8 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
     PyTorch's fused kernel computes plain causal attention: it is faster than the Triton kernel. Dropout,
     ALiBi, document boundaries and windows need the Triton kernel. PyTorch's kernels would draw a different
     dropout mask; they take biases and windows only as [seq, seq] tensors, and documents only as lengths that
-    the host must know. Without Triton kernels, CPUs and short sequences use [seq, seq] tensors.
+    the host must know. Without Triton kernels, CPUs and short sequences use [seq, seq] tensors; with context
+    parallelism, whose queries are chunks of the sequence, they never do.
     """
     features = ", ".join(required.features)
     if not features:
@@ -77,9 +79,14 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
         against = f"heads of {required.head_dim} are larger than {MAX_HEAD_DIM}"
     if against is None:
         return Implementation.TRITON, f"flash, {features} by the triton kernel"
+    by_blocks = "context parallelism" if required.context_parallel else None
     if not required.on_cpu and required.seq_length > MAX_UNFUSED_SEQ_LENGTH:
-        sizes = f"{required.seq_length} tokens are more than {MAX_UNFUSED_SEQ_LENGTH}"
-        return Implementation.BLOCKS, f"PyTorch by blocks of queries, since {against}; {features}; {sizes}"
+        by_blocks = f"{required.seq_length} tokens are more than {MAX_UNFUSED_SEQ_LENGTH}"
+    if by_blocks is not None:
+        return (
+            Implementation.BLOCKS,
+            f"PyTorch by blocks of queries, since {against}; {features}; {by_blocks}",
+        )
     if required.dropout:
         return Implementation.UNFUSED, f"PyTorch, all scores are stored, since {against}; {features}"
     return (
@@ -107,19 +114,22 @@ def training_attention(config: Config) -> Implementation:
         on_cpu=False,
         kernels_unsupported_reason=None if run_uses_kernels(config) else "no kernels",
         window=model.attention_window,
+        context_parallel=config.parallel.context_parallel_size > 1,
     )
     return choose_attention(required)[0]
 
 
-def implementation_for(query: Tensor, dropout: float, masks: AttentionMasks) -> Implementation:
-    """Returns the implementation for query [seq, batch, heads, head_dim]; logs each reason once."""
-    seq, _, _, head_dim = query.shape
+def implementation_for(query: Tensor, seq: int, dropout: float, masks: AttentionMasks) -> Implementation:
+    """Returns the implementation for query [seq / CP, batch, heads, head_dim]; logs each reason once."""
+    local, _, _, head_dim = query.shape
     alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
     on_cpu, against = query.device.type == "cpu", None
     if (dropout or alibi or documents or window) and not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     choice, reason = choose_attention(
-        AttentionRequirements(dropout, alibi, documents, seq, head_dim, on_cpu, against, window)
+        AttentionRequirements(
+            dropout, alibi, documents, seq, head_dim, on_cpu, against, window, context_parallel=local < seq
+        )
     )
     if not torch.compiler.is_compiling():
         _log_once(reason)

@@ -8,13 +8,15 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import bias as attention_bias
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.model.attention_choice import Implementation, implementation_for
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.random import device_sample_keys, dropout
+from megatron.mpu.context_parallel import gather_keys_and_values
+from megatron.mpu.random import Part, device_sample_keys, dropout
 
 QUERIES_PER_BLOCK = 512
 
@@ -22,7 +24,8 @@ QUERIES_PER_BLOCK = 512
 class CoreAttention(nn.Module):
     """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim]. It has no parameters.
 
-    key, value: [seq, batch, groups, head_dim]. Each group serves an equal number of query heads.
+    key, value: [seq, batch, groups, head_dim]. Each group serves an equal number of query heads. With context
+    parallelism all of them are [seq / CP, ...], the tokens of this rank.
 
     `attention_choice.choose_attention` decides which implementation computes it.
     """
@@ -35,21 +38,24 @@ class CoreAttention(nn.Module):
         self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
         self.recompute = context.config.training.recomputes_attention
         self.masks = context.masks
-        self.tp_group = context.tp_group
+        self.tp_group, self.cp_group = context.tp_group, context.cp_group
         self.dropout_rng = context.dropout_rng
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
         """document_ids: [batch, seq], or None if the mask does not depend on documents."""
-        seq, batch, heads, head_dim = query.shape
+        local, batch, heads, head_dim = query.shape
+        seq = local * self.cp_group.size
         rate = self.dropout_rate if self.training else 0.0
-        choice = implementation_for(query, rate, self.masks)
+        choice = implementation_for(query, seq, rate, self.masks)
+        if self.cp_group.size > 1:
+            return self._attend_chunks(query, key, value, document_ids, rate, choice)
         if choice == Implementation.TRITON:
-            return self._flash_attention(query, key, value, document_ids, rate).flatten(2)
+            return self._flash_attention(query, key, value, document_ids, rate, seq).flatten(2)
         if key.shape[2] < heads:  # each query head gets a copy of its group's key and value
             key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
         if choice == Implementation.BLOCKS:
-            output = self._attend_by_blocks(query, key, value, document_ids, rate)
+            output = self._attend_by_blocks(query, key, value, document_ids, rate, range(seq), seq)
         else:
             bias = self.masks.bias(seq, query.dtype, query.device, document_ids)
             if choice == Implementation.UNFUSED:
@@ -62,10 +68,17 @@ class CoreAttention(nn.Module):
 
     @not_compiled  # hashes the salt in Python
     def _flash_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        rate: float,
+        seq: int,
     ) -> Tensor:
-        """Runs the Triton kernel. Returns [seq, batch, heads, head_dim]."""
-        seq, batch, heads, _ = query.shape
+        """Runs the Triton kernel. Returns [queries, batch, heads, head_dim]. The queries are the last ones of
+        the keys, which are the first ones of `seq` tokens."""
+        _, batch, heads, _ = query.shape
         first_keys, end_queries = self.masks.ranges(seq, batch, query.device, document_ids)
         mask = AttentionMask(
             self.masks.slopes_on(query.device),
@@ -74,16 +87,59 @@ class CoreAttention(nn.Module):
             device_sample_keys(query, self.dropout_rng, self.dropout_salt, batch_dim=1) if rate else None,
             rate,
             first_head=self.tp_group.rank * heads,
+            seq=seq,
         )
         return flash_attention(query, key, value, self.scale, mask)
 
+    @not_compiled  # keeps the collective as it is written
+    def _attend_chunks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        rate: float,
+        choice: Implementation,
+    ) -> Tensor:
+        """Computes this rank's chunks of queries with context parallelism. The queries of a chunk attend only
+        to the keys up to its end, so all ranks compute about equally many scores."""
+        seq, heads = len(query) * self.cp_group.size, query.shape[2]
+        key, value = gather_keys_and_values(key, value, self.cp_group)
+        # The flash kernels share keys and values among the heads of a group; others get copies.
+        shares = choice == Implementation.SDPA and query.dtype != torch.float32
+        if key.shape[2] < heads and not shares and choice != Implementation.TRITON:
+            key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+        outputs = []
+        for rows, own in zip(self.cp_group.chunks(seq), query.chunk(2), strict=True):
+            parts = (own, key[: rows.stop], value[: rows.stop])
+            if choice == Implementation.TRITON:
+                outputs.append(self._flash_attention(*parts, document_ids, rate, seq))
+                continue
+            own, keys, values = (x.permute(1, 2, 0, 3) for x in parts)
+            if choice == Implementation.SDPA:
+                bias = attention_bias.causal_lower_right(len(rows), rows.stop)
+                output = F.scaled_dot_product_attention(
+                    own, keys, values, bias, scale=self.scale, enable_gqa=shares
+                )
+            else:
+                output = self._attend_by_blocks(own, keys, values, document_ids, rate, rows, seq)
+            outputs.append(output.permute(2, 0, 1, 3))
+        return torch.cat(outputs).flatten(2)
+
     @not_compiled  # dropout's masks are hashed in Python
     def _attend_by_blocks(
-        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, rate: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_ids: Tensor | None,
+        rate: float,
+        queries: range,
+        seq: int,
     ) -> Tensor:
         """Computes a block of queries at a time, with a bias for the block's scores only. The backward pass
-        recomputes the scores."""
-        seq, samples = query.shape[2], self.dropout_rng.samples
+        recomputes the scores. queries: positions of the queries in the sequence of `seq` tokens."""
+        samples = self.dropout_rng.samples
 
         def attend(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
             rows = range(first, first + query.shape[2])
@@ -94,9 +150,10 @@ class CoreAttention(nn.Module):
                 return self._attend_with_dropout(query, key, value, bias, (first, seq))
 
         outputs = []
-        for first in range(0, seq, QUERIES_PER_BLOCK):
-            end = min(first + QUERIES_PER_BLOCK, seq)
-            parts = (query[:, :, first:end], key[:, :, :end], value[:, :, :end])
+        for first in range(queries.start, queries.stop, QUERIES_PER_BLOCK):
+            end = min(first + QUERIES_PER_BLOCK, queries.stop)
+            own = query[:, :, first - queries.start : end - queries.start]
+            parts = (own, key[:, :, :end], value[:, :, :end])
             outputs.append(checkpoint(attend, *parts, first, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs, dim=2)
 
@@ -142,7 +199,7 @@ class CoreAttention(nn.Module):
             self.dropout_salt,
             batch_dim=0,
             shard_dim=1,
-            part=None if rows is None else (2, *rows),
+            part=None if rows is None else Part(2, (range(rows[0], rows[0] + seq),), rows[1]),
             tp_group=self.tp_group,
         )
         return torch.matmul(weights, value)

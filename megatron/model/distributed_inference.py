@@ -22,6 +22,7 @@ from megatron.model.layer_context import LayerIO
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
+from megatron.mpu.context_parallel import gather_sequence
 from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
@@ -60,7 +61,7 @@ class DistributedGPT:
         self._stop_requested, self._heartbeat = stop_requested, heartbeat
         parallel = module.config.parallel
         self._rank_of_stage = parallel.rank_of_stage
-        self._length_multiple = layout.tp_size if parallel.sequence_parallel else 1
+        self._length_multiple = parallel.length_multiple
         self._final_norm = FIRST_TRANSFORMER_LAYER + module.config.model.num_layers + 1
         self._device = next(module.parameters()).device
         self._specs: dict[tuple[int, ...], list[tuple[torch.Size, torch.dtype]]] = {}
@@ -138,7 +139,7 @@ class DistributedGPT:
                 )
                 own[:, part] = torch.stack((scores.log_probs, scores.is_greedy.float()))
         result = torch.zeros(2, rows, length, device=self._device)
-        if self.tp_group.rank == 0:
+        if self.tp_group.rank == 0 and self.layout.cp_rank == 0:
             result[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
         return result
 
@@ -150,7 +151,7 @@ class DistributedGPT:
             length = content.shape[2]
             logits = self._head(hidden[:, length - 1 : length])[0, 0]
             first = self.tp_group.rank * len(logits)
-            if self.layout.dp_rank == 0:
+            if self.layout.dp_cp_rank == 0:
                 result[first : first + len(logits)] = logits[: max(self.vocab_size - first, 0)]
         return result
 
@@ -190,11 +191,11 @@ class DistributedGPT:
         if self._rank_of_stage[last] != own:
             return None
         assert isinstance(layer_io, Tensor)
-        return layer_io
+        return gather_sequence(layer_io, self.module.cp_group, dim=1)
 
     def _global_rank(self, stage: int) -> int:
         """Returns the rank that holds `stage` and has this rank's TP and DP coordinates."""
-        per_stage = self.layout.tp_size * self.layout.dp_size
+        per_stage = self.layout.ranks_per_stage
         return self._rank_of_stage[stage] * per_stage + self.layout.rank % per_stage
 
     def _send(self, layer_io: LayerIO, stage: int, shape: tuple[int, ...]) -> None:

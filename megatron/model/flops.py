@@ -92,9 +92,11 @@ def transformer_layer_flops(config: Config) -> float:
     Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor. So without hidden
     dropout, the last matrix product of a group of layers is not recomputed.
     """
-    model, training = config.model, config.training
-    tokens = config.batch.micro_batch_size * model.seq_length
-    scores = 2 * tokens * model.seq_length * model.query_width
+    model, training, context = config.model, config.training, config.parallel.context_parallel_size
+    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
+    scores: float = 2 * tokens * model.seq_length * model.query_width
+    if context > 1:  # the queries of a chunk have products only with the keys up to its end
+        scores *= (2 * context + 1) / (4 * context)
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     attention = training_attention(config)
@@ -130,7 +132,7 @@ def recomputes_scores(config: Config) -> bool:
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:
     """Returns the FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
-    tokens = config.batch.micro_batch_size * config.model.seq_length
+    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
     forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
     return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 

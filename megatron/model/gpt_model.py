@@ -33,6 +33,8 @@ columns of the MLP, V / TP rows of the word embedding and V / TP columns of the 
 second matrix product of attention and MLP are summed over the ranks. Hidden states are replicated over the
 ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them from layer 1 to L+2 (arXiv
 2205.05198). The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
+Context parallelism (CP > 1, `megatron.mpu.context_parallel`): s is s / CP except in token ids, labels and
+document ids. The embedding selects this rank's tokens; attention all-gathers keys and values.
 
 Other parts of the model: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
 layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole list.
@@ -53,6 +55,7 @@ from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
 from megatron.mpu.compilation import not_compiled
+from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -128,7 +131,7 @@ class EmbeddingPipe(nn.Module):
             init_std=model.init_method_std,
             sequence_parallel=context.sequence_parallel,
         )
-        self.tp_group = context.tp_group
+        self.tp_group, self.cp_group = context.tp_group, context.cp_group
         self.logits_multiplier = model.logits_multiplier
         if is_head:
             return
@@ -145,7 +148,7 @@ class EmbeddingPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = model.embedding_multiplier
-        self.dropout_rng = context.dropout_rng
+        self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
         self.sequence_parallel = context.sequence_parallel
         if self.sequence_parallel:
             mark_sequence_parallel_grads(self)
@@ -154,7 +157,7 @@ class EmbeddingPipe(nn.Module):
         document_ids = (
             document_ids_of(tokens, self.eod) if self.reset_position_ids or self.passes_document_ids else None
         )
-        hidden = self.word_embeddings(tokens)
+        hidden = self.word_embeddings(shard_sequence(tokens, self.cp_group, dim=1))
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)
         if self.absolute:
@@ -162,6 +165,7 @@ class EmbeddingPipe(nn.Module):
                 positions = positions_within_documents(document_ids)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+            positions = shard_sequence(positions, self.cp_group, dim=1)
             hidden = hidden + self.position_embeddings(positions, len(tokens))
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
@@ -169,10 +173,9 @@ class EmbeddingPipe(nn.Module):
             hidden = hidden.float()
         if self.training and self.dropout_rate > 0:
             rate, rng, salt = self.dropout_rate, self.dropout_rng, "embedding.dropout"
-            batch_dim, shard_dim = (1, 0) if self.sequence_parallel else (0, None)
-            hidden = dropout(
-                hidden, rate, rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, tp_group=self.tp_group
-            )
+            batch_dim = 1 if self.sequence_parallel else 0
+            part = self.dropout_part(hidden, 1 - batch_dim)
+            hidden = dropout(hidden, rate, rng, salt, batch_dim=batch_dim, part=part, tp_group=self.tp_group)
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
     @property
@@ -232,9 +235,8 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.dropout_rate = model.hidden_dropout
         self.layer_index, self.metrics = layer_index, context.metrics
         self.tp_group = context.tp_group
-        self.dropout_rng = context.dropout_rng
-        self.sequence_parallel = context.sequence_parallel
-        if self.sequence_parallel:
+        self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
+        if context.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
     def forward(self, layer_io: LayerIO) -> LayerIO:
@@ -252,11 +254,10 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     @not_compiled  # hashes the layer's index in Python
     def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
-        salt = f"{self.layer_index}.{block}.hidden_dropout"
-        shard_dim = 0 if self.sequence_parallel else None
+        salt, part = f"{self.layer_index}.{block}.hidden_dropout", self.dropout_part(output, 0)
         rate, rng, tp_group = self.dropout_rate, self.dropout_rng, self.tp_group
         return dropout_add(
-            output, residual, rate, rng, salt, bias=bias, batch_dim=1, shard_dim=shard_dim, tp_group=tp_group
+            output, residual, rate, rng, salt, bias=bias, batch_dim=1, part=part, tp_group=tp_group
         )
 
 
@@ -332,7 +333,7 @@ class ParallelSelfAttention(nn.Module):
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
-        """hidden [seq, batch, hidden], document_ids [batch, seq] or None -> [seq, batch, hidden]."""
+        """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
         query, key, value = self._project(hidden)
         if self.has_qk_norms:
             query, key = self.q_layernorm(query), self.k_layernorm(key)

@@ -8,9 +8,10 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
+from megatron.mpu.context_parallel import tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.random import DropoutRNG
+from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.mpu.random import DropoutRNG, Part
 from megatron.mpu.step_metrics import StepMetrics
 
 # What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
@@ -30,13 +31,16 @@ def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
 @dataclass(frozen=True)
 class LayerContext:
     """What all layers of a stage share: the configuration, the TP group, the dropout RNG, and with
-    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log."""
+    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log.
+    cp_group: the ranks that share each sequence. Embedding, positions, attention and dropout use it; all
+    other layers compute each token on its own."""
 
     config: Config
     tp_group: TPGroup
     dropout_rng: DropoutRNG
     deferred: DeferredGradients | None = None
     metrics: StepMetrics = field(default_factory=StepMetrics)
+    cp_group: CPGroup = field(default_factory=CPGroup)
 
     @property
     def positions(self) -> PositionScheme:
@@ -61,12 +65,21 @@ class LayerContext:
     def rotary(self) -> RotaryEmbedding | None:
         """Rotary tables, or None with other position embeddings."""
         rotary = self.positions.rotary
-        return None if rotary is None else rotary(self.config.model)
+        return None if rotary is None else rotary(self.config.model, self.cp_group)
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations outside attention and MLP are sharded along the sequence (arXiv 2205.05198)."""
         return self.config.parallel.sequence_parallel and self.tp_group.size > 1
+
+    def dropout_part(self, hidden: Tensor, dim: int) -> Part | None:
+        """Returns which part of the full activation a hidden state is, for `mpu.random.dropout`. dim: its
+        sequence dimension."""
+        tp_group = self.tp_group if self.sequence_parallel else TPGroup()
+        if tp_group.size == self.cp_group.size == 1:
+            return None
+        seq = hidden.shape[dim] * tp_group.size * self.cp_group.size
+        return Part(dim, tensor_shard(self.cp_group.chunks(seq), tp_group), seq)
 
     @property
     def resets_rotary_positions(self) -> bool:

@@ -116,12 +116,15 @@ class GPTModelPipe(PipelineModule):
         self.config = config
         self._tp_group, self._values = tp_group, values
         self.stage_bounds = list(bounds)
-        self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight)
+        self.cp_group = layout.make_cp_group()
+        self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight, self.cp_group)
         self._head_is_fused = False
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics = StepMetrics()
-        context = LayerContext(config, tp_group, self.dropout_rng, self.deferred_gradients, self.metrics)
+        context = LayerContext(
+            config, tp_group, self.dropout_rng, self.deferred_gradients, self.metrics, self.cp_group
+        )
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.mpu.compilation import not_compiled
+from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.layout import CPGroup, TPGroup
 from megatron.mpu.parameters import ParameterSpec, new_parameter
 
 
@@ -223,7 +224,9 @@ class RotaryEmbedding:
     with --rotary-interleaved 2i and 2i + 1. Elements from rotary_dim on are not rotated (--rotary-percent).
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, cp_group: CPGroup | None = None) -> None:
+        """cp_group: the ranks that share each sequence; None for whole sequences."""
+        self.cp_group = cp_group or CPGroup()
         self.dim = model.rotary_dim
         self.interleaved = model.rotary_interleaved
         self.multiplier = 1.0
@@ -239,7 +242,8 @@ class RotaryEmbedding:
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotates query and key [seq, batch, heads, head_dim], whose numbers of heads may differ. positions:
-        [batch, seq]; None for 0, 1, ..."""
+        [batch, seq], of the whole sequence; None for 0, 1, ..."""
+        positions = None if positions is None else shard_sequence(positions, self.cp_group, dim=1)
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
 
@@ -265,7 +269,7 @@ class RotaryEmbedding:
         # Kept on the device: a copy in every layer would synchronize the host with it.
         self.inverse_frequency = self.inverse_frequency.to(device)
         if positions is None:
-            places = torch.arange(seq, dtype=torch.float32, device=device)
+            places = positions_of(self.cp_group, seq, device).float()
             angles = places[:, None, None, None] * self.inverse_frequency
         else:
             angles = positions.t()[:, :, None, None] * self.inverse_frequency
@@ -284,7 +288,8 @@ class PositionScheme:
     """The components of a position embedding type.
 
     learned_table: learned position embeddings are added to the word embeddings.
-    rotary: class of the rotary embedding of queries and keys; its argument is the ModelConfig.
+    rotary: class of the rotary embedding of queries and keys; its arguments are the ModelConfig and the
+    context-parallel group.
     slopes: function from the number of heads to the ALiBi slopes.
     """
 

@@ -27,7 +27,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.dropout import drop_threshold, fused_dropout_add, shard_offsets
+from megatron.kernels.dropout import drop_threshold, fused_dropout_add, part_offsets, shard_offsets
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mix64 import mix64, signed
@@ -67,6 +67,18 @@ class DropoutRNG:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One or several ranges of an activation along one dimension."""
+
+    dim: int
+    """Not the last dimension, and not the dimension that is sharded over the tensor-parallel ranks."""
+    ranges: tuple[range, ...]
+    """Ascending indices in the full activation."""
+    size: int
+    """Number of elements of the full activation in this dimension."""
+
+
+@dataclass(frozen=True)
 class DropoutMask:
     """What a dropout mask depends on, for an activation that may be sharded."""
 
@@ -80,10 +92,8 @@ class DropoutMask:
     shard_dim: int | None
     """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
     tp_group: TPGroup
-    part: tuple[int, int, int] | None = None
-    """(dimension, first, size) if the activation is a slice of a larger one, which has `size` elements in
-    this dimension; the slice starts at element `first`. The dimension is not the last one, and not
-    shard_dim."""
+    part: Part | None = None
+    """Which part of the full activation this is, apart from shard_dim; None: all of it."""
 
 
 def dropout(
@@ -94,7 +104,7 @@ def dropout(
     *,
     batch_dim: int,
     shard_dim: int | None = None,
-    part: tuple[int, int, int] | None = None,
+    part: Part | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
     """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`. The
@@ -118,18 +128,19 @@ def dropout_add(
     bias: torch.Tensor | None = None,
     batch_dim: int,
     shard_dim: int | None = None,
+    part: Part | None = None,
     tp_group: TPGroup,
 ) -> torch.Tensor:
     """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
     The other arguments: see `dropout`."""
     if 0.0 < p < 1.0:
-        mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group)
+        mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
         fused = _fused_dropout(x, bias, residual, mask)
         if fused is not None:
             return fused
     x = x if bias is None else x + bias
     return residual + dropout(
-        x, p, dropout_rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, tp_group=tp_group
+        x, p, dropout_rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, part=part, tp_group=tp_group
     )
 
 
@@ -137,11 +148,14 @@ def _fused_dropout(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, mask: DropoutMask
 ) -> torch.Tensor | None:
     """Returns dropout(x + bias) + residual from one kernel; None if PyTorch has to compute it."""
-    if mask.part is not None or not uses_kernels(x):
+    if not uses_kernels(x):
         return None
     batch_dim = mask.batch_dim % x.dim()
-    shard_dim = None if mask.shard_dim is None else mask.shard_dim % x.dim()
-    offsets = shard_offsets(x.shape, batch_dim, shard_dim, mask.tp_group.rank, mask.tp_group.size)
+    if mask.part is None:
+        shard_dim = None if mask.shard_dim is None else mask.shard_dim % x.dim()
+        offsets = shard_offsets(x.shape, batch_dim, shard_dim, mask.tp_group.rank, mask.tp_group.size)
+    else:
+        offsets = part_offsets(x.shape, batch_dim, mask.part.dim, mask.part.ranges)
     if offsets is None:
         return None
     keys = device_sample_keys(x, mask.rng, mask.salt, batch_dim)
@@ -179,9 +193,10 @@ def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
         is_sharded = shard_dim is not None and shard_dim % x.dim() == dim
         first = tp_group.rank * x.shape[dim] if is_sharded else 0
         full = x.shape[dim] * (tp_group.size if is_sharded else 1)
-        if mask.part is not None and mask.part[0] == dim:
-            _, first, full = mask.part
-        coordinates = torch.arange(first, first + x.shape[dim], device=x.device)
+        ranges: tuple[range, ...] = (range(first, first + x.shape[dim]),)
+        if mask.part is not None and mask.part.dim == dim:
+            ranges, full = mask.part.ranges, mask.part.size
+        coordinates = torch.cat([torch.arange(part.start, part.stop, device=x.device) for part in ranges])
         row = row + (coordinates * stride).view([-1 if d == dim else 1 for d in range(last)])
         stride *= full
     sample_keys = device_sample_keys(x, mask.rng, mask.salt, batch_dim).view(

@@ -34,7 +34,7 @@ from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
 from megatron.model.pipeline_module import layer_names
 from megatron.mpu.compilation import compile_in_place
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import head_kind, layer_kinds
@@ -58,10 +58,13 @@ def find_layer_times(
     dist.broadcast_object_list(found, src=0)
     if found[0] is not None:
         return found[0]
+    cp_group = layout.make_cp_group()
     measured: list[dict[str, float]] = [{}]
     if layout.pipeline_stage == 0 and layout.dp_rank == 0:
-        measured = [_measure(config, tp_group, vocab_size, eod)]
+        measured = [_measure(config, tp_group, cp_group, vocab_size, eod)]
     dist.broadcast_object_list(measured, src=0)
+    if layout.cp_size > 1:
+        dist.destroy_process_group(cp_group.group)  # the model creates its own
     path = config.parallel.partition_profile
     if path is not None and layout.rank == 0:
         profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
@@ -124,6 +127,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "padded_vocab_size": padded_vocab_size(vocab_size, config.model, tensor_size),
         "micro_batch_size": config.batch.micro_batch_size,
         "tensor_model_parallel_size": tensor_size,
+        "context_parallel_size": config.parallel.context_parallel_size,
         "precision": config.precision.name,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "sequence_parallel": config.parallel.sequence_parallel,
@@ -135,16 +139,19 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _measure(config: Config, tp_group: TPGroup, vocab_size: int, eod: int | None) -> dict[str, float]:
+def _measure(
+    config: Config, tp_group: TPGroup, cp_group: CPGroup, vocab_size: int, eod: int | None
+) -> dict[str, float]:
     dropout_rng = DropoutRNG(config.training.seed, range(config.batch.micro_batch_size))
-    context = LayerContext(config, tp_group, dropout_rng)
+    context = LayerContext(config, tp_group, dropout_rng, cp_group=cp_group)
     layers = pipeline_layers(context, vocab_size, eod)
     device = torch.device(get_accelerator().current_device_name())
     shape = (config.batch.micro_batch_size, config.model.seq_length)
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
     layer_io: Any = tokens
-    loss, labels = CrossEntropy(tp_group, vocab_size), (tokens, torch.ones(shape, device=device))
+    loss = CrossEntropy(tp_group, vocab_size, cp_group=cp_group)
+    labels = (tokens, torch.ones(shape, device=device))
     head = head_kind(layer_names(layers))
     fused = config.training.loss_implementation == "fused"
     for kind, layer in zip(layer_kinds(layer_names(layers)), layers, strict=True):

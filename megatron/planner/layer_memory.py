@@ -27,8 +27,7 @@ class StateBytes:
         ZeRO-2 adds gradients, ZeRO-3 adds weights."""
         stages = zip(self.layers, (3, 2, 1), strict=True)
         return sum(
-            size / (parallel.data_parallel_size if parallel.zero_stage >= stage else 1)
-            for size, stage in stages
+            size / (parallel.dp_cp_size if parallel.zero_stage >= stage else 1) for size, stage in stages
         )
 
     def in_others(self, parallel: ParallelConfig) -> float:
@@ -46,6 +45,7 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
             {
                 "model.num_layers": num_layers,
                 "parallel.tensor_model_parallel_size": 1,
+                "parallel.context_parallel_size": 1,
                 "parallel.pipeline_model_parallel_size": 1,
                 "parallel.pipeline_schedule": "1f1b",
                 "parallel.virtual_pipeline_stages": 1,

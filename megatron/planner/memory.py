@@ -246,20 +246,22 @@ class _Replay:
 def communicators(config: Config) -> int:
     """Returns the number of NCCL communicators of the rank that has most of them.
 
-    A rank has one for each process group of several ranks: all ranks; tensor parallel; data parallel;
-    pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding; with an optimizer of
-    whole matrices, TP x DP. It also has one for each neighbor in the pipeline.
+    A rank has one for each process group of several ranks: all ranks; tensor parallel; context parallel; data
+    and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding;
+    with an optimizer of whole matrices, all ranks of a stage. It also has one for each neighbor in the
+    pipeline.
     """
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    sizes = (parallel.world_size, tensor, parallel.data_parallel_size, pipeline, tensor * pipeline)
+    context = parallel.context_parallel_size
+    sizes = (parallel.world_size, tensor, context, parallel.dp_cp_size, pipeline, tensor * pipeline)
     holders = parallel.rank_of_stage
     exchanges = {frozenset(pair) for pair in pairwise(holders)}
     pairs = [pair for pair in exchanges if len(pair) == 2]
     if not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]:
         pairs.append(frozenset((holders[0], holders[-1])))
     most = max(sum(rank in pair for pair in pairs) for rank in holders)
-    has_stage_group = config.optimizer.updates_matrices and min(sizes[1:4]) > 1
+    has_stage_group = config.optimizer.updates_matrices and min(tensor, parallel.dp_cp_size, pipeline) > 1
     return sum(size > 1 for size in sizes) + most + has_stage_group
 
 

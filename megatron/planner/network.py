@@ -71,14 +71,17 @@ class Network:
         return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, layout.world_size)
 
     def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
-        """Returns the number of ranks in a group, and how many of them are in one node. (Consecutive ranks
-        differ in their tensor-parallel rank, then in their data-parallel rank.)"""
-        sizes = {"tensor": layout.tp_size, "data": layout.dp_size, "pipeline": layout.pp_size}
-        strides = {"tensor": 1, "data": layout.tp_size, "pipeline": layout.tp_size * layout.dp_size}
+        """Returns the number of ranks in a group, and how many of them are in one node. See `ParallelLayout`
+        for the order of the ranks, and `group_name` for the groups."""
+        tensor = layout.tp_size
+        sizes = {"tensor": tensor, "context": layout.cp_size, "data": layout.dp_cp_size}
+        sizes["pipeline"] = layout.pp_size
+        strides = {"tensor": 1, "context": tensor, "data": tensor, "pipeline": layout.ranks_per_stage}
         if not isinstance(group, str):  # some pipeline ranks
             near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
             return len(group), len(group) if near else 1
-        several = {"model": ("tensor", "pipeline"), "stage": ("tensor", "data"), "world": tuple(sizes)}
+        stage = ("tensor", "data")
+        several = {"model": ("tensor", "pipeline"), "stage": stage, "world": (*stage, "pipeline")}
         axes = several.get(group, (group,))
         fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
         return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)
@@ -115,7 +118,7 @@ class Network:
         once."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
-        senders = min(self.node_size, layout.tp_size * layout.dp_size)
+        senders = min(self.node_size, layout.ranks_per_stage)
         rate = min(self.inter_bytes_per_s / senders, self.intra_bytes_per_s)
         return size / rate + LATENCY_S["inter"]
 

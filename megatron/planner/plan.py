@@ -178,6 +178,7 @@ def _layout(config: Config) -> dict[str, Any]:
     return {
         "world_size": parallel.world_size,
         "tensor_parallel": parallel.tensor_model_parallel_size,
+        "context_parallel": parallel.context_parallel_size,
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": parallel.zero_stage,
@@ -246,8 +247,9 @@ def _calls(
             (stage + 1, costs.outputs, costs.sends, (("forward", "send"), ("backward", "recv_"))),
         ):
             if parts and plan.rank_of(neighbor) != rank:
-                size = spec_bytes(specs) / parts
                 for during, operation in operations:
+                    sent = specs if during == "forward" else specs[:1]  # document ids have no gradient
+                    size = spec_bytes(sent) / parts
                     yield during, micro_batches, Collective("stages", operation, size)
     after = chain(*update.reductions, update.reduce, update.step, *update.gathers)
     yield from (("step", 1, action) for action in after if isinstance(action, Collective))

@@ -118,9 +118,10 @@ def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
 def layout_words(config: Config) -> str:
     """Returns the settings that a search varies, in one line."""
     parallel = config.parallel
+    context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     return (
-        f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
-        f"{parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
+        f"TP {parallel.tensor_model_parallel_size} x {context}PP {parallel.pipeline_model_parallel_size} x "
+        f"DP {parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
         f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.schedule_title}, "
         f"{parallel.partition_method}{', sequence parallel' * parallel.sequence_parallel}"
     )
@@ -178,6 +179,10 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     ):
         changes += [(f"{name} {2 * value}", {field: 2 * value})]
         changes += [(f"{name} {value // 2}", {field: value // 2})] if value % 2 == 0 else []
+    cp_size = parallel.context_parallel_size
+    cp_sizes = [2 * cp_size] if config.is_long_enough_for(2 * cp_size) else []
+    for size in cp_sizes + ([cp_size // 2] if cp_size % 2 == 0 else []):
+        changes.append((f"context-parallel size {size}", {"parallel.context_parallel_size": size}))
     recomputes = not config.training.recomputes_layers
     change: dict[str, object] = {
         "training.checkpoint_activations": recomputes,

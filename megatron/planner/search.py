@@ -66,8 +66,8 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
-    """Yields all changes to estimate: TP within a node, PP, micro-batch, recomputation, ZeRO, schedule,
-    stages per rank, and sequence parallelism."""
+    """Yields all changes to estimate: TP within a node, CP of long sequences, PP, micro-batch, recomputation,
+    ZeRO, schedule, stages per rank, and sequence parallelism."""
     world, layers = config.parallel.world_size, config.model.num_layers
     own = config.parallel.virtual_pipeline_stages
     has_scores = training_attention(config) == Implementation.UNFUSED
@@ -78,8 +78,9 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
             continue
         sequence = (False, True) if tp_size > 1 else (False,)
         wants_overlap = config.parallel.tp_comm_overlap
-        for pp_size in _divisors(world // tp_size):
-            dp_size = world // tp_size // pp_size
+        for cp_size, pp_size in _context_and_pipeline_sizes(config, world // tp_size):
+            dp_size = world // tp_size // cp_size // pp_size
+            replicas = dp_size * cp_size
             if pp_size > layers or config.batch.global_batch_size % dp_size:
                 continue
             for micro_batch in MICRO_BATCHES:
@@ -88,12 +89,13 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                     continue
                 for schedule, virtual in _schedules(pp_size, layers, count):
                     overlaps = not PIPELINE_SCHEDULES[schedule].splits_backward
-                    for zero_stage in (1, 2, 3) if pp_size == 1 and dp_size > 1 else (1,):
+                    for zero_stage in (1, 2, 3) if pp_size == 1 and replicas > 1 else (1,):
                         for (recomputes, granularity), sharded in product(recomputations, sequence):
                             yield {
                                 "parallel.tensor_model_parallel_size": tp_size,
                                 "parallel.pipeline_model_parallel_size": pp_size,
-                                "parallel.zero_stage": zero_stage if dp_size > 1 else 0,
+                                "parallel.context_parallel_size": cp_size,
+                                "parallel.zero_stage": zero_stage if replicas > 1 else 0,
                                 "parallel.pipeline_schedule": schedule,
                                 **({"parallel.virtual_pipeline_stages": virtual} if virtual != own else {}),
                                 "parallel.sequence_parallel": sharded,
@@ -156,6 +158,15 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
     found += _other_partitions(config, found[:_MOST_PARTITIONS], vocab_size)
     found.sort(key=lambda plan: -plan.tokens_per_second)
     return SearchResult(tuple(found), tuple(too_large), count, len(found) + len(too_large))
+
+
+def _context_and_pipeline_sizes(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yields (CP, PP) that divide `ranks`, with CP above 1 only for long sequences."""
+    for cp_size in _divisors(ranks):
+        is_possible = config.model.seq_length % (2 * cp_size) == 0 and config.is_long_enough_for(cp_size)
+        if cp_size == 1 or is_possible:
+            for pp_size in _divisors(ranks // cp_size):
+                yield cp_size, pp_size
 
 
 def _divisors(number: int) -> list[int]:
@@ -221,7 +232,7 @@ class _Estimator:
         if training.recomputes_layers:
             backward, held = backward + forward, layer.input_bytes * batch
         padded = padded_vocab_size(self._vocab_size, model, tp_size)
-        tokens, flops = batch * model.seq_length, head_flops(config, padded)
+        tokens, flops = batch * config.seq_length_per_rank, head_flops(config, padded)
         product = Kernel("mm", flops, 0.0, (tokens, padded / tp_size, model.hidden_size))
         head = self._cluster.kernel_seconds(product, config.precision.name)
         seconds = forward + backward
@@ -230,7 +241,7 @@ class _Estimator:
         fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
         step = heaviest * (count + fill)
         per_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
-        if layout.dp_size > 1:
+        if layout.dp_cp_size > 1:
             size = 4.0 * (per_layer * layers + outside)
             calls = count if parallel.zero_stage >= 2 else 1
             step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), layout)
@@ -240,7 +251,12 @@ class _Estimator:
 
     def _layer(self, config: Config) -> _LayerEstimate:
         parallel = config.parallel
-        key = (parallel.tensor_model_parallel_size, parallel.sequence_parallel, parallel.tp_comm_overlap)
+        key = (
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+            parallel.sequence_parallel,
+            parallel.tp_comm_overlap,
+        )
         if key not in self._layers:
             self._layers[key] = _LayerEstimate.record(config, self._vocab_size, self._cluster)
         return self._layers[key]
@@ -270,7 +286,8 @@ class _LayerEstimate:
                     "parallel.pipeline_schedule": "1f1b",
                     "parallel.virtual_pipeline_stages": 1,
                     "parallel.zero_stage": 0,
-                    "parallel.world_size": config.parallel.tensor_model_parallel_size,
+                    "parallel.world_size": config.parallel.tensor_model_parallel_size
+                    * config.parallel.context_parallel_size,
                     "training.checkpoint_activations": False,
                 }
             )

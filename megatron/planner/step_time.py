@@ -63,7 +63,9 @@ class Cluster:
         if not kernel.flops:
             kernel = replace(kernel, bytes=EAGER_TRAFFIC * kernel.bytes)
         elif is_attention(kernel) and "efficient" not in kernel.name:
-            kernel = replace(kernel, flops=kernel.flops / 2)
+            assert kernel.product is not None
+            queries, keys, _ = kernel.product  # the queries are the last tokens of the keys
+            kernel = replace(kernel, flops=kernel.flops * (1 - queries / (2 * keys)))
         return kernel_seconds(kernel, self.gpu, RATES[self.kind], dtype)
 
 
@@ -212,8 +214,14 @@ def _within(window: int | None, kernel: Kernel) -> Kernel:
     `window` keys up to its position instead of all earlier keys. Other kernels are returned unchanged."""
     if window is None or kernel.product is None or not is_attention(kernel):
         return kernel
-    share = min(window / kernel.product[1], 1.0)
-    return replace(kernel, flops=kernel.flops * (2 * share - share**2))
+    queries, keys, _ = kernel.product  # the queries are the last ones of the keys
+
+    def scores(limit: float) -> float:
+        """Returns the scores of the queries, each with at most `limit` keys."""
+        first, last = (n**2 / 2 if n <= limit else limit * n - limit**2 / 2 for n in (keys - queries, keys))
+        return last - first
+
+    return replace(kernel, flops=kernel.flops * scores(window) / scores(keys))
 
 
 def stage_times(
@@ -398,7 +406,7 @@ def time_shares(step: StepTime) -> str:
         for index, seconds in enumerate((stage.matmul, stage.memory, stage.communication)):
             parts[index] += step.micro_batches * seconds
     busiest = max(by_rank.values(), key=sum)
-    names = ("matrix products", "other kernels", "tensor-parallel and ZeRO collectives")
+    names = ("matrix products", "other kernels", "collectives of TP, CP and ZeRO")
     shares = dict(zip(names, busiest, strict=True))
     shares["waits in the pipeline"] = max(step.pipeline - sum(busiest), 0.0)
     shares["gradient reduction"] = step.reduction

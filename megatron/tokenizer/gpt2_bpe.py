@@ -39,7 +39,7 @@ class GPT2BPETokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_TEXT])
-        self._tokenizer = tokenizer
+        self._tokenizer = self.source = tokenizer
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[END_OF_TEXT]
         self.bos, self.adds_bos = self.eod, False

@@ -40,7 +40,7 @@ class HuggingFaceTokenizer:
             )
         # Suppresses a warning about documents longer than the context. They are split into samples later.
         tokenizer.model_max_length = int(1e30)
-        self._tokenizer = tokenizer
+        self._tokenizer = self.source = tokenizer
         # len() is the number of entries: too small if some ids are unused.
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import sentencepiece
 
@@ -19,6 +20,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model_file)
         except (RuntimeError, OSError) as error:
             raise UserError(f"--tokenizer-model {model_file}: not a SentencePiece model") from error
+        self.source = Path(model_file).read_bytes()
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:

@@ -179,11 +179,8 @@ _FOR_TRAINING = {
 }
 
 
-def config_of_layout(checkpoint: Checkpoint, tp_size: int, pp_size: int, world_size: int) -> Config:
+def config_of_layout(checkpoint: Checkpoint, parallel: ParallelConfig) -> Config:
     """Returns the config of the checkpoint's model on another layout. Raises UserError if they do not fit."""
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
-    )
     config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
     check_layout(config)
     check_model(config)

@@ -121,7 +121,7 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
         if stores_scores and not training.recomputes_attention:
             yield "training.recompute_granularity", "selective"
         yield "training.checkpoint_activations", True
-    if parallel.data_parallel_size > 1:
+    if parallel.dp_cp_size > 1:
         for stage in range(parallel.zero_stage + 1, 4 if parallel.pipeline_model_parallel_size == 1 else 2):
             yield "parallel.zero_stage", stage
     if not parallel.cpu_offload:
@@ -129,6 +129,8 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
         if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
             yield "optimizer.use_bnb_optimizer", True
         yield "parallel.cpu_offload", True
+    if config.is_long_enough_for(2 * parallel.context_parallel_size):
+        yield "parallel.context_parallel_size", 2 * parallel.context_parallel_size
     yield "parallel.tensor_model_parallel_size", 2 * parallel.tensor_model_parallel_size
     if not parse_partition_method(parallel.partition_method).stages:
         yield "parallel.pipeline_model_parallel_size", 2 * parallel.pipeline_model_parallel_size

@@ -78,7 +78,8 @@ def run(
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, length, batches, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
-    watchdog.report.note(stage=layout.pipeline_stage)
+    context = {"cp_rank": layout.cp_rank} if layout.cp_size > 1 else {}
+    watchdog.report.note(stage=layout.pipeline_stage, **context)
     tp_group = layout.make_tp_group()
     plan = plan or find_stages(config, layout, tp_group, vocab)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))

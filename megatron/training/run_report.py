@@ -62,8 +62,9 @@ def _layout_lines(config: Config, network: Sequence[str]) -> str:
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     data = parallel.data_parallel_size
     micro_batches = config.micro_batches_per_step
+    context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     lines = [
-        f"layout     {parallel.world_size} processes = TP {tensor} x PP {stages} x DP {data}, "
+        f"layout     {parallel.world_size} processes = TP {tensor} x {context}PP {stages} x DP {data}, "
         f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x DP {data}",

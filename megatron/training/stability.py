@@ -211,7 +211,7 @@ _CHUNK = 1 << 24
 # A compared tensor: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
 # name of a moment), the parameter's name, and the TP rank if the parameter is sharded.
 TensorKey = tuple[str, str, int | None]
-# The place of a replica: stage, TP rank, DP rank (None if the data-parallel ranks shard the tensor).
+# The place of a replica: stage, TP rank, `ParallelLayout.dp_cp_rank` (None if these ranks shard the tensor).
 ReplicaKey = tuple[int, int, int | None]
 
 
@@ -238,9 +238,9 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
     place = (layout.pipeline_stage, layout.tp_rank)
 
     def add(
-        kind: str, name: str, is_sharded: bool, dp_rank: int | None, digest: int, is_finite: bool
+        kind: str, name: str, is_sharded: bool, replica: int | None, digest: int, is_finite: bool
     ) -> None:
-        held.parts[(kind, name, layout.tp_rank if is_sharded else None), (*place, dp_rank)] = digest
+        held.parts[(kind, name, layout.tp_rank if is_sharded else None), (*place, replica)] = digest
         if not is_finite:
             held.not_finite.append(f"{kind} of {name} on rank {layout.rank}")
 
@@ -252,12 +252,12 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
             digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
             name, is_sharded = optimizer.names[parameter], spec.shard_dim is not None
-            add("weights", name, is_sharded, layout.dp_rank, digest, is_finite)
-    dp_rank = layout.dp_rank if optimizer.partition_count == 1 else None
+            add("weights", name, is_sharded, layout.dp_cp_rank, digest, is_finite)
+    replica = layout.dp_cp_rank if optimizer.partition_count == 1 else None
     for part in optimizer.local_param_states():
         for kind, values in part.values.items():
             digest, is_finite = _digest(part.spec, part.tp_group, part.start, values)
-            add(kind, part.name, part.spec.shard_dim is not None, dp_rank, digest, is_finite)
+            add(kind, part.name, part.spec.shard_dim is not None, replica, digest, is_finite)
     if not math.isfinite(optimizer.scaler.scale):
         held.not_finite.append(f"the loss scale on rank {layout.rank}")
     return held

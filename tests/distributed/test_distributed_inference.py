@@ -27,6 +27,7 @@ ROWS: dict[str, tuple[Row, dict[str, Any], dict[str, Any]]] = {
         {"untie_embeddings_and_output_weights": True},
     ),
     "PP 2 x DP 2, V schedule": (Row(pp=2, dp=2), {"pipeline_schedule": "dualpipev"}, {}),
+    "CP 2 x PP 2, document boundaries": (Row(cp=2, pp=2), {}, {}),
     "PP 2, interleaved, document boundaries": (
         Row(pp=2),
         {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2},

@@ -36,7 +36,7 @@ ROWS: dict[str, tuple[Row, Changes]] = {
     "DP 4, ZeRO-3, bf16": (Row(dp=4, zero=3, precision="bf16"), {}),
     "TP 2 x DP 2, no ZeRO, fp16": (Row(tp=2, dp=2, precision="fp16"), {}),
     "8-bit moments": (Row(tp=2, dp=2, zero=1, precision="bf16"), EIGHT_BIT),
-    "8-bit moments, no ZeRO": (Row(dp=2, precision="bf16"), EIGHT_BIT),
+    "CP 2, 8-bit moments, no ZeRO": (Row(cp=2, precision="bf16"), EIGHT_BIT),
     "CPU offload, ZeRO-2": (Row(dp=2, zero=2, precision="bf16"), OFFLOAD),
     "one process, momentum": (Row(), SGD),
     "PP 2, momentum": (Row(pp=2, dp=2, zero=1), SGD),

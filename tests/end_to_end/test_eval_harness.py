@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 from megatron.commands import convert_huggingface, evaluate
+from megatron.config import ParallelConfig
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.training.build import config_of_layout, load_distributed_model
 from megatron.training.harness.model import HarnessModel, _load
@@ -97,7 +98,12 @@ def on_ranks(folder, tp_size, pp_size):
     """Returns, on rank 0, the log-likelihoods of `requests` and of whole texts."""
     checkpoint = read_checkpoint(folder)
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    config = config_of_layout(checkpoint, tp_size, pp_size, world_size)
+    config = config_of_layout(
+        checkpoint,
+        ParallelConfig(
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
+        ),
+    )
     model = load_distributed_model(checkpoint, config, rank, 1)
     if rank:
         model.serve()

@@ -113,12 +113,13 @@ def test_mistakes_are_one_sentence_and_code_2(
     )
 
 
+@pytest.mark.parametrize("size", ["tensor-model", pytest.param("context", marks=pytest.mark.full)])
 def test_the_tool_starts_its_ranks_on_this_host(
-    trained: Trained, data: list[str], capsys: pytest.CaptureFixture[str]
+    size: str, trained: Trained, data: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "2"]
     (expected,) = losses(capsys, trained, *flags)
-    flags += ["--load", str(trained.folder), "--tensor-model-parallel-size", "2"]
+    flags += ["--load", str(trained.folder), f"--{size}-parallel-size", "2"]
     ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 0)
     assert ended.exit_codes == [0], ended.stderr
     (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)

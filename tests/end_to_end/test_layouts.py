@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,18 @@ def test_several_stages_per_rank_print_the_run_of_1f1b_and_the_stages_of_each_ra
     assert plain.exit_code == several.exit_code == 0, several.stderr
     assert_same_run(several, plain)
     assert re.findall(r"^ +(\d)  +[\d.]+  +(\d)  +[\d-]+ ", several.stdout, re.MULTILINE) == held
+
+
+@pytest.mark.full
+def test_context_parallel_ranks_print_the_run_of_one_process_and_pipeline_ranks_go_on(
+    data: list[str], single: Run, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, *data, "--save", str(tmp_path), "--load", str(tmp_path)]
+    both = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+    first = pretrain_typed([*both, *flags, "--exit-interval", "10"], processes=4).ok()
+    second = pretrain_typed(["--pipeline-model-parallel-size", "2", *flags], processes=2).ok()
+    assert len(first.steps) == len(second.steps) == 10
+    assert_same_run(replace(second, stdout=first.stdout + second.stdout), single)
 
 
 @pytest.mark.full

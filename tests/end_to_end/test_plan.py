@@ -53,6 +53,20 @@ def test_a_search_prints_layouts_and_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_search_finds_context_parallelism_for_128_k_tokens_of_llama_3_8b(tmp_path: Path) -> None:
+    flags = (
+        "--gpu h100-80gb --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--group-query-attention --num-query-groups 8 --normalization RMSNorm --glu-activation swiglu "
+        "--disable-bias-linear --position-embedding-type rotary --seq-length 131072 --global-batch-size 16 "
+        "--vocab-size 128256 --untie-embeddings-and-output-weights"
+    )
+    run = plan("--search", "--gpus", "16", "--json", "found.json", *flags.split(), folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["candidates"]
+    assert found[0]["fits"] and found[0]["layout"]["context_parallel"] > 1
+
+
+@pytest.mark.full
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     for words, expected in (
         (["--search", *MODEL.replace("--gpu a100-80gb ", "").split()], "--gpu"),

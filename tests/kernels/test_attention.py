@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,7 +96,8 @@ def assert_close(found, expected, dtype):
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1):
+def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None):
+    """rows: positions of the queries, with the keys up to the last of them; None: all queries."""
     seq, batch, heads, groups, head_dim = SHAPES[shape]
     scale = 1.0 / math.sqrt(head_dim)
     inputs = [
@@ -103,11 +105,14 @@ def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1):
         for seed, count in enumerate((heads, groups, groups))
     ]
     mask, ids, rng = mask_of(seq, batch, slopes, documents, dropout, rank * heads, heads)
-    grad = some((seq, batch, heads, head_dim), 9).to(dtype)
-    found = results(lambda q, k, v: flash_attention(q, k, v, scale, mask), inputs, grad)
+    rows = rows or range(seq)
+    own, end = slice(rows.start, rows.stop), rows.stop
+    grad = some((len(rows), batch, heads, head_dim), 9).to(dtype)
+    part = replace(mask, seq=seq)
+    found = results(lambda q, k, v: flash_attention(q[own], k[:end], v[:end], scale, part), inputs, grad)
     tp_group = TPGroup(rank, size)
     expected = results(
-        lambda q, k, v: dense_attention(q, k, v, scale, mask, ids, rng, tp_group), inputs, grad
+        lambda q, k, v: dense_attention(q, k, v, scale, mask, ids, rng, tp_group)[own], inputs, grad
     )
     assert_close(found, expected, dtype)
 
@@ -131,6 +136,21 @@ def test_16_bit_is_that_of_dense_attention_to_its_rounding(dtype, shape, kind):
 @pytest.mark.parametrize("kind", [(True, True, True)])
 def test_a_tensor_parallel_rank_has_the_slopes_and_masks_of_its_heads(kind):
     compare("ragged", torch.float32, *kind, rank=1, size=4)
+
+
+@pytest.mark.gate(rows=3)
+@pytest.mark.parametrize(
+    "shape,rows,kind",
+    [
+        *(("blocks", rows, (True, True, True)) for rows in (range(26, 52), range(78, 104), range(104, 130))),
+        ("grouped", range(35, 70), (False, True, True)),
+        ("ragged", range(1, 2), (True, False, True)),
+        ("full tiles", range(96, 128), (False, False, False)),
+        ("blocks", range(26), (True, True, True)),
+    ],
+)
+def test_the_queries_of_a_context_parallel_rank_are_a_chunk_of_the_sequence(shape, rows, kind):
+    compare(shape, torch.float32, *kind, rows=rows)
 
 
 def test_the_dropout_mask_is_that_of_the_reference_bit_for_bit():

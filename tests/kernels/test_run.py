@@ -19,13 +19,15 @@ FLAGS = (
 
 
 @pytest.mark.full  # half a minute
+@pytest.mark.parametrize("context", [1, 2])
 def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
-    data: list[str], monkeypatch: pytest.MonkeyPatch
+    context: int, data: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also with context parallelism, where each rank has two chunks of queries."""
     without = pretrain([*FLAGS, *data])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("MEGATRON_KERNELS", "interpreter")
-    run = pretrain([*FLAGS, *data])
+    run = pretrain([*FLAGS, *data, "--context-parallel-size", str(context)], processes=context)
     assert run.exit_code == without.exit_code == 0, run.stderr
     assert "attention: flash, dropout 0.1, ALiBi, document boundaries by the triton kernel" in run.stderr
     assert "kernels: triton" in run.stderr and "kernels: triton" not in without.stderr

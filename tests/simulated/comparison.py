@@ -92,7 +92,7 @@ def _of_passes(
         texts = [*_beyond(checks)]
         if abs(len(kernels) - simulated.launched) > LAUNCHES_TOLERANCE:
             texts.append(f"{len(kernels)} launches, simulated {simulated.launched}")
-        texts += _other_calls(_planned_calls(planned), _simulated_calls(simulated.calls, layout))
+        texts += _other_calls(_planned_calls(planned, layout), _simulated_calls(simulated.calls, layout))
         yield from (f"{name} pass of stage {stage}: {text}" for text in texts)
 
 
@@ -101,12 +101,12 @@ def _of_step(config: Config, plan: StagePlan, vocab_size: int, record: StepRecor
     layout = ParallelLayout.from_config(config.parallel, record.rank)
     update = rank_update(config, plan, vocab_size, record.stage)
     parts = (*update.reductions, update.reduce, update.step, *update.gathers)
-    planned = _planned_calls(action for part in parts for action in part)
+    planned = _planned_calls((action for part in parts for action in part), layout)
     own = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
     for stage in own:
         costs = stage_costs(config, plan, vocab_size, stage)
         for actions in costs.passes.values():
-            calls = _planned_calls(actions)
+            calls = _planned_calls(actions, layout)
             planned += Counter({call: number * record.micro_batches for call, number in calls.items()})
     yield from (
         f"step of rank {record.stage}: {text}"
@@ -127,9 +127,13 @@ def _other_calls(planned: Mapping, simulated: Mapping) -> Iterator[str]:
             yield f"{call} {planned.get(call, 0)} times, simulated {simulated.get(call, 0)}"
 
 
-def _planned_calls(actions: Iterable[Action]) -> Calls:
+def _planned_calls(actions: Iterable[Action], layout: ParallelLayout) -> Calls:
+    """With one replica the data-parallel group has the ranks of the context-parallel group."""
+    alias = "context" if layout.cp_size > layout.dp_size == 1 else "data"
     return Counter(
-        (action.group, action.operation, action.bytes) for action in actions if isinstance(action, Collective)
+        (alias if action.group == "data" else action.group, action.operation, action.bytes)
+        for action in actions
+        if isinstance(action, Collective)
     )
 
 

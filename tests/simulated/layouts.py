@@ -47,6 +47,18 @@ LAYOUTS = {
     "data-4-muon-buckets": "--world-size 4 --zero-stage 1 --bf16 --optimizer muon --ddp-bucket-size 1000000",
     "pipeline-2-tensor-2-muon": "--world-size 8 --pipeline-model-parallel-size 2 "
     f"--tensor-model-parallel-size 2 --optimizer muon --bf16 {LLAMA} {GROUPS}",
+    "context-2-llama": f"--world-size 2 --context-parallel-size 2 --bf16 {LLAMA} {GROUPS}",
+    "context-4-zero1-dropout": "--world-size 4 --context-parallel-size 4 --zero-stage 1 --bf16",
+    "context-2-data-2-zero3-recompute": "--world-size 4 --context-parallel-size 2 --zero-stage 3 --bf16 "
+    f"--checkpoint-activations {NO_DROPOUT}",
+    "context-2-tensor-2-sequence": "--world-size 8 --context-parallel-size 2 --tensor-model-parallel-size 2 "
+    f"--bf16 --sequence-parallel --zero-stage 1 {LLAMA} {GROUPS}",
+    "context-2-tensor-2-partition-activations": "--world-size 4 --context-parallel-size 2 --bf16 "
+    "--tensor-model-parallel-size 2 --checkpoint-activations --partition-activations",
+    "context-2-pipeline-2-alibi-documents": "--world-size 4 --context-parallel-size 2 --bf16 "
+    "--pipeline-model-parallel-size 2 --position-embedding-type alibi --reset-attention-mask --zero-stage 1",
+    "context-2-zero-bubble-2-muon": "--world-size 4 --context-parallel-size 2 --optimizer muon --bf16 "
+    f"--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble {LLAMA}",
     "tensor-2": f"--world-size 2 --tensor-model-parallel-size 2 --bf16 {NO_DROPOUT}",
     "tensor-2-dropout-embed-norm": "--world-size 2 --tensor-model-parallel-size 2 --fp16 --embed-layernorm",
     "tensor-2-sequence": "--world-size 2 --tensor-model-parallel-size 2 --bf16 --sequence-parallel",

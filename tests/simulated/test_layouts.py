@@ -9,10 +9,11 @@ import pytest
 
 from megatron.config.curriculum import LengthCurriculum
 from megatron.errors import UserError
+from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.memory import communicators
 from megatron.planner.network import ALL_REDUCE
-from megatron.planner.simulation.matching import find_deadlock
+from megatron.planner.simulation.matching import find_deadlock, group_name
 from megatron.planner.simulation.memory_tracker import ROUNDING
 from megatron.planner.simulation.record import STEP, Instruction
 from megatron.planner.simulation.stages import (
@@ -26,7 +27,7 @@ from megatron.planner.simulation.world import find_stages, simulated_micro_batch
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import LAYOUTS, MORE, config_of
 
-GATE_ROWS = 2
+gate = pytest.mark.gate(rows=2, also=["context-2-tensor-2-sequence"])
 
 
 @cache
@@ -54,7 +55,7 @@ def allowed_per_step(name):
     return allowed
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_host_waits_at_most_once_per_step(name):
     for record in records_of(name):
@@ -74,7 +75,7 @@ def test_the_host_waits_at_most_once_per_step(name):
             assert count <= allowed.get(function, 0), f"stage {record.stage}, {kind}: {sync}"
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_calls_of_all_ranks_fit(name):
     config = config_of(LAYOUTS[name])
@@ -83,7 +84,7 @@ def test_the_calls_of_all_ranks_fit(name):
     assert find_deadlock(all_calls(config, records_of(name), micro_batches)) is None
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_step_is_planned(name):
     assert disagreements(config_of(LAYOUTS[name]), records_of(name)) == []
@@ -104,7 +105,7 @@ def test_another_step_is_not_the_planned_one():
         assert any(what in text for text in found), what
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_flops_that_partitions_balance_are_those_of_the_step(name):
     """The formulas of `megatron.model.flops`, which need no device, equal the counted FLOPs."""
@@ -116,18 +117,31 @@ def test_the_flops_that_partitions_balance_are_those_of_the_step(name):
         assert planned[record.stage] == found, f"stage {record.stage}"
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_communicators_are_those_of_the_run(name):
     assert max(record.communicators for record in records_of(name)) == communicators(config_of(LAYOUTS[name]))
 
 
-@pytest.mark.gate(rows=GATE_ROWS)
+@gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_start_needs_no_more_memory_than_a_step(name):
     """So the planned peak, which is the peak of a step, is the peak of the run."""
     for record in records_of(name):
         assert record.start_peak <= record.peak.total, f"stage {record.stage}"
+
+
+def test_a_context_parallel_rank_with_a_different_sequence_length_is_found():
+    name = "context-2-tensor-2-sequence"
+    config = config_of(LAYOUTS[name])
+    calls, layout = all_calls(config, records_of(name), 2), ParallelLayout.from_config(config.parallel, 2)
+    groups = [group_name(batch[0].ranks, layout) for batch in calls[2]]
+    assert find_deadlock(calls) is None
+    gather = groups.index("context")
+    (call,) = calls[2][gather]
+    calls[2][gather] = (replace(call, elements=2 * call.elements),)
+    found = find_deadlock(calls)
+    assert "do not match: rank 0 in" in found and f"rank 2 in {call.operation} with 0, 2 of" in found
 
 
 @pytest.mark.full
@@ -176,9 +190,9 @@ def test_apex_is_refused_by_name():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["all-three", "all-three-sequence"])
+@pytest.mark.parametrize("name", ["all-three", "all-three-sequence", "context-2-tensor-2-sequence"])
 def test_other_ranks_of_a_stage_make_the_same_calls(name):
-    """`all_calls` takes the calls of the first tensor and data rank for all: the last ones are simulated.
+    """`all_calls` takes the calls of the first tensor, context and data rank for all: the last are simulated.
     With ZeRO the owned parts of small parameters, which are reduced in fp32 after the backward passes, have
     other lengths on other data ranks."""
     config = config_of(LAYOUTS[name])

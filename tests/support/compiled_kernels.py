@@ -65,6 +65,8 @@ def _dropout_variants() -> Iterator[Variant]:
     numbers = dict.fromkeys(
         "rows columns batch inner outer_stride first_row first_column dropped_below".split(), "i32"
     )
+    # With context parallelism `split` is an i32.
+    numbers |= {"split": "i64", "second_first_row": "i32"}
     small = ("batch", "dropped_below")
     # Hidden states [seq, batch, hidden] have no dimension between batch and hidden.
     hidden = ("inner", "outer_stride")
@@ -227,7 +229,7 @@ def _attention_variants() -> Iterator[Variant]:
             }
             label = f"attention {'forward' if name == 'forward' else f'backward, {name}'} {dtype} {head_dim}"
             label += ("" if aligned else ", any length") + (f", {len(ones)} x 1" if ones else "")
-            unaligned = _UNALIGNED if aligned else (*_UNALIGNED, "seq")
+            unaligned = _UNALIGNED if aligned else (*_UNALIGNED, "queries", "keys", "seq")
             yield Variant(label, kernel, types, constants, tiles.options, unaligned, ones)
 
 

@@ -78,10 +78,11 @@ class Row:
     recompute: bool = False
     positions: str = "absolute"
     precision: str = "fp32"
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def reference(self) -> Row:
@@ -92,7 +93,7 @@ class Row:
         recompute = "recompute" if self.recompute else "keep"
         return (
             f"tp{self.tp}-pp{self.pp}-dp{self.dp}-zero{self.zero}-micro{self.micro_batch}-{recompute}-"
-            f"{self.positions}-{self.precision}"
+            f"{self.positions}-{self.precision}" + (f"-cp{self.cp}" if self.cp > 1 else "")
         )
 
 
@@ -178,6 +179,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
         "parallel": ParallelConfig(
             tensor_model_parallel_size=row.tp,
             pipeline_model_parallel_size=row.pp,
+            context_parallel_size=row.cp,
             zero_stage=row.zero,
             world_size=row.world_size,
         ),
@@ -215,6 +217,7 @@ def build_model(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         dist.get_rank(),
+        parallel.context_parallel_size,
     )
     tp_group = layout.make_tp_group()
     return layout, tp_group, build.build_model(config, layout, tp_group, Vocabulary(vocab_size, EOD), bounds)

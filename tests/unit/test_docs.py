@@ -77,7 +77,7 @@ def produced(flags: str) -> str:
     return f"error: {error.value}"
 
 
-PRODUCED = [produced(flags) for flags in ("--hiden-size 8", "--context-parallel-size 2")]
+PRODUCED = [produced(flags) for flags in ("--hiden-size 8", "--ds-sequence-parallel-size 2")]
 
 
 @pytest.mark.parametrize("line", [line for line in QUOTED if line not in PRODUCED])

@@ -313,10 +313,12 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
     tensor, pipeline, data = (
         int(layout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
     )
+    # A layout of a program without context parallelism does not have the size.
+    data *= int(layout.get("context_parallel_size", 1))
     replicas = data if int(layout["zero_stage"]) > 0 else 0
     # A malformed layout of a billion ranks is rejected before its file names are listed.
     if tensor * pipeline * max(replicas, 1) > len(plain):
-        return [f"files for TP x PP x DP = {tensor} x {pipeline} x {data}"]
+        return [f"files for TP x PP x replicas = {tensor} x {pipeline} x {data}"]
     expected = _expected_files(tensor, pipeline, replicas, run.get("parameters", {}))
     return [name for name in expected if name not in plain]
 

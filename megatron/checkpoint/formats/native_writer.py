@@ -171,10 +171,10 @@ class NativeWriter(ParameterWriter):
     ) -> None:
         """See `StateWriter`. The fp32 values are rounded for the layer files, as the optimizer rounds
         them."""
-        saved, row_shape = self._specs[name], spec.global_shape[1:]
+        saved = self._specs[name]
         for state_name, blocks in states.items():
             first = 0
-            for rows in rows_of(blocks, row_shape, _STEP_BYTES):
+            for rows in rows_of(blocks, spec.valid_shape, _STEP_BYTES):
                 for rank in range(self._tp_size):
                     for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
                         self._write(self._places[name, state_name, rank], row, part)
@@ -202,7 +202,7 @@ class NativeWriter(ParameterWriter):
             files: Files = dict(zip([p.name for p in paths], pool.map(describe_file, paths), strict=True))
         self.write_run_file(
             files,
-            layout=run["layout"] | {"data_parallel_size": 1, "zero_stage": 1},
+            layout=run["layout"] | {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1},
             parameters={name: spec_record(spec) for name, spec in self._specs.items()},
             index=file_index(self._index, self._specs),
         )

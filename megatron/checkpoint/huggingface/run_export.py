@@ -87,7 +87,7 @@ def export_model(
         if dist.get_rank() == 0:
             check_owner()
             _begin(config, temporary, engine, vocab_size, eod)
-    prefix = f"stage-{engine.layout.pipeline_stage}-replica-{engine.layout.dp_rank}-part"
+    prefix = f"stage-{engine.layout.pipeline_stage}-replica-{engine.layout.dp_cp_rank}-part"
     writer = HuggingFaceWriter(temporary, config.model, precision, MAX_FILE_BYTES, prefix)
     problem = _write_layers(engine, writer, heartbeat)
     if problem is None:
@@ -151,7 +151,7 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
     problem: str | None = None
     for index, layer in module.layers.items():
         with engine.optimizer.gathered_params(layer):
-            if layout.dp_rank == writers[index]:
+            if layout.dp_cp_rank == writers[index]:
                 for parameter in layer.parameters():
                     name = names[parameter]
                     if stage_of[name] != layout.pipeline_stage or name in written:

@@ -69,8 +69,8 @@ class DcpFormat(SaveFormat):
         sizes = {part.name: prod(part.spec.global_shape) for part in parts if part.owned}
         written = set(sizes)
         if optimizer.partition_count == 1:
-            shares = share_out(sizes, engine.layout.dp_size)
-            written = {name for name, share in shares.items() if share == engine.layout.dp_rank}
+            shares = share_out(sizes, engine.layout.dp_cp_size)
+            written = {name for name, share in shares.items() if share == engine.layout.dp_cp_rank}
         archives = _Archives(f"__{engine.global_rank}_0.distcp")
         if written:
             states = optimizer.local_param_states(written)

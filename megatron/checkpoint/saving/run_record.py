@@ -54,6 +54,7 @@ def layout_record(config: Config) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "data_parallel_size": parallel.data_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "zero_stage": parallel.zero_stage,
         "cpu_offload": parallel.cpu_offload,
         "precision": config.precision.name,

@@ -63,7 +63,7 @@ def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
     """
     parallel, total = config.parallel, sum(layer_parameters)
     # The replicas share the layer files, a file at a time.
-    replicas = parallel.data_parallel_size
+    replicas = parallel.dp_cp_size
     weights = min(total, -(-total // replicas) + max(layer_parameters, default=0))
     if not config.checkpoint.saves_layer_files:
         weights = 0

@@ -28,6 +28,14 @@ class ParallelConfig(Section):
         help="pipeline-parallel size (PP): number of pipeline ranks",
         group=COMMON_FLAGS,
     )
+    context_parallel_size: int = flag(
+        1,
+        at_least=1,
+        metavar="N",
+        help="context-parallel size (CP), for long sequences: number of ranks that share the tokens of each "
+        "sequence. Attention all-gathers keys and values over them, see docs/context_parallel.md. "
+        "--seq-length must be divisible by 2 x CP, with --sequence-parallel by 2 x CP x TP",
+    )
     partition_method: str = flag(
         "type:transformer",
         aliases=("--pp-partition-method",),
@@ -229,9 +237,9 @@ class ParallelConfig(Section):
         """Minimum number of parameters in a bucket of layers; None without buckets. The default is
         Megatron-LM's: larger messages for more ranks, since a ring collective takes a step per rank."""
         overlaps = not (self.no_overlap_grad_reduce and self.no_overlap_param_gather)
-        if self.zero_stage != 1 or self.data_parallel_size == 1 or not overlaps:
+        if self.zero_stage != 1 or self.dp_cp_size == 1 or not overlaps:
             return None
-        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.data_parallel_size)
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_size)
 
     @property
     def overlap_chunks(self) -> int:
@@ -241,19 +249,48 @@ class ParallelConfig(Section):
     @property
     def data_parallel_size(self) -> int:
         """Data-parallel size (DP): number of replicas of the model."""
-        return self.world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        return self.world_size // self.ranks_per_replica
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that compute the samples of one data-parallel replica: TP x CP x PP."""
+        return (
+            self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+        )
+
+    @property
+    def dp_cp_size(self) -> int:
+        """Number of ranks with equal parameters: DP x CP. Gradients are reduced over them."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def length_multiple(self) -> int:
+        """Number that must divide the length of a sequence, so that its shards have equal lengths."""
+        context = self.context_parallel_size
+        chunks = 2 * context if context > 1 else 1
+        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
+    def length_multiple_terms(self) -> str:
+        """The flags whose product is `length_multiple`, for messages."""
+        context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
+        terms = [f"2 x --context-parallel-size {context}"] if context > 1 else []
+        if self.sequence_parallel:
+            terms.append(f"--tensor-model-parallel-size {tensor} with --sequence-parallel")
+        return " x ".join(terms)
 
     @property
     def optimizer_partitions(self) -> int:
-        """Number of data-parallel ranks across which optimizer states are sharded; 1 without ZeRO."""
-        return self.data_parallel_size if self.zero_stage >= 1 else 1
+        """Number of data- and context-parallel ranks across which optimizer states are sharded; 1 without
+        ZeRO."""
+        return self.dp_cp_size if self.zero_stage >= 1 else 1
 
     @property
     def shards_gradients(self) -> bool:
         """Whether gradients of the transformer layers are sharded (ZeRO-2, ZeRO-3)."""
-        return self.zero_stage >= 2 and self.data_parallel_size > 1
+        return self.zero_stage >= 2 and self.dp_cp_size > 1
 
     @property
     def shards_weights(self) -> bool:
         """Whether weights of the transformer layers are sharded (ZeRO-3)."""
-        return self.zero_stage == 3 and self.data_parallel_size > 1
+        return self.zero_stage == 3 and self.dp_cp_size > 1

@@ -364,8 +364,11 @@ def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
     PyTorch, and [seq, batch, heads, head_dim] in `megatron.kernels`."""
     name = func.overloadpacket.__name__
     if "attention" in name:
-        queries, keys = [x for x in args if isinstance(x, Tensor) and x.dim() == 4][:2]
-        seq = 2 if func.namespace == "aten" else 0
+        is_aten = func.namespace == "aten"
+        operands = [x for x in args if isinstance(x, Tensor) and x.dim() == 4]
+        # PyTorch's backward passes get the gradient of the output first.
+        queries, keys = operands[1:3] if is_aten and "backward" in name else operands[:2]
+        seq = 2 if is_aten else 0
         return queries.shape[seq], keys.shape[seq], queries.shape[-1]
     if name not in _PRODUCTS:
         return None

@@ -182,7 +182,7 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
 
 def _check_chunks(config: Config, vocab_size: int) -> None:
     """Raises ConfigError if the fused loss has too many chunks. Recording one chunk takes milliseconds."""
-    tokens = config.batch.micro_batch_size * config.model.seq_length
+    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
     tp_size = config.parallel.tensor_model_parallel_size
     element_size = 4 if config.precision.name == "fp32" else 2
     columns = padded_vocab_size(vocab_size, config.model, tp_size) // tp_size

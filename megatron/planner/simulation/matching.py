@@ -52,30 +52,24 @@ def translate_ranks(
 ) -> tuple[int, ...]:
     """Translates a process group of the rank of `simulated` to the corresponding group of the rank of
     `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
-    own, wanted = _coordinates(simulated.rank, simulated), _coordinates(other.rank, other)
-    members = [_coordinates(rank, simulated) for rank in ranks]
-    is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(3)]
-    moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(3)] for member in members]
-    tp, dp = simulated.tp_size, simulated.dp_size
-    return tuple(sorted((pipe * dp + data) * tp + tensor for pipe, data, tensor in moved))
-
-
-def _coordinates(rank: int, layout: ParallelLayout) -> tuple[int, int, int]:
-    """Returns the (pipeline, data, tensor) coordinates of a rank, as in `ParallelLayout`."""
-    rest, tensor = divmod(rank, layout.tp_size)
-    return (*divmod(rest, layout.dp_size), tensor)
+    own, wanted = simulated.coordinates_of(simulated.rank), other.coordinates_of(other.rank)
+    members = [simulated.coordinates_of(rank) for rank in ranks]
+    is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(4)]
+    moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(4)] for member in members]
+    return tuple(sorted(simulated.rank_at(*member) for member in moved))
 
 
 def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
-    """Names a process group after the axes in which its ranks differ: 'tensor', 'data', 'pipeline', 'model'
-    (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only some pipeline ranks is named
-    by these pipeline ranks."""
-    varying = [
-        len(set(axis)) > 1 for axis in zip(*(_coordinates(rank, layout) for rank in ranks), strict=True)
-    ]
-    pipeline, data, tensor = varying
+    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
+    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
+    some pipeline ranks is named by these pipeline ranks."""
+    varying = [len(set(axis)) > 1 for axis in zip(*map(layout.coordinates_of, ranks), strict=True)]
+    pipeline, only_data, context, tensor = varying
+    if context and not (pipeline or only_data or tensor):
+        return "context"
+    data = only_data or context
     if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
-        return tuple(_coordinates(rank, layout)[0] for rank in ranks)
+        return tuple(layout.coordinates_of(rank)[0] for rank in ranks)
     if data:
         return "world" if pipeline else "stage" if tensor else "data"
     if pipeline:

@@ -260,7 +260,7 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
         fewer, more = (record([inner], _FEW_LAYERS + number, replicas) for number in (0, 1))
         return record(entries, _FEW_LAYERS, replicas).plus(count - _FEW_LAYERS, fewer, more)
 
-    replicas = parallel.data_parallel_size
+    replicas = parallel.dp_cp_size
     if replicas <= _MANY_REPLICAS or not extrapolates:
         update = with_replicas(replicas)
     else:  # the costs are affine in 1 / replicas
@@ -333,10 +333,12 @@ def _layers_config(config: Config, num_layers: int) -> Config:
     depend are reset, so that equal configurations are recorded once."""
     parallel = config.parallel
     shards = parallel.shards_gradients
-    replicas = min(parallel.data_parallel_size, _MANY_REPLICAS) if shards else 1
+    context = parallel.context_parallel_size
+    # Sharded layers have at least as many replicas as context-parallel ranks.
+    replicas = max(min(parallel.dp_cp_size, _MANY_REPLICAS) // context, 1) if shards else 1
     settings = {
         **_NEUTRAL,
-        "parallel.world_size": parallel.tensor_model_parallel_size * replicas,
+        "parallel.world_size": parallel.tensor_model_parallel_size * context * replicas,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.virtual_pipeline_stages": 1,
         "parallel.pipeline_schedule": "zero-bubble" if parallel.schedule.splits_backward else "1f1b",
@@ -356,6 +358,7 @@ def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, h
     settings = {
         **_NEUTRAL,
         "parallel.world_size": parallel.tensor_model_parallel_size * replicas * ranks,
+        "parallel.context_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": ranks,
         "parallel.pipeline_schedule": "1f1b",
         "parallel.virtual_pipeline_stages": 1,

@@ -73,7 +73,7 @@ def all_calls(
     for record in records:
         simulated = ParallelLayout.from_config(config.parallel, record.rank)
         own = rank_calls(record, step_instructions(config, record.stage, micro_batches))
-        per_stage = simulated.tp_size * simulated.dp_size
+        per_stage = simulated.ranks_per_stage
         for rank in range(record.stage * per_stage, (record.stage + 1) * per_stage):
             calls[rank] = calls_of_other(own, simulated, ParallelLayout.from_config(config.parallel, rank))
     return calls

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import bias as attention_bias
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from megatron.planner.simulation.device import NAME, SimulatedDevice
@@ -46,6 +48,7 @@ def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
         (FakeTensor, "tolist", _tolist),
         (torch.UntypedStorage, "resize_", _resize_(torch.UntypedStorage.resize_, simulated)),
         (F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)),
+        (attention_bias, "causal_lower_right", _CausalLowerRight),
         (F, "rms_norm", _rms_norm(F.rms_norm)),
         (F, "silu", _silu(F.silu)),
         (_WORK, "wait", _wait(_WORK.wait, simulated)),
@@ -120,6 +123,14 @@ def _resize_(original: Callable, simulated: SimulatedDevice) -> Callable:
     return resize_
 
 
+@dataclass(frozen=True)
+class _CausalLowerRight:
+    """Replaces `torch.nn.attention.bias.CausalBias`, a class of tensors that cannot be fake tensors."""
+
+    queries: int
+    keys: int
+
+
 def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Runs the kernel that PyTorch chooses on CUDA: the memory-efficient kernel with a bias or for fp32,
     otherwise flash attention."""
@@ -128,7 +139,7 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | _CausalLowerRight | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
@@ -136,6 +147,8 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if query.device.type != NAME:
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+        if isinstance(attn_mask, _CausalLowerRight):
+            attn_mask, is_causal = None, True
         if attn_mask is None and query.dtype != torch.float32:
             flash = aten._scaled_dot_product_flash_attention
             return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]

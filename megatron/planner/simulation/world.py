@@ -150,7 +150,7 @@ class _Neighbors:
 
     def fill(self, values: Tensor, source: int) -> None:
         """Writes the message from rank `source` into `values`: a `device.Receive` function."""
-        other = source // (self._layout.tp_size * self._layout.dp_size)
+        other = source // self._layout.ranks_per_stage
         if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
             message = self._shape_message(next(self._inputs[other]))
             values[: len(message)] = torch.tensor(message, dtype=torch.int32)

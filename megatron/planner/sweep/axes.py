@@ -138,10 +138,13 @@ def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
 
 
 def num_processes(words: Sequence[str]) -> int:
-    """Returns the number of processes of a run: --world-size, or TP size x PP size without that flag."""
+    """Returns the number of processes of a run: --world-size, or TP x CP x PP without that flag."""
     given = given_flags(words)
-    sizes = [given.get(f"parallel.{axis}_model_parallel_size", 1) for axis in ("tensor", "pipeline")]
-    return int(given.get("parallel.world_size") or sizes[0] * sizes[1])
+    sizes = (
+        given.get(f"parallel.{axis}_parallel_size", 1)
+        for axis in ("tensor_model", "context", "pipeline_model")
+    )
+    return int(given.get("parallel.world_size") or math.prod(sizes))
 
 
 def _words_of(flag: str, value: str) -> list[str]:

@@ -95,7 +95,7 @@ def write_native(
     for (layer, rank), state in layers.items():
         torch.save(state, path / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
     for rank in range(tp_group * parallel.pipeline_model_parallel_size):
-        replicas = parallel.data_parallel_size if parallel.zero_stage else 1
+        replicas = parallel.dp_cp_size if parallel.zero_stage else 1
         states = optimizer_states(masters[rank] if rank < tp_group else {}, replicas)
         zero = parallel.zero_stage > 0
         torch.save({} if zero else {"optimizer": states[0]}, path / f"mp_rank_{rank:02d}_model_states.pt")

@@ -67,6 +67,9 @@ ZERO = {f"zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt" for data in (0
 def test_missing_files_of_a_layout_are_found():
     assert missing_files(LAYERS | RANKS | ZERO, layout(2, 2, 3, 1)) == []
     assert missing_files(LAYERS | RANKS, layout(2, 2, 3, 0)) == []
+    run = layout(2, 2, 1, 1)
+    run["layout"]["context_parallel_size"] = 3  # ZeRO shards over DP x CP ranks
+    assert missing_files((LAYERS | RANKS | ZERO) - {max(ZERO)}, run) == [max(ZERO)]
     assert missing_files(LAYERS | RANKS | {f"bf16_{name}" for name in ZERO}, layout(2, 2, 3, 1)) == []
     for name in (min(LAYERS), max(RANKS), max(ZERO)):
         assert missing_files((LAYERS | RANKS | ZERO) - {name}, layout(2, 2, 3, 1)) == [name]

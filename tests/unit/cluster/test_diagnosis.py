@@ -133,6 +133,7 @@ def test_all_ranks_of_a_node_killed_blames_the_node() -> None:
     [
         ([report(1)], "error: hang: rank 1 on n1, stage 0 (pid 101): does not answer"),
         ([report(1, signal="SIGTERM")], "error: hang: rank 1 on n1, stage 0 (pid 101): does not answer"),
+        ([report(1, cp_rank=1)], "error: hang: rank 1 on n1, stage 0, CP rank 1 (pid 101): does not answer"),
         (
             [report(2, ExitStatus.HANG, place="loader.py:80 read")],
             "error: hang: rank 2 on n2, stage 1 (pid 102): at loader.py:80 read, where the others are not",

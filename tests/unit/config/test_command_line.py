@@ -296,11 +296,11 @@ def test_flags_that_few_published_scripts_give_are_accepted() -> None:
 
 
 def test_all_unsupported_flags_are_listed_at_once() -> None:
-    words = "--DDP-impl local --context-parallel-size 2 --moe-router-topk 3 --xyzzy -4".split()
+    words = "--DDP-impl local --ds-sequence-parallel-size 2 --moe-router-topk 3 --xyzzy -4".split()
     with pytest.raises(ConfigError) as caught:
         parse_args([*SMALL, *words], {})
     assert [line.strip().split(":")[0] for line in str(caught.value).splitlines()] == [
-        "--context-parallel-size is '2'",
+        "--ds-sequence-parallel-size is '2'",
         "--moe-router-topk is not supported",
         "unknown flag --xyzzy",
     ]

@@ -19,26 +19,27 @@ from megatron.model.attention_choice import (
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.position import AttentionMasks, document_ids_of
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.context_parallel import positions_of
+from megatron.mpu.layout import CPGroup, TPGroup
 from megatron.mpu.random import DropoutRNG
 
 BOTH = (False, True)
-ALL = itertools.product((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256), BOTH, (None, 64))
+ALL = itertools.product((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256), BOTH, (None, 64), BOTH)
 
 
-@pytest.mark.parametrize("dropout,alibi,documents,seq,head_dim,on_cpu,window", list(ALL))
+@pytest.mark.parametrize("dropout,alibi,documents,seq,head_dim,on_cpu,window,context", list(ALL))
 @pytest.mark.parametrize("kernels", [None, "MEGATRON_KERNELS=pytorch is set"])
-def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, kernels):
+def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels):
     if on_cpu:
         kernels = "the device is a CPU"
     choice, reason = choose_attention(
-        AttentionRequirements(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window)
+        AttentionRequirements(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window, context)
     )
     plain = not (dropout or alibi or documents or window)
     assert (choice == Implementation.SDPA) == plain
     assert (choice == Implementation.TRITON) == (not plain and kernels is None and head_dim == 128)
     is_dense = choice in (Implementation.UNFUSED, Implementation.BIASED_SDPA)
-    if not on_cpu and seq > 2048:
+    if context or (not on_cpu and seq > 2048):
         assert not is_dense
     if is_dense:
         assert (choice == Implementation.UNFUSED) == (dropout > 0)
@@ -55,20 +56,22 @@ def test_the_reason_is_logged_once(caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             masks = AttentionMasks([0.5, 0.25], within_documents=False)
-            assert implementation_for(query, 0.0, masks) == Implementation.BIASED_SDPA
+            assert implementation_for(query, 4, 0.0, masks) == Implementation.BIASED_SDPA
     assert caplog.messages == [
         "attention: scaled_dot_product_attention with a bias per score, since the device is a CPU; ALiBi"
     ]
 
 
-def training_attention(flags):
+def training_attention(flags, cp_group=None):
     config = parse_args(
         "--dry-run --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 20 "
         "--max-position-embeddings 20 --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 "
         f"--vocab-size 100 {flags}".split(),
         {},
     )
-    context = LayerContext(config, TPGroup(rank=1, size=2), DropoutRNG(3, (5, 9)))
+    context = LayerContext(
+        config, TPGroup(rank=1, size=2), DropoutRNG(3, (5, 9)), cp_group=cp_group or CPGroup()
+    )
     return CoreAttention(context, 4)
 
 
@@ -103,15 +106,49 @@ def test_the_triton_kernel_gives_what_dense_attention_gives(name, monkeypatch):
     compare(name, Implementation.TRITON, monkeypatch)
 
 
-def compare(name, implementation, monkeypatch):
-    attention = training_attention(FLAGS[name])
+@pytest.mark.parametrize(
+    "name,implementation",
+    [
+        ("plain", Implementation.SDPA),
+        *((name, Implementation.BLOCKS) for name in FLAGS),
+        ("window of documents, dropout", Implementation.TRITON),
+        *(pytest.param(name, Implementation.TRITON, marks=pytest.mark.full) for name in list(FLAGS)[:-1]),
+    ],
+)
+def test_the_ranks_of_a_context_parallel_group_give_what_dense_attention_gives(
+    name, implementation, monkeypatch
+):
+    pytest.importorskip("triton")
+    compare(name, implementation, monkeypatch, cp_size=2)
+
+
+class Ranks:
+    """The ranks of a context-parallel group, one after the other in one process."""
+
+    def __init__(self, flags, size, monkeypatch):
+        self.all = [training_attention(flags, CPGroup(rank, size)) for rank in range(size)]
+        # A rank gets the keys and values of the whole sequence, and keeps its own queries.
+        monkeypatch.setattr(core_attention, "gather_keys_and_values", lambda key, value, _: (key, value))
+
+    def __call__(self, query, key, value, document_ids):
+        output = torch.zeros_like(query).flatten(2)
+        for attention in self.all:
+            own = positions_of(attention.cp_group, 20 // len(self.all), query.device)
+            output = output.index_add(0, own, attention(query[own], key, value, document_ids))
+        return output
+
+
+def compare(name, implementation, monkeypatch, cp_size=1):
+    flags = FLAGS.get(name, "--attention-dropout 0")
+    attention = training_attention(flags)
     tokens = torch.ones(2, 20, dtype=torch.int64)
     tokens[0, 3], tokens[1, 10] = 0, 0
-    document_ids = document_ids_of(tokens, 0) if "reset" in FLAGS[name] else None
+    document_ids = document_ids_of(tokens, 0) if "reset" in flags else None
     key_heads = 1 if "window" in name else 2  # the kernel shares them, other implementations copy them
     expected = outputs_and_gradients(attention, document_ids, key_heads)
     monkeypatch.setattr(core_attention, "QUERIES_PER_BLOCK", 7)
     monkeypatch.setattr(core_attention, "implementation_for", lambda *_: implementation)
-    found_all = outputs_and_gradients(attention, document_ids, key_heads)
+    ranks = Ranks(flags, cp_size, monkeypatch) if cp_size > 1 else attention
+    found_all = outputs_and_gradients(ranks, document_ids, key_heads)
     for found, dense in zip(found_all, expected, strict=True):
         torch.testing.assert_close(found, dense, rtol=1e-5, atol=1e-6)

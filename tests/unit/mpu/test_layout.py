@@ -5,13 +5,17 @@ from megatron.mpu.layout import ParallelLayout, TPGroup
 
 
 @pytest.mark.parametrize(
-    ("world_size", "tp_size", "pp_size"), [(1, 1, 1), (8, 2, 2), (8, 1, 4), (12, 3, 2), (16, 2, 1), (6, 6, 1)]
+    ("world_size", "tp_size", "pp_size", "cp_size"),
+    [(1, 1, 1, 1), (8, 2, 2, 1), (8, 1, 4, 1), (12, 3, 2, 1), (6, 6, 1, 1), (24, 2, 2, 3), (16, 2, 1, 4)],
 )
-def test_coordinates_are_those_of_deepspeeds_topology(world_size, tp_size, pp_size):
+def test_coordinates_are_those_of_deepspeeds_topology(world_size, tp_size, pp_size, cp_size):
+    """Its axis `data` holds the data- and context-parallel ranks."""
     for rank in range(world_size):
-        layout = ParallelLayout.create(world_size, tp_size, pp_size, rank)
+        layout = ParallelLayout.create(world_size, tp_size, pp_size, rank, cp_size)
+        assert layout.rank_at(*layout.coordinates_of(rank)) == rank
+        assert divmod(layout.dp_cp_rank, cp_size) == (layout.dp_rank, layout.cp_rank)
         coordinate = layout.topology.get_coord(rank)
-        assert (layout.pipeline_stage, layout.dp_rank, layout.tp_rank) == (
+        assert (layout.pipeline_stage, layout.dp_cp_rank, layout.tp_rank) == (
             coordinate.pipe,
             coordinate.data,
             coordinate.model,

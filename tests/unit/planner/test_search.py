@@ -72,6 +72,17 @@ def test_no_combination_is_faster_than_the_one_found() -> None:
         assert not one.fits or one.tokens_per_second <= 1.02 * best, change
 
 
+def test_long_sequences_are_searched_with_context_parallelism() -> None:
+    """A rank keeps at least 8,192 tokens of a sequence, so short sequences are not divided."""
+    for length, expected in ((2048, {1}), (32768, {1, 2, 4}), (131072, {1, 2, 4, 8, 16})):
+        flags = MODEL.replace("--seq-length 2048", f"--seq-length {length}")
+        config = parse_args(with_defaults(run_flags(flags.split(), None, 16))[0], {})
+        found = list(combinations(config, 8))
+        assert {change["parallel.context_parallel_size"] for change in found} == expected
+        for change in found:
+            assert config.with_settings(change).parallel.data_parallel_size >= 1
+
+
 def test_an_explanation_has_the_memory_the_time_and_the_flags() -> None:
     result = found()
     text = explain(1, result.candidates[0], result, words())

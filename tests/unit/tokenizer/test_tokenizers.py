@@ -58,7 +58,7 @@ def sentence_piece_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train_sentence_piece(tmp_path_factory.mktemp("sp") / "tokenizer.model")
 
 
-def train_sentence_piece(path: Path, **options: int) -> str:
+def train_sentence_piece(path: Path, **options: int | str) -> str:
     import sentencepiece
 
     model = io.BytesIO()

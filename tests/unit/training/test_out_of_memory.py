@@ -90,6 +90,12 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
         ),
         ("--world-size 1 --micro-batch-size 1 --checkpoint-activations --cpu-offload", ""),
         (
+            "--world-size 2 --micro-batch-size 1 --checkpoint-activations --cpu-offload --seq-length 16384 "
+            "--max-position-embeddings 16384",
+            "zero-stage 1, zero-stage 2, zero-stage 3, context-parallel-size 2, "
+            "tensor-model-parallel-size 2, pipeline-model-parallel-size 2",
+        ),
+        (
             "--world-size 2 --micro-batch-size 1 --checkpoint-activations --zero-stage 1 --embed-layernorm",
             "zero-stage 2, zero-stage 3, use-bnb-optimizer, cpu-offload, tensor-model-parallel-size 2, "
             "pipeline-model-parallel-size 2",

@@ -39,9 +39,10 @@ def test_the_number_of_processes_follows_from_the_flags() -> None:
     axes = (
         Axis("--pipeline-model-parallel-size", ("1", "2")),
         Axis("--tensor-model-parallel-size", ("1", "2")),
+        Axis("--context-parallel-size", ("1", "2")),
     )
-    assert [row.processes for row in resolve(*axes)] == [1, 2, 2, 4]
-    assert {row.processes for row in resolve(*axes, base=[*BASE, "--world-size", "4"])} == {4}
+    assert [row.processes for row in resolve(*axes)] == [1, 2, 2, 4, 2, 4, 4, 8]
+    assert {row.processes for row in resolve(*axes, base=[*BASE, "--world-size", "8"])} == {8}
 
 
 def test_a_prediction_is_that_of_the_planner() -> None:

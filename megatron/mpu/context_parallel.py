@@ -1,0 +1,96 @@
+"""Context parallelism: sequences are sharded over ranks; attention all-gathers keys and values.
+
+The idea (Llama 3, arXiv 2407.21783, section 3.3.2): each rank computes everything for the tokens of its two
+chunks (`CPGroup.chunks`). Only attention needs other tokens. It all-gathers the keys and values, which are
+small with grouped queries, into the order of the sequence. So any mask works, and each query sums
+the terms of one process, in the order of one process.
+
+A rank that has whole sequences, with a group of one, gets its arguments back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.mpu.layout import CPGroup, TPGroup
+
+
+def shard_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
+    """Returns the chunks of this rank: [..., seq, ...] -> [..., seq / CP, ...]. No autograd."""
+    if cp_group.size == 1:
+        return x
+    chunks = cp_group.chunks(x.shape[dim])
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+
+
+def positions_of(cp_group: CPGroup, length: int, device: torch.device) -> Tensor:
+    """Returns the positions in the sequence of this rank's `length` tokens, int64 [length]."""
+    chunks = cp_group.chunks(length * cp_group.size)
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+
+def tensor_shard(chunks: Sequence[range], tp_group: TPGroup) -> tuple[range, ...]:
+    """Returns the positions of this tensor-parallel rank's shard of `chunks`, which --sequence-parallel
+    divides into equal parts."""
+    length = sum(map(len, chunks)) // tp_group.size
+    first, shard = tp_group.rank * length, []
+    for chunk in chunks:
+        part = chunk[max(first, 0) : max(first + length, 0)]
+        shard += [part] if part else []
+        first -= len(chunk)
+    return tuple(shard)
+
+
+def gather_keys_and_values(key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
+    """All-gathers [seq / CP, ...] of each rank -> [seq, ...] in the order of the sequence, on all ranks.
+    Backward: reduce-scatter. key and value have one shape."""
+    return (key, value) if cp_group.size == 1 else _GatherKeysAndValues.apply(key, value, cp_group)
+
+
+def gather_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
+    """All-gathers [..., seq / CP, ...] -> [..., seq, ...] in the order of the sequence. No autograd."""
+    if cp_group.size == 1:
+        return x
+    return _all_gather(x.movedim(dim, 0), cp_group).movedim(0, dim)
+
+
+class _GatherKeysAndValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
+        ctx.cp_group = cp_group
+        return gather_both(key, value, cp_group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None]:
+        key, value = _reduce_scatter(torch.stack((grad_key, grad_value), dim=1), ctx.cp_group).unbind(1)
+        return key, value, None
+
+
+def gather_both(key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
+    """Returns the all-gathered keys and values, views of one tensor. No autograd."""
+    whole_key, whole_value = _all_gather(torch.stack((key, value), dim=1), cp_group).unbind(1)
+    return whole_key, whole_value
+
+
+def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
+    """[seq / CP, ...] -> [seq, ...]."""
+    by_rank = x.new_empty(cp_group.size, 2, x.shape[0] // 2, *x.shape[1:])
+    dist.all_gather_single(by_rank.view(-1), x.contiguous().view(-1), group=cp_group.group)
+    # The first chunks ascend with the rank, the second chunks descend.
+    return torch.cat((by_rank[:, 0], by_rank[:, 1].flip(0))).flatten(0, 1)
+
+
+def _reduce_scatter(x: Tensor, cp_group: CPGroup) -> Tensor:
+    """[seq, ...] -> [seq / CP, ...] of the sum over the ranks."""
+    first, second = x.unflatten(0, (2, cp_group.size, -1))
+    by_rank = torch.stack((first, second.flip(0)), dim=1)
+    own = x.new_empty(x.shape[0] // cp_group.size, *x.shape[1:])
+    dist.reduce_scatter_single(own.view(-1), by_rank.view(-1), group=cp_group.group)
+    return own

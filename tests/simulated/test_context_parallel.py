@@ -1,0 +1,49 @@
+"""Activation memory per rank falls as 1 / CP, except the gathered keys and values."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.planner.memory import plan_memory
+from megatron.planner.simulation.stages import simulate_stages
+from megatron.planner.simulation.world import find_stages
+from tests.simulated.layouts import GROUPS, LLAMA, config_of
+
+LONG = f"--bf16 --seq-length 8192 --max-position-embeddings 8192 {LLAMA} {GROUPS} --micro-batch-size 1"
+# Keys and values of a layer: 8192 tokens of 4 groups with heads of 32 elements, in 16 bits.
+GATHERED_BYTES = 2 * 8192 * 4 * 32 * 2
+
+
+def planned(config):
+    vocab, plan = find_stages(config)
+    (memory,) = plan_memory(config, vocab.size, plan)
+    return memory.total - memory.state
+
+
+def simulated(config):
+    (record,) = simulate_stages(config)
+    end = record.end
+    return record.peak.total - end.parameters - end.gradients - end.optimizer
+
+
+@pytest.mark.parametrize(
+    "measure,flags,layers,tolerance",
+    [
+        # The layer that is recomputed holds its gathered keys and values.
+        (planned, "--checkpoint-activations", 1, 0.01),
+        pytest.param(simulated, "--checkpoint-activations", 1, 0.01, marks=pytest.mark.full),
+        # All four layers hold them. The temporaries of the loss do not depend on the number of tokens.
+        pytest.param(planned, "", 4, 0.12, marks=pytest.mark.full),
+        pytest.param(simulated, "", 4, 0.12, marks=pytest.mark.full),
+    ],
+)
+def test_all_but_the_gathered_keys_and_values_is_divided_among_the_ranks(measure, flags, layers, tolerance):
+    sizes = (1, 2, 4)
+    found = {
+        size: measure(config_of(f"--world-size {size} --context-parallel-size {size} {LONG} {flags}"))
+        for size in sizes
+    }
+    gathered = layers * GATHERED_BYTES
+    for size in sizes:
+        expected = (found[1] - gathered) / size + gathered
+        assert found[size] == pytest.approx(expected, rel=tolerance), size
