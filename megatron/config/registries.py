@@ -462,7 +462,7 @@ DATA_ORDERS = Registry(
     "--data-order",
     {
         "native": DataOrder(
-            "as megatron-deepspeed, but blends keep shares to about a sample (Sainte-Laguë) in runs of any length",
+            "as megatron-deepspeed, but blends keep shares to about a sample (Sainte-Laguë) at any length",
             "megatron.data.blended_dataset:BlendOrder",
         ),
         "megatron-deepspeed": DataOrder(
