@@ -469,35 +469,24 @@ TOKENIZERS = Registry(
 class DataOrder(Choice):
     """The rules that order the samples. Its implementation is a `data.blended_dataset.Blend`.
 
-    last_epoch_threshold: share of the last epoch below which it is shuffled separately. rounds_cumulatively:
-    whether the bounds of --split are rounded sums of fractions instead of sums of rounded shares.
-    has_megatrons_names: whether index files have the names of BigScience's Megatron-DeepSpeed, which are read
-    in place. blends_one: whether a single prefix with a weight is a blend. reads_core_cache: whether index
-    files of Megatron-Core are read.
+    last_epoch_threshold: share of the last epoch below which it is shuffled separately. is_core: whether
+    --split is rounded, and index files are read, as in Megatron-Core.
     """
 
     last_epoch_threshold: float = 0.95
-    rounds_cumulatively: bool = False
-    has_megatrons_names: bool = False
-    blends_one: bool = True
-    reads_core_cache: bool = False
+    is_core: bool = False
 
 
 DATA_ORDERS = Registry(
     "--data-order",
     {
         "native": DataOrder(
-            "as megatron-deepspeed, but blends keep every component within about a sample of its share "
-            "(Sainte-Laguë) and do not depend on the length of the run",
+            "as megatron-deepspeed, but blends keep shares to about a sample (Sainte-Laguë) at any length",
             "megatron.data.blended_dataset:BlendOrder",
-            has_megatrons_names=True,
-            blends_one=False,
         ),
         "megatron-deepspeed": DataOrder(
-            "BigScience's Megatron-DeepSpeed: the last epoch is shuffled separately if less than 95 % of it "
-            "is used",
+            "BigScience's Megatron-DeepSpeed: the last epoch is separate if less than 95 % of it is used",
             "megatron.data.greedy_blend:DeepSpeedBlend",
-            has_megatrons_names=True,
         ),
         "megatron-deepspeed-microsoft": DataOrder(
             "Microsoft's Megatron-DeepSpeed (deepspeedai): as megatron-deepspeed with 80 %",
@@ -508,8 +497,7 @@ DATA_ORDERS = Registry(
             "Megatron-Core and Megatron-LM: 80 %, and bounds of --split from cumulative fractions",
             "megatron.data.greedy_blend:CoreBlend",
             last_epoch_threshold=0.80,
-            rounds_cumulatively=True,
-            reads_core_cache=True,
+            is_core=True,
         ),
     },
 )

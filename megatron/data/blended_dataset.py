@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,9 @@ class Finder(Protocol):
 
 class Blend(Protocol):
     """The rule of a blend: which sample of which component is sample i."""
+
+    blends_one: ClassVar[bool]
+    """Whether a single prefix with a weight is a blend."""
 
     @property
     def weights(self) -> tuple[int, ...] | tuple[float, ...]:
@@ -104,6 +107,7 @@ class BlendOrder:
     """The order of a blend with these positive integer weights, as the module's docstring defines it. It has
     no table."""
 
+    blends_one: ClassVar[bool] = False
     weights: tuple[int, ...]
 
     @classmethod

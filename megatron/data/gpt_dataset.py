@@ -84,13 +84,13 @@ def prepare_index_files(
     cache_folder = data.data_cache_path
     core_cache = CoreCache(cache_folder)
     for group, wanted in chain(*requested_groups(data, num_samples)):
-        reads_core = group.order.reads_core_cache
+        is_core = group.order.is_core
         requests = index_requests(group, wanted, seq_length, seed, cache_folder)
         for request in requests:
-            prepare_sample_index(request, core_cache.index_files if reads_core else no_other_files)
+            prepare_sample_index(request, core_cache.index_files if is_core else no_other_files)
         if group.blend is not None:
             available = [request.plan().total_samples for request in requests]
-            others = core_cache.blend_files if reads_core else no_other_files
+            others = core_cache.blend_files if is_core else no_other_files
             group.blend.prepare(_table_folder(group, cache_folder), wanted, available, others)
 
 

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,7 @@ TablePaths = tuple[str, str]
 class GreedyBlend:
     """A blend with these weights, normalized as the program does before it plans its components."""
 
+    blends_one: ClassVar[bool] = True
     weights: tuple[float, ...]
 
     def samples_of_components(self, num_samples: int) -> list[int]:

@@ -197,7 +197,7 @@ class IndexRequest:
     def paths(self) -> IndexPaths:
         """Returns the files of the document, sample and shuffle index: with Megatron's names, or named by all
         that determines their contents, so that a longer run with equal epochs finds them."""
-        if self.order.has_megatrons_names:
+        if self.order.last_epoch_threshold == DataOrder.last_epoch_threshold:  # BigScience's: equal contents
             documents, length = self.index_name or self.split_name, f"{self.num_samples}ns"
         else:
             plan = self.plan()

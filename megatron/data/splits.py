@@ -132,8 +132,8 @@ def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener)
         dataset = open_dataset(path.prefix, "--data-path")
         documents = split_documents(data.split, len(dataset), order)[split_index]
         components.append(Component(dataset, range(0) if documents is None else documents))
-    is_blend = len(paths) > 1 or (order.blends_one and len(data.data_path) > 1)
-    blend = _blend_of(paths, data.data_order) if is_blend else None
+    blends_one = DATA_ORDERS.load(data.data_order).blends_one and len(data.data_path) > 1
+    blend = _blend_of(paths, data.data_order) if blends_one or len(paths) > 1 else None
     fractions = list(parse_split(data.split))
     group = DocumentGroup(split_name, tuple(components), blend, fractions, order)
     for component in group.components:
@@ -157,7 +157,7 @@ def split_documents(
     document to it.
     """
     fractions = parse_split(split)
-    if order.rounds_cumulatively:
+    if order.is_core:
         bounds = [round(share * num_documents) for share in accumulate(fractions, initial=0.0)]
     else:
         bounds = list(accumulate((round(share * num_documents) for share in fractions), initial=0))

@@ -168,7 +168,7 @@ def next_samples(cached: dict[str, Any], seq_length: int) -> list[list[int]]:
     """The samples of the next global batch, from the micro-batches of two data-parallel ranks."""
     train = build(cached["data"], seq_length, cached["seed"], tuple(cached["sizes"])).train
     assert train is not None
-    found = {}
+    found: dict[int, list[int]] = {}
     for rank in range(2):
         loader = GPTBatchLoader(train, micro_batch_size=2, dp_rank=rank, dp_size=2)
         for batch in loader.micro_batches(cached["first"], cached["count"]):
