@@ -4,8 +4,8 @@
     python benchmarks/data.py                     about three minutes
     python benchmarks/data.py --gigabytes 8       a token file of 8 GB
 
-preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, against the `tokenizers` library
-                in batches, on all cores, whose ids are stored in a file. The text is Python's standard
+preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, against the `tokenizers`
+                library in batches, on all cores, whose ids go into a file. The text is Python's standard
                 library, tokenized with a byte-level BPE of 8,192 tokens trained on it.
 cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
                 on a descriptor for random reads: microseconds, and bytes that the disk reads.

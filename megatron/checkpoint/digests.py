@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process t
 CHUNK = 1 << 16
 # On a device large blocks need few launches.
 DEVICE_CHUNK = 1 << 24
+# Keys of the first blocks of positions are kept, 64 MB: computing them takes most of the time of a digest.
+_KEPT_BLOCKS = 128
 _WORD = 1 << 64
 
 
@@ -138,15 +141,48 @@ def fragment_digests(
     """
     length, device = next((value.numel(), value.device) for value in values.values())
     sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
+    if device.type == "cpu" and tp_group.size == 1 and spec.num_valid_rows is None:
+        blocks = _consecutive_keys(start, length)
+    else:
+        blocks = _keys_of_shard(spec, tp_group, start, length, device)
+    for first, keys in blocks:
+        for state, value in values.items():
+            bits = value[first : first + len(keys)].contiguous().view(torch.int32)
+            sums[state] += _sum_of_products(keys, bits)
+    return {state: int(total) % _WORD for state, total in sums.items()}
+
+
+def _consecutive_keys(start: int, length: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields the keys of consecutive positions, block by block: (index of the first one, keys)."""
+    done = 0
+    while done < length:
+        block, within = divmod(start + done, CHUNK)
+        count = min(CHUNK - within, length - done)
+        if block < _KEPT_BLOCKS:
+            keys = _block_keys(block, CHUNK)[within : within + count]
+        else:
+            keys = _keys(torch.arange(start + done, start + done + count))
+        yield done, keys
+        done += count
+
+
+@lru_cache(maxsize=_KEPT_BLOCKS)
+def _block_keys(block: int, size: int) -> Tensor:
+    """Returns the keys of a block of positions. All states of all parameters share them."""
+    return _keys(torch.arange(block * size, (block + 1) * size))
+
+
+def _keys_of_shard(
+    spec: ParameterSpec, tp_group: TPGroup, start: int, length: int, device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields the keys of a fragment's elements, block by block: (index of the first one, keys). The keys of
+    padding are 0."""
     num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
     for first, positions in _position_blocks(spec, tp_group, start, length, device):
         keys = _keys(positions)
         if num_valid_elements is not None:
             keys *= positions < num_valid_elements
-        for state, value in values.items():
-            bits = value[first : first + len(keys)].contiguous().view(torch.int32)
-            sums[state] += _sum_of_products(keys, bits)
-    return {state: int(total) % _WORD for state, total in sums.items()}
+        yield first, keys
 
 
 def _keys(positions: Tensor) -> Tensor:

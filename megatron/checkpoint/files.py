@@ -138,22 +138,24 @@ def has_valid_checksum(record: dict[str, Any]) -> bool:
 
 class HashedFile:
     """A file-like object that writes a new file and computes its SHA-256 from the same bytes: a save does not
-    read its files again. A thread computes while the file is written."""
+    read its files again. A thread computes while the file is written. hashed: False for a file whose tensors
+    have digests of their own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hashed: bool = True) -> None:
         self._descriptor = open_own(path)
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if hashed else None
         self._num_bytes = 0
         self._thread = ThreadPoolExecutor(1)
 
     def write(self, data: Any) -> int:
         """Appends the bytes of a buffer. Raises OSError if they cannot be written."""
         content = memoryview(data).cast("B")
-        hashed = self._thread.submit(self._digest.update, content)
+        hashed = self._thread.submit(self._digest.update, content) if self._digest is not None else None
         done = 0
         while done < len(content):
             done += os.write(self._descriptor, content[done : done + _WRITE_BYTES])
-        hashed.result()  # the caller may change the buffer afterwards
+        if hashed is not None:
+            hashed.result()  # the caller may change the buffer afterwards
         self._num_bytes += done
         return done
 
@@ -171,7 +173,8 @@ class HashedFile:
             os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
-        return {"bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
+        digest = {} if self._digest is None else {"sha256": self._digest.hexdigest()}
+        return {"bytes": self._num_bytes, **digest}
 
 
 def describe_file(path: Path) -> dict[str, Any]:

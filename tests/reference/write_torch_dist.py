@@ -1,16 +1,24 @@
-"""Writes tests/assets/torch_dist_llama.tar.gz with Megatron-Core, in an environment that has it:
+"""Writes tests/assets/torch_dist_<kind>.tar.gz with Megatron-Core, in an environment that has it:
 
-    pip install megatron-core==0.16.1
-    torchrun --nproc-per-node 4 tests/reference/write_torch_dist.py torch_dist_llama
+    pip install megatron-core==0.16.1      (0.13.1 for the last kind)
+    torchrun --nproc-per-node 8 tests/reference/write_torch_dist.py KIND torch_dist_KIND
+
+    llama              fp32 weights, Megatron-Core's FP32Optimizer (--nproc-per-node 4)
+    float16            bf16 weights, Float16OptimizerWithFloat16Params
+    reshardable        bf16 weights, DistributedOptimizer, `fully_reshardable`
+    model_space        bf16 weights, DistributedOptimizer, `fully_sharded_model_space`, which only
+                       versions before 0.14 write
 
 The folder is a checkpoint of the format `torch_dist`, as Megatron-LM saves it after three steps of Adam with
-TP 2 and PP 2. `expected.json` has the losses of these steps and of the next ones, without a load between
-them. With a second folder, the processes load it and print the losses of the next steps:
+TP 2, PP 2 and DP 2 (llama: DP 1). `expected.json` has the losses of these steps and of the next ones, which
+are computed twice without a load between them: in fp32, from the optimizer's main parameters and moments
+(`losses`), and in the precision of the weights (`own_losses`). With a second folder, the processes load it
+into the optimizer of the kind, and print the losses of the next steps beside `own_losses`:
 
-    torchrun --nproc-per-node 4 tests/reference/write_torch_dist.py torch_dist_llama FOLDER
+    torchrun --nproc-per-node 8 tests/reference/write_torch_dist.py KIND torch_dist_KIND FOLDER
 
-The processes compute on CPUs: stages send with torch.distributed, and dropout is off, so that no CUDA
-generator is needed.
+The processes compute on CPUs: `OnCpu` answers where Megatron-Core asks for a GPU, stages send with
+torch.distributed, and dropout is off, so that no CUDA generator is needed.
 """
 
 import contextlib
@@ -19,22 +27,29 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.overrides import TorchFunctionMode
 
-STEPS, MORE_STEPS, SEQ, BATCH, VOCAB, HIDDEN = 3, 4, 32, 4, 64, 32
-LR = 2e-3
+STEPS, MORE_STEPS, SEQ, BATCH, VOCAB = 3, 4, 32, 4, 64
+KIND = sys.argv[1]
+LR = 2e-3 if KIND == "llama" else 2e-2
+DTYPE = torch.float32 if KIND == "llama" else torch.bfloat16
+HIDDEN, FFN = (32, 64) if KIND == "llama" else (16, 32)
+SHARDING = {"reshardable": "fully_reshardable", "model_space": "fully_sharded_model_space"}.get(KIND)
 ARGS = {
     "num_layers": 2,
     "hidden_size": HIDDEN,
-    "ffn_hidden_size": 64,
+    "ffn_hidden_size": FFN,
     "num_attention_heads": 4,
     "group_query_attention": True,
     "num_query_groups": 2,
@@ -51,22 +66,36 @@ ARGS = {
     "pipeline_model_parallel_size": 2,
     "norm_epsilon": 1e-5,
     "rotary_base": 10000,
+    "make_vocab_size_divisible_by": VOCAB // 2,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-8,
+    "weight_decay": 0.0,
+    "bf16": KIND != "llama",
 }
 
 
-class CpuOptimizer(FP32Optimizer):
-    """Megatron-Core's fp32 optimizer without its scale, a tensor on a GPU."""
+class OnCpu(TorchFunctionMode):
+    """Gives Megatron-Core tensors on the CPU where it asks for a GPU, and their types as on a GPU."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        MegatronOptimizer.__init__(self, optimizer, OptimizerConfig(optimizer="adam", lr=LR), lambda *_: None)
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
 
 
-def build() -> GPTModel:
+def build(dtype: torch.dtype) -> GPTModel:
     """Returns this rank's part of the model."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=HIDDEN,
-        ffn_hidden_size=64,
+        ffn_hidden_size=FFN,
         num_attention_heads=4,
         num_query_groups=2,
         normalization="RMSNorm",
@@ -76,14 +105,16 @@ def build() -> GPTModel:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=2,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    return GPTModel(
+    model = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=VOCAB,
@@ -93,42 +124,145 @@ def build() -> GPTModel:
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )
+    return model.to(dtype)
 
 
-def train_step(model: GPTModel, optimizer: CpuOptimizer, tokens: torch.Tensor) -> float:
-    """Takes a step on tokens [batch, SEQ + 1]. Returns the loss."""
+class Training:
+    """The model and its optimizer, as Megatron-LM makes them."""
+
+    def __init__(self) -> None:
+        distributed = SHARDING is not None
+        self.model = build(DTYPE)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
+        self.parallel = DistributedDataParallel(self.model.config, ddp_config, self.model)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=LR,
+            min_lr=0.0,
+            weight_decay=0.0,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            clip_grad=0.0,
+            bf16=DTYPE == torch.bfloat16,
+            params_dtype=DTYPE,
+            use_distributed_optimizer=distributed,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.parallel])
+
+    def step(self, tokens: torch.Tensor) -> float:
+        """Takes a step on tokens [batch, SEQ + 1]. Returns the loss."""
+        self.parallel.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = loss_and_gradients(self.parallel, self.model, tokens)
+        self.parallel.finish_grad_sync()
+        self.optimizer.step()
+        return loss
+
+    def sharded_state(self, loaded: Path | None = None) -> dict:
+        """Returns the sharded state dict, to save it or to load a folder."""
+        sharded = {"model": self.model.sharded_state_dict()}
+        options = {} if SHARDING is None else {"metadata": {"distrib_optim_sharding_type": SHARDING}}
+        if loaded is not None:  # as Megatron-LM does
+            options = {"metadata": dist_checkpointing.load_content_metadata(str(loaded)) or {}}
+        sharded["optimizer"] = self.optimizer.sharded_state_dict(
+            sharded["model"], is_loading=loaded is not None, **options
+        )
+        return sharded
+
+    def load(self, folder: Path) -> None:
+        """Loads weights, moments and step."""
+        state = dist_checkpointing.load(self.sharded_state(folder), str(folder))
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if "opt_param_scheduler" in state:  # of this program's folders
+            rates = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
+            decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
+            scheduler = OptimizerParamScheduler(
+                self.optimizer,
+                **rates,
+                lr_decay_style="linear",
+                **decay,
+                use_checkpoint_opt_param_scheduler=True,
+            )
+            scheduler.load_state_dict(state["opt_param_scheduler"])
+            assert scheduler.num_steps == state["args"].consumed_train_samples
+            for group in self.optimizer.param_groups:
+                group["lr"] = LR
+
+    def main_states(self) -> list[dict[str, torch.Tensor]]:
+        """Returns the main values, moments and step of each parameter, gathered from the replicas."""
+        (inner,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        found = []
+        for parameter in self.model.parameters():
+            start, stop = 0, parameter.numel()
+            if SHARDING is None:
+                main = getattr(parameter, "main_param", parameter)
+                states = {"param": main.detach(), **inner.optimizer.state[main]}
+            elif parameter in inner.model_param_gbuf_map:
+                owned = inner._get_model_param_range_map(parameter)["param"]
+                start, stop = owned.start, owned.end
+                states = inner._get_main_param_and_optimizer_states(parameter)
+            else:
+                states = {}
+            step = torch.tensor(float(STEPS))
+            whole = {name: torch.zeros(parameter.numel()) for name in ("param", "exp_avg", "exp_avg_sq")}
+            for name, values in whole.items():
+                if name in states:
+                    values[start:stop] = states[name].detach().reshape(-1)
+                if SHARDING is not None:
+                    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+            found.append({name: values.view(parameter.shape) for name, values in whole.items()})
+            found[-1]["step"] = step
+        return found
+
+
+def loss_and_gradients(module: torch.nn.Module, model: GPTModel, tokens: torch.Tensor) -> float:
+    """Computes the gradients of a batch. module: the model, or its wrapper. Returns the loss of the global
+    batch."""
+    replicas = parallel_state.get_data_parallel_world_size()
+    tokens = tokens.chunk(replicas)[parallel_state.get_data_parallel_rank()]
     inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
     positions = torch.arange(SEQ).expand_as(inputs)
     mask = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)[None, None]
+    dtype = next(model.parameters()).dtype
     rank, half = dist.get_rank(), dist.get_world_size() // 2
-    optimizer.optimizer.zero_grad()
     total = torch.zeros(())
     if rank < half:
-        hidden = model(inputs, positions, mask)
+        hidden = module(inputs, positions, mask)
         dist.send(hidden.detach().contiguous(), rank + half)
         gradient = torch.empty_like(hidden)
         dist.recv(gradient, rank + half)
         hidden.backward(gradient)
     else:
-        hidden = torch.empty(SEQ, BATCH, HIDDEN, requires_grad=True)
+        hidden = torch.empty(SEQ, len(tokens), HIDDEN, dtype=dtype, requires_grad=True)
         dist.recv(hidden.data, rank - half)
         model.set_input_tensor(hidden)
-        total = model(None, positions, mask, labels=labels).mean()
+        total = module(None, positions, mask, labels=labels).float().mean()
         total.backward()
         dist.send(hidden.grad, rank - half)
-    optimizer.optimizer.step()
     total = total.detach().clone()
-    dist.broadcast(total, half)
-    return float(total)
+    dist.all_reduce(total)  # half of the ranks have a loss, and each replica has TP ranks
+    return float(total) / half
 
 
-def load(model: GPTModel, optimizer: CpuOptimizer, folder: Path) -> None:
-    """Loads weights, moments and step, as Megatron-LM does."""
-    sharded = {"model": model.sharded_state_dict()}
-    sharded["optimizer"] = optimizer.sharded_state_dict(sharded["model"], is_loading=True)
-    state = dist_checkpointing.load(sharded, str(folder))
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+def losses_in_fp32(states: list[dict[str, torch.Tensor]], batches: torch.Tensor) -> list[float]:
+    """Returns the losses of the next steps from these main values and moments."""
+    model = build(torch.float32)
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for parameter, state in zip(model.parameters(), states, strict=True):
+        parameter.data.copy_(state.pop("param"))
+        adam.state[parameter] = state
+    losses = []
+    for tokens in batches:
+        adam.zero_grad()
+        losses.append(loss_and_gradients(model, model, tokens))
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+            parameter.grad /= parallel_state.get_data_parallel_world_size()
+        adam.step()
+    return losses
 
 
 def main(folder: Path, loaded: Path | None) -> None:
@@ -140,47 +274,42 @@ def main(folder: Path, loaded: Path | None) -> None:
     torch.cuda.synchronize = lambda: None
     tracker = tensor_parallel.random.get_cuda_rng_tracker()
     tracker.fork = lambda *_: contextlib.nullcontext()
+    if KIND == "model_space":
+        numpy.product = numpy.prod  # version 0.13 calls it, and numpy 2 lacks it
     torch.manual_seed(5)
-    model = build()
-    # The groups of Megatron-Core's get_megatron_optimizer: without weight decay for norms.
-    parameters = {False: [], True: []}
-    for parameter in model.parameters():
-        parameters[parameter.dim() > 1].append(parameter)
-    facts = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-    groups = [
-        {"params": members, "wd_mult": float(decays), **facts}
-        for decays, members in sorted(parameters.items(), reverse=True)
-    ]
-    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    optimizer = CpuOptimizer(adam)
+    training = Training()
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(VOCAB, (STEPS + MORE_STEPS, BATCH, SEQ + 1), generator=generator)
+    if KIND != "llama":  # a batch that is learned: rounded weights change the losses by more than 1e-5
+        tokens = tokens[:1].expand_as(tokens)
     if loaded is not None:
-        train_step(model, optimizer, tokens[0])  # other weights and moments: all must be replaced
-        load(model, optimizer, loaded)
-        losses = [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]
+        training.step(tokens[0])  # other weights and moments: all must be replaced
+        training.load(loaded)
+        losses = [training.step(batch) for batch in tokens[STEPS:]]
         if dist.get_rank() == 0:
-            print(losses, json.loads((folder / "expected.json").read_text())["losses"][STEPS:])
+            print(losses, json.loads((folder / "expected.json").read_text())["own_losses"])
         return
-    losses = [train_step(model, optimizer, batch) for batch in tokens[:STEPS]]
-    sharded = {"model": model.sharded_state_dict()}
+    losses = [training.step(batch) for batch in tokens[:STEPS]]
     state = {
-        **sharded,
-        "optimizer": optimizer.sharded_state_dict(sharded["model"]),
+        **training.sharded_state(),
         "args": Namespace(**ARGS, consumed_train_samples=STEPS * BATCH, iteration=STEPS),
         "checkpoint_version": 3.0,
         "iteration": STEPS,
     }
-    dist_checkpointing.save(state, str(folder), ("torch_dist", 1))
-    losses += [train_step(model, optimizer, batch) for batch in tokens[STEPS:]]
+    content = {} if SHARDING is None else {"content_metadata": {"distrib_optim_sharding_type": SHARDING}}
+    dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **content)
+    losses += losses_in_fp32(training.main_states(), tokens[STEPS:])
+    own_losses = [training.step(batch) for batch in tokens[STEPS:]]
     if dist.get_rank() == 0:
-        content = {"losses": losses, "steps": STEPS, "tokens": tokens.tolist(), "lr": LR}
-        (folder / "expected.json").write_text(json.dumps(content))
+        content = {"losses": losses, "own_losses": own_losses, "steps": STEPS, "lr": LR}
+        (folder / "expected.json").write_text(json.dumps(content | {"tokens": tokens.tolist()}))
+        print(losses, own_losses)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
+    path = Path(sys.argv[2])
     path.mkdir(exist_ok=True)
-    main(path, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    with OnCpu():
+        main(path, Path(sys.argv[3]) if len(sys.argv) > 3 else None)

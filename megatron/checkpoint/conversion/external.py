@@ -15,9 +15,12 @@ from megatron.checkpoint.huggingface.importer import (
 )
 from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import ConfigError, DataConfig, PrecisionConfig
+from megatron.config import ConfigError, DataConfig, OptimizerConfig, PrecisionConfig
 from megatron.errors import UserError, one_line
 from megatron.tokenizer.vocabulary import find_vocabulary
+
+# Arguments of Megatron that its optimizer takes from a checkpoint.
+_OPTIMIZER_ARGS = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
 
 
 def open_external(
@@ -40,8 +43,15 @@ def open_external(
         vocab_size = num_tokens
     args = checkpoint.run["args"]
     precision = {name: args.get(name) is True for name in ("bf16", "fp16")}
+    optimizer = {name: args[name] for name in _OPTIMIZER_ARGS if args.get(name) is not None}
     try:
-        config = config_without_run(fields, vocab_size, DataConfig(**tokenizer), PrecisionConfig(**precision))
+        config = config_without_run(
+            fields,
+            vocab_size,
+            DataConfig(**tokenizer),
+            PrecisionConfig(**precision),
+            OptimizerConfig(**optimizer),
+        )
     except (ConfigError, TypeError, ArithmeticError) as error:
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe no model of this program "

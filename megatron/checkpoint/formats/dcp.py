@@ -40,7 +40,7 @@ from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Re
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
 from megatron.checkpoint.formats.torch_archive import save_archive
-from megatron.checkpoint.formats.writing import ParameterWriter, rows_of
+from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
 from megatron.mpu.layout import TPGroup
@@ -132,16 +132,20 @@ class DcpReader(StateReader):
         return target
 
     def files_to_verify(self) -> list[str]:
-        """See `StateReader`. Returns all files with digests: so a damaged one is named."""
+        """See `StateReader`. Returns all files with a SHA-256: so a damaged one is named."""
         files = self.checkpoint.run.get("files", {})
         return sorted(name for name in files if "sha256" in files[name])
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares all files with their digests, or the weights with theirs."""
-        if weights_only or not (names := self.files_to_verify()):
+        """Compares all files with their SHA-256; all states if a file has none, or the weights."""
+        if weights_only:
             return super().verify(weights_only)
-        files = {name: self.checkpoint.run["files"][name] for name in names}
-        return len(files), [problem for problem in file_problems(self.folder, files) if problem]
+        files = {name: self.checkpoint.run["files"][name] for name in self.files_to_verify()}
+        problems = [problem for problem in file_problems(self.folder, files) if problem]
+        if files and len(files) == len(self.checkpoint.run["files"]):
+            return len(files), problems
+        count, others = super().verify()
+        return len(files) + count, problems + others
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         spec = self.specs.get(name)
@@ -159,10 +163,12 @@ def _with(shape: Sequence[int], dim: int, span: tuple[int, int]) -> Region:
 
 
 class DcpFiles:
-    """The `.distcp` files of a folder that several threads write, and the table of their tensors."""
+    """The `.distcp` files of a folder that several threads write, and the table of their tensors. hashed:
+    compute the SHA-256 of the files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hashed: bool = True) -> None:
         self.folder = folder
+        self._hashed = hashed
         self.files: Files = {}
         self._free: SimpleQueue[tuple[str, HashedFile]] = SimpleQueue()
         self._num_files = 0
@@ -205,6 +211,14 @@ class DcpFiles:
             self._places[MetadataIndex(name, offsets, len(found))] = place
             found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
 
+    def add_name(self, name: str, other: str) -> None:
+        """Adds a tensor whose chunks are those of a tensor that is written completely."""
+        with self._lock:
+            self._tensors[name], self._paths[name] = self._tensors[other], (name,)
+            for number, chunk in enumerate(self._tensors[other].chunks):
+                place = self._places[MetadataIndex(other, chunk.offsets, number)]
+                self._places[MetadataIndex(name, chunk.offsets, number)] = place
+
     def write_object(self, name: str, value: Any) -> None:
         """Writes an object other than a tensor."""
         file_name, file = self._take_file()
@@ -223,7 +237,7 @@ class DcpFiles:
                 number = self._num_files
                 self._num_files += 1
             name = f"__0_{number}.distcp"
-            return name, HashedFile(self.folder / name)
+            return name, HashedFile(self.folder / name, self._hashed)
 
     def finish(self) -> Files:
         """Closes the files and writes `.metadata`. Returns the facts of all files."""
@@ -256,7 +270,8 @@ class DcpWriter(ParameterWriter):
 
     def __init__(self, folder: Path, reader: StateReader) -> None:
         super().__init__(folder, reader)
-        self.distcp = DcpFiles(folder)
+        # With digests of all states, a reader compares the states.
+        self.distcp = DcpFiles(folder, hashed=not has_all_digests(reader))
 
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
@@ -281,6 +296,6 @@ class DcpWriter(ParameterWriter):
 def _row_chunks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yields the chunks of a tensor, divided along its rows."""
     first = 0
-    for rows in rows_of(blocks, tuple(shape[1:]), CHUNK_BYTES):
+    for rows in rows_of(blocks, tuple(shape), CHUNK_BYTES):
         yield (first, *(0 for _ in shape[1:])), rows
         first += rows.shape[0]

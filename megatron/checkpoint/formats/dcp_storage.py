@@ -54,6 +54,10 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
     *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
+    *(
+        f"megatron.core.dist_checkpointing.strategies.torch.{name}"
+        for name in ("MCoreSavePlan", "MCoreMetadata")
+    ),
     "torch.serialization._get_layout",
 }
 # Chunks that stay mapped: consecutive blocks of a tensor are in one chunk.
@@ -100,6 +104,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return dict
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
+        if full_name == "builtins.getattr":
+            return _enumeration_member
         if full_name in _RECORDS:
             return self._classes.setdefault(full_name, type(name, (Stub,), {"__slots__": ()}))
         raise HostileFileError(
@@ -108,6 +114,11 @@ class _MetadataUnpickler(pickle.Unpickler):
             "torch.distributed.checkpoint uses. None of its code was run; it may be malicious: check where "
             "it comes from"
         )
+
+
+def _enumeration_member(cls: type[Stub], name: str) -> Stub:
+    """Returns a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of `getattr`."""
+    return cls(name)
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor]:

@@ -171,10 +171,10 @@ class NativeWriter(ParameterWriter):
     ) -> None:
         """See `StateWriter`. The fp32 values are rounded for the layer files, as the optimizer rounds
         them."""
-        saved, row_shape = self._specs[name], spec.global_shape[1:]
+        saved = self._specs[name]
         for state_name, blocks in states.items():
             first = 0
-            for rows in rows_of(blocks, row_shape, _STEP_BYTES):
+            for rows in rows_of(blocks, spec.valid_shape, _STEP_BYTES):
                 for rank in range(self._tp_size):
                     for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
                         self._write(self._places[name, state_name, rank], row, part)

@@ -4,6 +4,10 @@
     common.pt                           iteration, arguments, the optimizer's step and groups
     metadata.json                       the name of the format
 
+The distributed optimizer stores its state under Megatron-Core's names of the weights too: in their shape
+(`fully_reshardable`), or flattened (`fully_sharded_model_space`, until version 0.13). A flattened tensor of
+shape [X, Y] whose shards have the shape [x, y] is stored as [X / x, Y / y, x * y].
+
 Megatron-Core stacks the layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]. Checkpoints
 of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`. A gated MLP stacks (gate,
 value) in Megatron-Core, and (value, gate) in this program.
@@ -15,6 +19,8 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +66,8 @@ _INNER = {
 }
 _FC1 = "mlp.dense_h_to_4h."
 _OPTIMIZER = "optimizer."
-# Prefixes of the fp32 values of a run with 16-bit weights, by the kind of the optimizer.
-_MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+# Prefixes of the optimizer's fp32 values: in 16-bit runs, and in the distributed optimizer since 0.14.
+FP32_PARAM, DISTRIBUTED_PARAM = "optimizer.state.fp32_param.", "optimizer.state.param."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Arguments of models that no flag of this program describes, unless they have one of these values.
 _UNSUPPORTED = {
@@ -175,26 +181,63 @@ class TorchDistReader(DcpReader):
         key, layer = self._keys[name]
         if state_name != VALUES:
             return f"optimizer.state.{state_name}.{key}", layer
-        masters = (prefix + key for prefix in _MASTERS)
+        masters = (prefix + key for prefix in (FP32_PARAM, DISTRIBUTED_PARAM))
         return next((master for master in masters if master in self.stored.tensors), key), layer
 
     def shape_of(self, name: str, state_name: str) -> tuple[int, ...]:
-        key, layer = self._key(name, state_name)
-        shape = self.stored.tensor(key).shape
-        weight = self.stored.tensor(self._keys[name][0]).shape
-        if shape != weight:
-            raise UserError(
-                f"checkpoint {self.folder} stores {key} with shape {shape}, expected {weight}, as its "
-                "weight has: save it with --dist-ckpt-optim-fully-reshardable"
-            )
+        weight, layer = self._keys[name]
+        shape = self.stored.tensor(weight).shape
+        self._shape_of_shards(self._key(name, state_name)[0], shape)
         return shape if layer is None else shape[1:]
+
+    def _shape_of_shards(self, key: str, shape: Sequence[int]) -> list[int]:
+        """Returns the shape of the shards of a tensor that is stored flattened; [] if it has the shape of its
+        weight. Raises UserError for any other shape."""
+        stored = self.stored.tensor(key).shape
+        if stored == shape:
+            return []
+        counts = stored[:-1]
+        if len(counts) == len(shape) and all(
+            count and size % count == 0 for size, count in zip(shape, counts, strict=True)
+        ):
+            shard = [size // count for size, count in zip(shape, counts, strict=True)]
+            if prod(shard) == stored[-1]:
+                return shard
+        raise UserError(
+            f"checkpoint {self.folder} stores {key} with shape {stored}, expected {shape}, as its weight "
+            "has: save it with --dist-ckpt-optim-fully-reshardable"
+        )
+
+    def _read(self, key: str, weight: str, region: Region) -> Tensor:
+        """Returns a region of a tensor that has the shape of `weight`, or is stored flattened."""
+        shard = self._shape_of_shards(key, self.stored.tensor(weight).shape)
+        if not shard:
+            return self.stored.read(key, region)
+        result = torch.empty([stop - start for start, stop in region], dtype=self.stored.tensor(key).dtype)
+        spans = zip(region, shard, strict=True)
+        for index in product(*(range(start // size, -(-stop // size)) for (start, stop), size in spans)):
+            target, inside = result, []
+            for dim, ((start, stop), number, size) in enumerate(zip(region, index, shard, strict=True)):
+                first, last = max(start, number * size), min(stop, (number + 1) * size)
+                target = target.narrow(dim, first - start, last - first)
+                inside.append((first - number * size, last - number * size))
+            # Whole rows of the first dimension that has more than one element.
+            dim = next((dim for dim, size in enumerate(shard) if size > 1), len(shard) - 1)
+            width = prod(shard[dim + 1 :])
+            flat = inside[dim][0] * width, inside[dim][1] * width
+            rows = self.stored.read(key, [*((number, number + 1) for number in index), flat])
+            rows = rows.view(*(1 for _ in range(dim)), -1, *shard[dim + 1 :])
+            for rest in range(dim + 1, len(shard)):
+                rows = rows.narrow(rest, inside[rest][0], inside[rest][1] - inside[rest][0])
+            target.copy_(rows)
+        return result
 
     def region_of(self, name: str, state_name: str, region: Region | None) -> Tensor:
         key, layer = self._key(name, state_name)
         shape = self.shape_of(name, state_name)
         region = [(0, size) for size in shape] if region is None else region
         parts = [
-            self.stored.read(key, [*_layer_region(layer), part, *region[1:]])
+            self._read(key, self._keys[name][0], [*_layer_region(layer), part, *region[1:]])
             for part in (_stored_halves(shape[0], region[0]) if self._is_gated(name) else [region[0]])
         ]
         full = torch.cat(parts, dim=0 if layer is None else 1) if len(parts) > 1 else parts[0]

@@ -1,7 +1,8 @@
 """Writes checkpoints of Megatron-Core's format `torch_dist`.
 
-Megatron-Core's fp32 optimizer resumes from them. For a 16-bit run the weights have the precision of the run,
-and the fp32 values are beside them under Megatron-Core's name.
+Megatron-Core's optimizers resume from them: the distributed optimizer (as from `fully_reshardable`), and the
+others. For a 16-bit run the weights have the precision of the run, and the fp32 values are beside them under
+the names of both kinds of optimizers.
 """
 
 from __future__ import annotations
@@ -17,15 +18,27 @@ from torch import Tensor
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
-from megatron.checkpoint.formats.torch_dist import COMMON_FILE, stored_name
+from megatron.checkpoint.formats.torch_dist import (
+    COMMON_FILE,
+    DISTRIBUTED_PARAM,
+    FP32_PARAM,
+    stored_name,
+)
 from megatron.checkpoint.formats.universal_info import megatron_args
-from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
+from megatron.checkpoint.formats.writing import (
+    ParameterWriter,
+    has_all_digests,
+    rows_of,
+    step_of_optimizer,
+)
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.parameters import ParameterSpec
 
+# How the state of the distributed optimizer is stored: under the names and in the shapes of the weights.
+FULLY_RESHARDABLE = "fully_reshardable"
 # Modules of a layer of which Megatron-Core also stores an object, None without Transformer Engine.
 _EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
@@ -37,7 +50,9 @@ class TorchDistWriter(ParameterWriter):
         super().__init__(folder, reader)
         self._config = reader.checkpoint.config
         self._num_layers = self._config.model.num_layers
-        self._files = dcp.DcpFiles(folder)
+        # The weights of a 16-bit run have no digests.
+        has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
+        self._files = dcp.DcpFiles(folder, hashed=not has_digests)
         steps = {step_of_optimizer(reader, name) for name in reader.names}
         if len(steps) > 1:
             raise UserError(
@@ -65,7 +80,7 @@ class TorchDistWriter(ParameterWriter):
             elif dtype == torch.float32:
                 self._write(key, layer, name, spec, blocks)
             else:
-                self._write(f"optimizer.state.fp32_param.{key}", layer, name, spec, blocks)
+                self._write(FP32_PARAM + key, layer, name, spec, blocks)
                 again = self.reader.read_blocks(name, VALUES, ReplicaMismatch())
                 self._write(key, layer, name, spec, again, dtype)
 
@@ -101,6 +116,9 @@ class TorchDistWriter(ParameterWriter):
 
     def finish(self) -> None:
         """See `ParameterWriter`."""
+        is_fp32 = self._config.precision.name == "fp32"
+        for key in {stored_name(name, self._num_layers)[0] for name in self.reader.names}:
+            self._files.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)
         for layer in range(self._num_layers):
             for module in _EXTRA_STATE:
                 name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
@@ -118,6 +136,9 @@ class TorchDistWriter(ParameterWriter):
         words = next(spec for spec in self.reader.specs.values() if spec.num_valid_rows is not None)
         group = {
             "lr": self._config.schedule.lr,
+            "max_lr": self._config.schedule.lr,
+            "min_lr": self._config.schedule.min_lr,
+            "default_config": True,
             "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
             "eps": optimizer.adam_eps,
             "amsgrad": False,
@@ -134,16 +155,48 @@ class TorchDistWriter(ParameterWriter):
             {**group, **facts, "wd_mult": factor, "weight_decay": factor * optimizer.weight_decay}
             for factor in (1.0, 0.0)
         ]
-        state = {} if self._step is None else {"common_step": torch.tensor(self._step)}
+        state: dict[str, Any] = {}
+        if self._step is not None:
+            state["common_step"] = torch.tensor(self._step)
+            for group in groups:
+                group["step"] = self._step  # where the distributed optimizer looks for it
+        inner = {"state": state, "param_groups": groups}
+        sharding = {"param_state_sharding_type": FULLY_RESHARDABLE}
         return {
-            "optimizer": {"state": state, "param_groups": groups},
+            # The fp32 optimizer has no entries beside torch's; all others nest them.
+            "optimizer": inner | sharding | {"optimizer": inner},
             "args": Namespace(
                 **args,
                 iteration=checkpoint.state.iteration,
                 padded_vocab_size=self._rows(words),
+                tokenizer_type=self._config.data.tokenizer_type,
+                no_save_rng=True,  # Megatron-LM then looks for no random states
             ),
+            "opt_param_scheduler": self._scheduler(),
+            # Tells Megatron-LM which names its distributed optimizer finds.
+            "content_metadata": {"distrib_optim_sharding_type": FULLY_RESHARDABLE},
             "checkpoint_version": 3.0,
             "iteration": checkpoint.state.iteration,
+        }
+
+    def _scheduler(self) -> dict[str, Any]:
+        """Returns the state of Megatron-Core's scheduler, which counts samples. It rejects a schedule other
+        than that of the flags, unless it is told to override one of them."""
+        config, state = self._config, self.reader.checkpoint.state
+        schedule, training, batch = config.schedule, config.training, config.batch.global_batch_size
+        iterations = schedule.lr_decay_iters or training.train_iters or state.iteration
+        decay_steps = schedule.lr_decay_samples or training.train_samples or iterations * batch
+        warmup_steps = schedule.lr_warmup_samples or schedule.lr_warmup_iters * batch
+        decay = config.optimizer.weight_decay
+        return {
+            "max_lr": schedule.lr,
+            "min_lr": schedule.min_lr,
+            "lr_warmup_steps": int((schedule.lr_warmup_fraction or 0) * decay_steps) or warmup_steps,
+            "num_steps": state.consumed_samples,
+            "lr_decay_style": schedule.lr_decay_style,
+            "lr_decay_steps": decay_steps,
+            **{"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"},
+            "wd_incr_steps": training.train_samples or (training.train_iters or state.iteration) * batch,
         }
 
 
@@ -155,7 +208,7 @@ def _chunks(
     gated: the tensor stacks (value, gate), and Megatron-Core (gate, value).
     """
     first, half = 0, shape[0] // 2
-    for rows in rows_of(blocks, tuple(shape[1:]), dcp.CHUNK_BYTES):
+    for rows in rows_of(blocks, (num_valid, *shape[1:]), dcp.CHUNK_BYTES):
         last = first + rows.shape[0]
         if not gated:
             yield first, rows

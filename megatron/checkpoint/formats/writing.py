@@ -108,14 +108,17 @@ class ParameterWriter(CheckpointWriter, StateWriter):
 def verify_files(reader: StateReader) -> None:
     """Compares the files of a checkpoint with their checksums, unless all states have digests, with which
     their blocks are compared. Raises UserError for a damaged file."""
-    if all(
+    if not has_all_digests(reader) and (problems := reader.verify()[1]):
+        raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one")
+
+
+def has_all_digests(reader: StateReader) -> bool:
+    """Returns whether the integrity record has a digest of every state of every parameter."""
+    return all(
         name in reader.tensor_digests.get(state, {})
         for name in reader.specs
         for state in reader.state_names(name)
-    ):
-        return
-    if problems := reader.verify()[1]:
-        raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one")
+    )
 
 
 def step_of_optimizer(reader: StateReader, name: str) -> float | None:
@@ -168,11 +171,12 @@ def _verified(
         )
 
 
-def rows_of(blocks: Iterable[Tensor], row_shape: tuple[int, ...], max_bytes: int) -> Iterator[Tensor]:
-    """Yields consecutive whole rows of a tensor, [rows, *row_shape], about `max_bytes` at a time. Each is
+def rows_of(blocks: Iterable[Tensor], shape: tuple[int, ...], max_bytes: int) -> Iterator[Tensor]:
+    """Yields consecutive whole rows of a tensor, [rows, *shape[1:]], about `max_bytes` at a time. Each is
     valid until the next one. blocks: consecutive elements of the tensor, of any length, fp32."""
+    row_shape = shape[1:]
     row_elements = prod(row_shape)
-    limit = max(max_bytes // 4 // row_elements, 1) * row_elements
+    limit = min(max(max_bytes // 4 // row_elements, 1) * row_elements, prod(shape))
     buffer, held = torch.empty(0), 0
     for block in blocks:
         flat, first = block.reshape(-1), 0

@@ -40,7 +40,15 @@ from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.checkpoint.record import IMPORTED_KEY, RUN_FILE, TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
-from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, PrecisionConfig, ScheduleConfig
+from megatron.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line
 from megatron.files import (
@@ -133,14 +141,16 @@ def config_without_run(
     vocab_size: int | None,
     data: DataConfig,
     precision: PrecisionConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
 ) -> Config:
     """Returns the config of a run that could have saved a model of another framework. fields: of
-    `ModelConfig`. vocab_size: --vocab-size. Settings that do not affect the model have their defaults."""
+    `ModelConfig`. vocab_size: --vocab-size. All other settings have their defaults."""
     return Config(
         model=ModelConfig(**fields, vocab_size=vocab_size),
         batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
         schedule=ScheduleConfig(lr=1.0),
         precision=precision or PrecisionConfig(),
+        optimizer=optimizer or OptimizerConfig(),
         data=data,
     )
 

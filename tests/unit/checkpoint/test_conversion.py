@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
@@ -179,6 +180,27 @@ def test_checksums_of_files_stop_a_conversion_without_digests(tmp_path: Path) ->
     with pytest.raises(UserError, match="4.weight/exp_avg.pt is damaged: it does not match its checksum"):
         convert(source, tmp_path / "target", "dcp")
     assert not (tmp_path / "target").exists()
+
+
+def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Path) -> None:
+    """A conversion of a checkpoint with digests of all states computes no SHA-256."""
+    reader = open_reader(open_checkpoint(native))
+    digests: dict[str, dict[str, str]] = {}
+    for (name, kind), state in states_of(native).items():
+        if kind != "step":
+            whole = {"": state.reshape(-1)}
+            digest = fragment_digests(reader.specs[name], TPGroup(), 0, whole)[""]
+            digests.setdefault(kind, {})[name] = f"{digest:016x}"
+    change_run(native, lambda run: run["certificate"].update(digests=digests))
+    folder = convert(native, tmp_path / "dcp", "dcp")
+    files = open_checkpoint(folder).run["files"]
+    assert {name for name in files if "sha256" in files[name]} == {".metadata"}
+    assert open_reader(open_checkpoint(folder)).verify() == (1 + 3 * len(reader.specs), [])
+    change_a_value(folder)
+    (problem,) = open_reader(open_checkpoint(folder)).verify()[1]
+    assert "is damaged: its digest differs" in problem
+    with pytest.raises(UserError, match="is damaged: its digest differs"):
+        convert(folder, tmp_path / "target", "native")
 
 
 def change_a_value(folder: Path) -> None:

@@ -105,7 +105,8 @@ def moments(folder: Path) -> dict[Any, Tensor]:
 
 
 def are_of_torchtitan(folder: Path) -> bool:
-    """Returns whether the moments are those of `native_folder`, in torchtitan's order of the weights."""
+    """Returns whether the moments have the values that `native_folder` writes, in the order of torchtitan's
+    weights."""
     stored = DcpFolder(folder)
     names = [key for key in stored.tensors if not key.startswith("optimizer.")]
     return all(

@@ -153,6 +153,20 @@ def test_the_overlap_of_tensor_parallelism() -> None:
     assert list(figures) == [step_s(*each) for each in zip(commands, figures, strict=True)]
 
 
+@pytest.mark.full
+def test_the_memory_of_context_parallelism() -> None:
+    text = (DOCS / "context_parallel.md").read_text().replace("\\\n", " ")
+    ((flags, size),) = re.findall(r"pretrain_gpt\.py (--dry-run .*--context-parallel-size (\d+) .*)", text)
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    assert size in {row[0] for row in rows} and len(rows) == 5
+    for own, *printed in rows:
+        plan = plan_of(flags.replace(f"parallel-size {size} ", f"parallel-size {own} "))
+        (memory,) = plan.memory
+        figures = (memory.state, memory.total - memory.state, memory.total)
+        found = [as_printed(x / GIB, text) for x, text in zip(figures, printed, strict=True)]
+        assert found == printed, f"CP {own}"
+
+
 def test_the_cost_of_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (DOCS / "tuning.md").read_text()
     (search,) = re.findall(r"--search --gpus 64 (.*)", page.replace("\\\n", " "))
