@@ -56,13 +56,16 @@ def hold_mirror(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path
 def show_object(path: Path, size: int, modified: float | None = None, content: bytes = b"") -> None:
     """Writes the file of an object. Processes that have mapped an earlier file of this path keep it.
 
-    modified: the time of the object's last change. content: the object's bytes; b"" for a placeholder.
+    size: of a placeholder. modified: the time of the object's last change. content: the object's bytes, which
+    may be newer than the listing with its size; b"" for a placeholder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     with open(temporary, "wb") as file:
-        file.write(content)
-        file.truncate(size)
+        if content:
+            file.write(content)
+        else:
+            file.truncate(size)
     if modified is not None:
         os.utime(temporary, (modified, modified))
     os.replace(temporary, path)

@@ -18,7 +18,7 @@ from megatron.checkpoint.object_store.mirror import hold_mirror
 from megatron.checkpoint.object_store.store import ObjectStore
 from megatron.files import write_json
 from megatron.object_urls import as_urls
-from tests.support.object_store import Bucket
+from tests.support.object_store import Bucket, Exchange
 
 FILE = "weights.pt"
 
@@ -100,6 +100,19 @@ def test_of_two_complete_folders_of_a_checkpoint_the_one_in_latest_json_counts(
     assert again.folder.folders == {"global_step1": f"global_step1.0000000{'a' if newest else 'b'}"}
     again.save(2, "0000000c")
     assert folders_in(bucket) == {f"global_step1.0000000{'a' if newest else 'b'}", "global_step2.0000000c"}
+
+
+def test_an_object_that_grows_after_the_listing_is_whole(bucket: Bucket, tmp_path: Path) -> None:
+    store = ObjectStore(bucket.url)
+    store.put("latest", b"global_step100")
+
+    def grow(exchange: Exchange) -> None:
+        store.put("latest", b"global_step1000")
+        exchange.send(*exchange.forward())
+
+    bucket.fault("GET", grow, key="latest")
+    ObjectFolder(bucket.url, tmp_path).mirror()
+    assert (tmp_path / "latest").read_bytes() == b"global_step1000"
 
 
 def test_a_folder_with_other_files_is_not_deleted(bucket: Bucket, tmp_path: Path) -> None:
