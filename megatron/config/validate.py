@@ -183,13 +183,14 @@ def check_local_saves(checkpoint: CheckpointConfig) -> None:
 
 def check_object_stores(checkpoint: CheckpointConfig) -> None:
     """Raises ConfigError for flags that need --save or --load in a file system, if it is a URL."""
-    needs = {
-        "--save-local": (checkpoint.save_local, checkpoint.save),
-        "--save-hf-interval": (checkpoint.save_hf_interval, checkpoint.save),
-        "--save-hf-at-end": (checkpoint.save_hf_at_end, checkpoint.save),
-        "--universal_checkpoint": (checkpoint.universal_checkpoint, checkpoint.load),
-    }
-    for option, (value, folder) in needs.items():
+    needs = (
+        ("--save-local", checkpoint.save_local, checkpoint.save),
+        ("--save-local", checkpoint.save_local, checkpoint.load),
+        ("--save-hf-interval", checkpoint.save_hf_interval, checkpoint.save),
+        ("--save-hf-at-end", checkpoint.save_hf_at_end, checkpoint.save),
+        ("--universal_checkpoint", checkpoint.universal_checkpoint, checkpoint.load),
+    )
+    for option, value, folder in needs:
         if value and folder and is_url(folder):
             raise ConfigError(
                 f"{option} with {folder}: expected a folder of a file system; set one, or remove {option}"

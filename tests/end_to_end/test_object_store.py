@@ -242,23 +242,33 @@ MISTAKES: dict[str, tuple[list[str], Callable[..., None] | None, str]] = {
     "in a checkpoint": (["--save", "{url}/global_step4/x"], None, "--save {url}/global_step4/x is in a "),
     "no such folder": (["--load", "{url}/typo"], None, "--load {url}/typo does not exist: pass an existing"),
     "local": (["--save-local", "x", "--save-local-interval", "1"], None, "--save-local with {url}: expected"),
+    "local and --load": (
+        ["--save", "{disk}", "--save-local", "x", "--save-local-interval", "1"],
+        None,
+        "--save-local with {url}: expected a folder of a file system",
+    ),
     "Hugging Face": (["--save-hf-at-end"], None, "--save-hf-at-end with {url}: expected a folder of a file"),
     "universal": (["--universal_checkpoint"], None, "--universal_checkpoint with {url}: expected a folder"),
     "flags": (["--use-checkpoint-args"], None, "--use-checkpoint-args with --load {url}: expected a folder"),
 }
-GATE_MISTAKES = ["no bucket", "local"]
+GATE_MISTAKES = ["no bucket", "local and --load"]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in GATE_MISTAKES else pytest.mark.full) for name in MISTAKES]
 )
 def test_a_mistake_is_one_sentence(
-    name: str, bucket: Bucket, data: list[str], mirrors: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    bucket: Bucket,
+    data: list[str],
+    mirrors: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     extra, change, sentence = MISTAKES[name]
     if change is not None:
         change(bucket, monkeypatch)
-    given = [flag.format(url=bucket.url) for flag in extra]
+    given = [flag.format(url=bucket.url, disk=tmp_path / "save") for flag in extra]
     run = pretrain([*flags_of(bucket, data), *given], processes=2)
     (error,) = run.errors
     assert run.exit_code == 2 and error.partition("error: ")[2].startswith(sentence.format(url=bucket.url))
