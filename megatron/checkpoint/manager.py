@@ -238,8 +238,10 @@ class CheckpointManager:
             write_json(saving / RUN_FILE, run)
             name = f"global_step{state.iteration}"
             entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
-            to_folder = publish if self._remote is None else self._remote.publish
-            self.identity = to_folder(saving, entry, self.identity)
+            if self._remote is None:
+                self.identity = publish(saving, entry, self.identity)
+            else:
+                self.identity = self._remote.publish(saving, entry, self.identity, self.check_owner)
         return files
 
     def _upload(self, save: BackgroundSave, files: Files, problem: str) -> str:

@@ -8,6 +8,7 @@ save removes what a killed job has left.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from megatron.checkpoint.lineage.identity import (
 from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.names import check_file
 from megatron.checkpoint.object_store.mirror import show_object
-from megatron.checkpoint.object_store.store import ObjectInfo, ObjectStore
+from megatron.checkpoint.object_store.store import ObjectInfo, ObjectStore, Retries
 from megatron.checkpoint.record import RUN_FILE, SAVING
 from megatron.checkpoint.saving.publishing import publish, remove_checkpoint
 from megatron.errors import UserError
@@ -46,6 +47,8 @@ _CLAIMS = "owner"
 _THREADS = 8
 # A file is downloaded in blocks of this size, by several threads.
 _BLOCK_BYTES = 1 << 26
+# They end before another job may take over the folder, see `Timing.stale_after_s`.
+_COMMIT = Retries(total_s=25.0, request_s=20.0)
 _LOG = logging.getLogger(__name__)
 
 
@@ -208,13 +211,23 @@ class ObjectFolder:
             if (info := listed.get(f"{folder}/{name}")) is not None:
                 show_object(saving / name, info.size, info.modified)
 
-    def publish(self, saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIdentity:
+    def publish(
+        self,
+        saving: Path,
+        entry: LineageEntry,
+        identity: RunIdentity,
+        check_owner: Callable[[], object] = lambda: None,
+    ) -> RunIdentity:
         """Makes an uploaded checkpoint visible and updates `latest`, on rank 0, as `publish` does in a file
-        system. Returns the run's new identity. Raises OSError if it cannot be made visible."""
+        system. Returns the run's new identity. Raises OSError if it cannot be made visible.
+
+        check_owner: raises an error if another job has taken over the folder. Called directly before each
+        request for `run.json`.
+        """
         folder = saving.name.removeprefix(SAVING)
         record_upcoming(self.path, entry, identity)
         self.store.put_file(RECORD_FILE, self.path / RECORD_FILE)
-        self.store.put_file(_run_file(folder), saving / RUN_FILE)
+        self._commit(folder, (saving / RUN_FILE).read_bytes(), check_owner)
         self._leftovers.discard(folder)
         before = self.folders.get(entry.name)
         identity = publish(saving, entry, identity)
@@ -228,6 +241,16 @@ class ObjectFolder:
         except OSError as error:  # the checkpoint is visible: a resume finds it through `latest.json`
             _LOG.warning("%s is saved, but the objects beside it are not updated: %s", self.store.url, error)
         return identity
+
+    def _commit(self, folder: str, content: bytes, check_owner: Callable[[], object]) -> None:
+        check_owner()
+        try:
+            self.store.put(_run_file(folder), content, _COMMIT)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            check_owner()  # waits until the store answers
+            self.store.put(_run_file(folder), content, _COMMIT)
 
     # --- a deletion ---
 

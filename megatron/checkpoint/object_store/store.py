@@ -166,9 +166,9 @@ class ObjectStore:
                     written = os.pwrite(file.fileno(), data, block)
                     data, block = data[written:], block + written
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, retries: Retries | None = None) -> None:
         """Writes an object with one PUT, which replaces an object of this key."""
-        self._s3("PUT", "put_object", key, Body=data)
+        self._s3("PUT", "put_object", key, retries, Body=data)
 
     def put_file(self, key: str, path: str | os.PathLike[str]) -> None:
         """Writes a file's bytes as an object, in parts if it is larger than one, a few at a time."""

@@ -13,12 +13,14 @@ import pytest
 
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
-from megatron.checkpoint.object_store.folder import ObjectFolder
+from megatron.checkpoint.lineage.owner import Timing
+from megatron.checkpoint.object_store.folder import _COMMIT, ObjectFolder
 from megatron.checkpoint.object_store.mirror import hold_mirror
-from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.checkpoint.object_store.store import ObjectStore, Retries
+from megatron.checkpoint.ranks import FolderTakenError
 from megatron.files import write_json
 from megatron.object_urls import as_urls
-from tests.support.object_store import Bucket, Exchange
+from tests.support.object_store import Bucket, Exchange, refuse
 
 FILE = "weights.pt"
 
@@ -113,6 +115,29 @@ def test_an_object_that_grows_after_the_listing_is_whole(bucket: Bucket, tmp_pat
     bucket.fault("GET", grow, key="latest")
     ObjectFolder(bucket.url, tmp_path).mirror()
     assert (tmp_path / "latest").read_bytes() == b"global_step1000"
+
+
+def test_a_job_that_loses_the_folder_during_its_commit_does_not_complete_the_checkpoint(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = Run(bucket, tmp_path / "disk"), []
+    uploaded = run.upload(1, "0000000a")
+    quick = Retries(attempts=2, first_delay_s=0.001)
+    assert _COMMIT.total_s + _COMMIT.request_s < Timing().stale_after_s
+    monkeypatch.setattr("megatron.checkpoint.object_store.folder._COMMIT", quick)
+    bucket.fault("PUT", refuse, key="run.json", times=2)
+
+    def check_owner() -> None:
+        calls.append(bucket.requests[-1].key)
+        if len(calls) == 2:
+            raise FolderTakenError("taken over")
+
+    with pytest.raises(FolderTakenError):
+        run.folder.publish(*uploaded, run.identity, check_owner)
+    assert calls == ["run/latest.json", "run/global_step1.0000000a/run.json"]
+    assert "global_step1.0000000a/run.json" not in ObjectStore(bucket.url).list()
+    run.folder.publish(*uploaded, run.identity, lambda: None)
+    assert "global_step1.0000000a/run.json" in ObjectStore(bucket.url).list()
 
 
 def test_a_folder_with_other_files_is_not_deleted(bucket: Bucket, tmp_path: Path) -> None:
