@@ -20,7 +20,7 @@ from megatron.checkpoint.object_store.store import ObjectStore, Retries
 from megatron.checkpoint.ranks import FolderTakenError
 from megatron.files import write_json
 from megatron.object_urls import as_urls
-from tests.support.object_store import Bucket, Exchange, refuse
+from tests.support.object_store import Bucket, Exchange, answer
 
 FILE = "weights.pt"
 
@@ -125,7 +125,7 @@ def test_a_job_that_loses_the_folder_during_its_commit_does_not_complete_the_che
     quick = Retries(attempts=2, first_delay_s=0.001)
     assert _COMMIT.total_s + _COMMIT.request_s < Timing().stale_after_s
     monkeypatch.setattr("megatron.checkpoint.object_store.folder._COMMIT", quick)
-    bucket.fault("PUT", refuse, key="run.json", times=2)
+    bucket.fault("PUT", answer(503, "SlowDown"), key="run.json", times=2)
 
     def check_owner() -> None:
         calls.append(bucket.requests[-1].key)
