@@ -84,7 +84,8 @@ class ObjectClaims(ClaimFolder):
 
     def remove(self, name: str) -> None:
         """See `ClaimFolder`."""
-        self._store.delete([f"{_CLAIMS}/{name}"])
+        # At the end of a job whose store does not answer, the error of the job is not printed before.
+        self._store.delete([f"{_CLAIMS}/{name}"], Retries(attempts=2, request_s=10.0))
 
 
 class ObjectFolder:
