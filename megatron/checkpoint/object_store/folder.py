@@ -84,7 +84,7 @@ class ObjectClaims(ClaimFolder):
 
     def remove(self, name: str) -> None:
         """See `ClaimFolder`."""
-        # At the end of a job whose store does not answer, the error of the job is not printed before.
+        # A job prints its error only after this request, even if the store does not answer.
         self._store.delete([f"{_CLAIMS}/{name}"], Retries(attempts=2, request_s=10.0))
 
 
@@ -258,7 +258,8 @@ class ObjectFolder:
     def remove(self, checkpoint: Path) -> None:
         """Deletes a checkpoint, on rank 0. checkpoint: its folder in the mirror. Raises OSError if it
         contains files that `run.json` does not list, or if the store cannot be accessed."""
-        self._delete(self.folders[checkpoint.name])
+        with suppress(FileNotFoundError):  # an earlier deletion has failed after that of `run.json`
+            self._delete(self.folders[checkpoint.name])
         del self.folders[checkpoint.name]
         remove_checkpoint(checkpoint)
 
@@ -290,6 +291,8 @@ class ObjectFolder:
                 continue  # the new one is damaged: keep the old one
             except OSError as error:
                 _LOG.warning("%s/%s cannot be deleted: %s", self.store.url, folder, error)
+                if error.errno == errno.EIO:
+                    return  # after minutes of retries
         for folder in sorted(self._leftovers):
             try:
                 found = self.store.list(folder)
@@ -300,6 +303,8 @@ class ObjectFolder:
                 self._leftovers.discard(folder)
             except OSError as error:
                 _LOG.warning("%s/%s cannot be removed: %s", self.store.url, folder, error)
+                if error.errno == errno.EIO:
+                    return
 
 
 def _run_file(folder: str) -> str:

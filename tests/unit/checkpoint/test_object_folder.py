@@ -140,6 +140,18 @@ def test_a_job_that_loses_the_folder_during_its_commit_does_not_complete_the_che
     assert "global_step1.0000000a/run.json" in ObjectStore(bucket.url).list()
 
 
+def test_a_deletion_that_fails_halfway_is_ended_by_the_next(bucket: Bucket, tmp_path: Path) -> None:
+    run, path = Run(bucket, tmp_path / "disk"), tmp_path / "disk" / "global_step1"
+    run.save(1, "0000000a")
+    bucket.fault("DELETE", answer(403, "AccessDenied"), key=FILE)
+    with pytest.raises(PermissionError):
+        run.folder.remove(path)
+    run.save(2, "0000000b")
+    run.folder.remove(path)
+    assert folders_in(bucket) == {"global_step2.0000000b"}
+    assert not path.exists() and [*run.folder.folders] == ["global_step2"]
+
+
 def test_a_folder_with_other_files_is_not_deleted(bucket: Bucket, tmp_path: Path) -> None:
     run, store = Run(bucket, tmp_path / "disk"), ObjectStore(bucket.url)
     run.save(1, "0000000a")
