@@ -276,8 +276,9 @@ class CheckpointManager:
         outcome = self.background.finish()
         if outcome is not None and outcome.mismatched:
             self._delete_old(outcome.folder.name, list(outcome.mismatched))
-        if waits_for_deletion and self._deletion is not None:
-            self._deletion.join()
+        while waits_for_deletion and self._deletion is not None and self._deletion.is_alive():
+            self._deletion.join(1.0)
+            self.heartbeat()
         return outcome
 
     def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
