@@ -240,6 +240,11 @@ MISTAKES: dict[str, tuple[list[str], Callable[..., None] | None, str]] = {
     "no credentials": ([], no_credentials, "--save {url} cannot be read ("),
     "scheme": (["--save", "ftp://host/run"], None, "ftp://host/run: unknown scheme. Expected a folder, or "),
     "in a checkpoint": (["--save", "{url}/global_step4/x"], None, "--save {url}/global_step4/x is in a "),
+    "credentials": (
+        ["--load", "s3://KEY:a/SECRET@bucket/run"],
+        None,
+        "--load s3://...@bucket/run: expected a URL without credentials; set AWS_",
+    ),
     "no such folder": (["--load", "{url}/typo"], None, "--load {url}/typo does not exist: pass an existing"),
     "local": (["--save-local", "x", "--save-local-interval", "1"], None, "--save-local with {url}: expected"),
     "local and --load": (

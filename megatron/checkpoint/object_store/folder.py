@@ -33,7 +33,7 @@ from megatron.checkpoint.lineage.identity import (
 )
 from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.names import check_file
-from megatron.checkpoint.object_store.mirror import show_object
+from megatron.checkpoint.object_store.mirror import explained_full_disk, show_object
 from megatron.checkpoint.object_store.store import ObjectInfo, ObjectStore, Retries
 from megatron.checkpoint.record import RUN_FILE, SAVING
 from megatron.checkpoint.saving.publishing import publish, remove_checkpoint
@@ -172,16 +172,20 @@ class ObjectFolder:
         path = self.path / name / file
         key, size = f"{self.folders[name]}/{file}", path.stat().st_size
         temporary = path.with_name(f".{path.name}.part")
-        with open(temporary, "wb") as part:
-            part.truncate(size)
 
         def download(start: int) -> None:
             self.store.download(key, temporary, start, min(start + _BLOCK_BYTES, size))
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(download, range(0, size, _BLOCK_BYTES)):
-                heartbeat()
-        os.replace(temporary, path)
+        try:
+            with explained_full_disk(path):
+                with open(temporary, "wb") as part:
+                    part.truncate(size)
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    for _ in pool.map(download, range(0, size, _BLOCK_BYTES)):
+                        heartbeat()
+                os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self.fetched[name].add(file)
 
     # --- a save ---

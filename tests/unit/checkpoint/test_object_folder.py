@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from megatron.checkpoint.object_store.folder import _COMMIT, ObjectFolder
 from megatron.checkpoint.object_store.mirror import hold_mirror
 from megatron.checkpoint.object_store.store import ObjectStore, Retries
 from megatron.checkpoint.ranks import FolderTakenError
+from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.object_urls import as_urls
 from tests.support.object_store import Bucket, Exchange, answer
@@ -196,6 +198,31 @@ def test_a_mirror_is_shared_by_the_ranks_of_a_job_and_removed_by_the_last_or_by_
         text = f"saved {first}/s3/bucket/run/global_step3 in 1 s: '{first}/s3/b'"
         assert as_urls(text) == "saved s3://bucket/run/global_step3 in 1 s: 's3://b'"
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_disk_of_the_mirror_is_named(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold_mirror("n1", {"SLURM_TMPDIR": str(tmp_path)}) as root:
+        run = Run(bucket, root / "s3" / "run")
+        run.save(1, "0000000a")
+
+        def fail(*arguments: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match=f"in {root}: set SLURM_TMPDIR or TMPDIR to a folder on a larger"):
+            run.folder.fetch("global_step1", FILE, lambda: None)
+        assert sorted(path.name for path in (run.folder.path / "global_step1").iterdir()) == [
+            "run.json",
+            FILE,
+        ]
+
+
+def test_a_path_with_a_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="local dir', the folder .* contains a space: set SLURM_TMPDIR or "):
+        with hold_mirror("n1", {"SLURM_TMPDIR": str(tmp_path / "local dir")}):
+            pass
 
 
 def test_a_mirror_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
