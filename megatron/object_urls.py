@@ -6,6 +6,7 @@ Users see the URL.
 
 import os
 import re
+from typing import Any
 
 # Begins the name of a mirror's folder: object-store-<user id>-<16 hexadecimal digits>.
 MIRROR = "object-store-"
@@ -20,6 +21,14 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def as_urls(text: str) -> str:
     """Returns the text with each path in a mirror as its URL."""
     return _PATH.sub(r"\1://", text)
+
+
+def settings_with_urls(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run with the URLs of --save and --load in place of their mirrors, whose paths
+    differ between the nodes."""
+    checkpoint = settings["checkpoint"]
+    paths = {name: as_urls(checkpoint[name]) for name in ("save", "load") if checkpoint.get(name)}
+    return {**settings, "checkpoint": {**checkpoint, **paths}}
 
 
 def is_mirrored(path: str) -> bool:

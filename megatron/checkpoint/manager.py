@@ -238,8 +238,10 @@ class CheckpointManager:
             write_json(saving / RUN_FILE, run)
             name = f"global_step{state.iteration}"
             entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
-            to_folder = publish if self._remote is None else self._remote.publish
-            self.identity = to_folder(saving, entry, self.identity)
+            if self._remote is None:
+                self.identity = publish(saving, entry, self.identity)
+            else:
+                self.identity = self._remote.publish(saving, entry, self.identity, self.check_owner)
         return files
 
     def _upload(self, save: BackgroundSave, files: Files, problem: str) -> str:
@@ -274,8 +276,9 @@ class CheckpointManager:
         outcome = self.background.finish()
         if outcome is not None and outcome.mismatched:
             self._delete_old(outcome.folder.name, list(outcome.mismatched))
-        if waits_for_deletion and self._deletion is not None:
-            self._deletion.join()
+        while waits_for_deletion and self._deletion is not None and self._deletion.is_alive():
+            self._deletion.join(1.0)
+            self.heartbeat()
         return outcome
 
     def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:

@@ -182,14 +182,24 @@ def check_local_saves(checkpoint: CheckpointConfig) -> None:
 
 
 def check_object_stores(checkpoint: CheckpointConfig) -> None:
-    """Raises ConfigError for flags that need --save or --load in a file system, if it is a URL."""
-    needs = {
-        "--save-local": (checkpoint.save_local, checkpoint.save),
-        "--save-hf-interval": (checkpoint.save_hf_interval, checkpoint.save),
-        "--save-hf-at-end": (checkpoint.save_hf_at_end, checkpoint.save),
-        "--universal_checkpoint": (checkpoint.universal_checkpoint, checkpoint.load),
-    }
-    for option, (value, folder) in needs.items():
+    """Raises ConfigError for a URL with credentials, which are not shown, and for flags that need --save or
+    --load in a file system, if it is a URL."""
+    for option, url in (("--save", checkpoint.save), ("--load", checkpoint.load)):
+        scheme, _, rest = (url or "").partition("://")
+        if url and is_url(url) and "@" in rest and {":", "@"} & {*rest.partition("/")[0]}:
+            shown = f"{scheme}://...@{rest.rpartition('@')[2]}"
+            raise ConfigError(
+                f"{option} {shown}: expected a URL without credentials; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY in the environment"
+            )
+    needs = (
+        ("--save-local", checkpoint.save_local, checkpoint.save),
+        ("--save-local", checkpoint.save_local, checkpoint.load),
+        ("--save-hf-interval", checkpoint.save_hf_interval, checkpoint.save),
+        ("--save-hf-at-end", checkpoint.save_hf_at_end, checkpoint.save),
+        ("--universal_checkpoint", checkpoint.universal_checkpoint, checkpoint.load),
+    )
+    for option, value, folder in needs:
         if value and folder and is_url(folder):
             raise ConfigError(
                 f"{option} with {folder}: expected a folder of a file system; set one, or remove {option}"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config import Config, ConfigError
+from megatron.object_urls import settings_with_urls
 
 
 class Writer(Protocol):
@@ -31,7 +32,8 @@ def make_writers(config: Config) -> list[Writer]:
             TensorBoardWriter(config.logging.tensorboard_dir, config.logging.tensorboard_queue_size)
         )
     if config.logging.wandb_project:
-        writers.append(WandbWriter(config.logging.wandb_project, config.logging.wandb_name, config.to_dict()))
+        settings = settings_with_urls(config.to_dict())
+        writers.append(WandbWriter(config.logging.wandb_project, config.logging.wandb_name, settings))
     return writers
 
 

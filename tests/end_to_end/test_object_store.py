@@ -15,7 +15,10 @@ from tests.end_to_end.clone import commands_in, make_clone
 from tests.end_to_end.clone import run as run_command
 from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
+from tests.end_to_end.test_starts import start
+from tests.support import HANG_TIMEOUT_S
 from tests.support.object_store import Bucket, answer, kill_sender, lose_answer, refuse
+from tests.support.ports import free_ports
 
 FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--zero-stage", "1"]
 
@@ -92,6 +95,25 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
     files = json.loads(ObjectStore(bucket.url).read(f"{checkpoints_in(bucket)[3]}/run.json"))["files"]
     expected = [*files, "run.json", "latest", "latest.json"]
     assert sorted(key.rpartition("/")[2] for key in read) == sorted(expected)
+
+
+def test_two_nodes_have_mirrors_of_their_own(
+    bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+) -> None:
+    """The flags of the two ranks are compared although the paths of their mirrors differ."""
+    flags = flags_of(bucket, data)
+    for extra, line in (
+        [["--exit-interval", "3"], ""],
+        [[], f"from {bucket.url}/global_step3, iteration 3\n"],
+    ):
+        (port,) = free_ports(1)
+        ranks = [start(rank, port, [*flags, *extra], SLURMD_NODENAME=f"n{rank}") for rank in range(2)]
+        (stdout, stderr), _ = [rank.communicate(timeout=HANG_TIMEOUT_S) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], stderr
+        assert line in stdout
+        assert_same_losses(Run(0, stdout, stderr, set()), uninterrupted)
+    assert [*checkpoints_in(bucket)] == [3, 5]
+    assert_nothing_is_left(bucket, mirrors)
 
 
 # (kind, key, number of the request, whether the request is done) of the request after which a rank is killed
@@ -218,25 +240,40 @@ MISTAKES: dict[str, tuple[list[str], Callable[..., None] | None, str]] = {
     "no credentials": ([], no_credentials, "--save {url} cannot be read ("),
     "scheme": (["--save", "ftp://host/run"], None, "ftp://host/run: unknown scheme. Expected a folder, or "),
     "in a checkpoint": (["--save", "{url}/global_step4/x"], None, "--save {url}/global_step4/x is in a "),
+    "credentials": (
+        ["--load", "s3://KEY:a/SECRET@bucket/run"],
+        None,
+        "--load s3://...@bucket/run: expected a URL without credentials; set AWS_",
+    ),
     "no such folder": (["--load", "{url}/typo"], None, "--load {url}/typo does not exist: pass an existing"),
     "local": (["--save-local", "x", "--save-local-interval", "1"], None, "--save-local with {url}: expected"),
+    "local and --load": (
+        ["--save", "{disk}", "--save-local", "x", "--save-local-interval", "1"],
+        None,
+        "--save-local with {url}: expected a folder of a file system",
+    ),
     "Hugging Face": (["--save-hf-at-end"], None, "--save-hf-at-end with {url}: expected a folder of a file"),
     "universal": (["--universal_checkpoint"], None, "--universal_checkpoint with {url}: expected a folder"),
     "flags": (["--use-checkpoint-args"], None, "--use-checkpoint-args with --load {url}: expected a folder"),
 }
-GATE_MISTAKES = ["no bucket", "local"]
+GATE_MISTAKES = ["no bucket", "local and --load"]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in GATE_MISTAKES else pytest.mark.full) for name in MISTAKES]
 )
 def test_a_mistake_is_one_sentence(
-    name: str, bucket: Bucket, data: list[str], mirrors: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    bucket: Bucket,
+    data: list[str],
+    mirrors: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     extra, change, sentence = MISTAKES[name]
     if change is not None:
         change(bucket, monkeypatch)
-    given = [flag.format(url=bucket.url) for flag in extra]
+    given = [flag.format(url=bucket.url, disk=tmp_path / "save") for flag in extra]
     run = pretrain([*flags_of(bucket, data), *given], processes=2)
     (error,) = run.errors
     assert run.exit_code == 2 and error.partition("error: ")[2].startswith(sentence.format(url=bucket.url))

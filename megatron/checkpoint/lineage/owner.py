@@ -35,6 +35,8 @@ _LAST_NUMBER = 10**12 - 1
 # The file is overwritten in place with a fixed size, so a full disk does not stop the heartbeat.
 _FILE_BYTES = 1024
 _LONGEST_TEXT = 60
+# A heartbeat to a store that does not answer lasts minutes.
+_LAST_HEARTBEAT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class FolderOwner:
         """Ends the ownership."""
         self._released.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_LAST_HEARTBEAT_S)
         with suppress(OSError):
             self._folder.remove(self._name)
 

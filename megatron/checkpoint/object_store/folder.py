@@ -8,6 +8,7 @@ save removes what a killed job has left.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -32,8 +33,8 @@ from megatron.checkpoint.lineage.identity import (
 )
 from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.names import check_file
-from megatron.checkpoint.object_store.mirror import show_object
-from megatron.checkpoint.object_store.store import ObjectInfo, ObjectStore
+from megatron.checkpoint.object_store.mirror import explained_full_disk, show_object
+from megatron.checkpoint.object_store.store import ObjectInfo, ObjectStore, Retries
 from megatron.checkpoint.record import RUN_FILE, SAVING
 from megatron.checkpoint.saving.publishing import publish, remove_checkpoint
 from megatron.errors import UserError
@@ -46,6 +47,8 @@ _CLAIMS = "owner"
 _THREADS = 8
 # A file is downloaded in blocks of this size, by several threads.
 _BLOCK_BYTES = 1 << 26
+# They end before another job may take over the folder, see `Timing.stale_after_s`.
+_COMMIT = Retries(total_s=25.0, request_s=20.0)
 _LOG = logging.getLogger(__name__)
 
 
@@ -81,7 +84,8 @@ class ObjectClaims(ClaimFolder):
 
     def remove(self, name: str) -> None:
         """See `ClaimFolder`."""
-        self._store.delete([f"{_CLAIMS}/{name}"])
+        # A job prints its error only after this request, even if the store does not answer.
+        self._store.delete([f"{_CLAIMS}/{name}"], Retries(attempts=2, request_s=10.0))
 
 
 class ObjectFolder:
@@ -168,16 +172,20 @@ class ObjectFolder:
         path = self.path / name / file
         key, size = f"{self.folders[name]}/{file}", path.stat().st_size
         temporary = path.with_name(f".{path.name}.part")
-        with open(temporary, "wb") as part:
-            part.truncate(size)
 
         def download(start: int) -> None:
             self.store.download(key, temporary, start, min(start + _BLOCK_BYTES, size))
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(download, range(0, size, _BLOCK_BYTES)):
-                heartbeat()
-        os.replace(temporary, path)
+        try:
+            with explained_full_disk(path):
+                with open(temporary, "wb") as part:
+                    part.truncate(size)
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    for _ in pool.map(download, range(0, size, _BLOCK_BYTES)):
+                        heartbeat()
+                os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         self.fetched[name].add(file)
 
     # --- a save ---
@@ -208,13 +216,23 @@ class ObjectFolder:
             if (info := listed.get(f"{folder}/{name}")) is not None:
                 show_object(saving / name, info.size, info.modified)
 
-    def publish(self, saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIdentity:
+    def publish(
+        self,
+        saving: Path,
+        entry: LineageEntry,
+        identity: RunIdentity,
+        check_owner: Callable[[], object] = lambda: None,
+    ) -> RunIdentity:
         """Makes an uploaded checkpoint visible and updates `latest`, on rank 0, as `publish` does in a file
-        system. Returns the run's new identity. Raises OSError if it cannot be made visible."""
+        system. Returns the run's new identity. Raises OSError if it cannot be made visible.
+
+        check_owner: raises an error if another job has taken over the folder. Called directly before each
+        request for `run.json`.
+        """
         folder = saving.name.removeprefix(SAVING)
         record_upcoming(self.path, entry, identity)
         self.store.put_file(RECORD_FILE, self.path / RECORD_FILE)
-        self.store.put_file(_run_file(folder), saving / RUN_FILE)
+        self._commit(folder, (saving / RUN_FILE).read_bytes(), check_owner)
         self._leftovers.discard(folder)
         before = self.folders.get(entry.name)
         identity = publish(saving, entry, identity)
@@ -229,12 +247,23 @@ class ObjectFolder:
             _LOG.warning("%s is saved, but the objects beside it are not updated: %s", self.store.url, error)
         return identity
 
+    def _commit(self, folder: str, content: bytes, check_owner: Callable[[], object]) -> None:
+        check_owner()
+        try:
+            self.store.put(_run_file(folder), content, _COMMIT)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            check_owner()  # waits until the store answers
+            self.store.put(_run_file(folder), content, _COMMIT)
+
     # --- a deletion ---
 
     def remove(self, checkpoint: Path) -> None:
         """Deletes a checkpoint, on rank 0. checkpoint: its folder in the mirror. Raises OSError if it
         contains files that `run.json` does not list, or if the store cannot be accessed."""
-        self._delete(self.folders[checkpoint.name])
+        with suppress(FileNotFoundError):  # an earlier deletion has failed after that of `run.json`
+            self._delete(self.folders[checkpoint.name])
         del self.folders[checkpoint.name]
         remove_checkpoint(checkpoint)
 
@@ -266,6 +295,8 @@ class ObjectFolder:
                 continue  # the new one is damaged: keep the old one
             except OSError as error:
                 _LOG.warning("%s/%s cannot be deleted: %s", self.store.url, folder, error)
+                if error.errno == errno.EIO:
+                    return  # after minutes of retries
         for folder in sorted(self._leftovers):
             try:
                 found = self.store.list(folder)
@@ -276,6 +307,8 @@ class ObjectFolder:
                 self._leftovers.discard(folder)
             except OSError as error:
                 _LOG.warning("%s/%s cannot be removed: %s", self.store.url, folder, error)
+                if error.errno == errno.EIO:
+                    return
 
 
 def _run_file(folder: str) -> str:

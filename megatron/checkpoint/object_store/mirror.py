@@ -7,9 +7,11 @@ ranks; every other object is a placeholder: a sparse file of the object's size, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -31,6 +33,11 @@ def hold_mirror(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path
     """Creates the mirror of this process's job on this node, unless another rank has created it, and keeps it
     during the block. Then the last rank removes it. node: the name of the node."""
     cache = Path(env.get("SLURM_TMPDIR") or tempfile.gettempdir()).absolute()
+    if re.search(r"\s", str(cache)):
+        raise UserError(
+            f"{str(cache)!r}, the folder for the mirror of the object store, contains a space: set "
+            "SLURM_TMPDIR or TMPDIR to a path without spaces"
+        )
     # A launcher starts the ranks of a node; a process without a launcher is alone.
     process = os.getppid() if int(env.get("WORLD_SIZE") or 1) > 1 else os.getpid()
     facts = [node, str(process), *(env.get(name, "") for name in _JOB_VARIABLES)]
@@ -43,8 +50,8 @@ def hold_mirror(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path
         descriptor = _lock(root)
     except OSError as error:
         raise UserError(
-            f"{root}, the mirror of the object store, cannot be created ({error.strerror}): set TMPDIR to a "
-            "folder on a disk of the node"
+            f"{root}, the mirror of the object store, cannot be created ({error.strerror}): set SLURM_TMPDIR "
+            "or TMPDIR to a folder on a disk of the node"
         ) from error
     try:
         yield root
@@ -56,16 +63,33 @@ def hold_mirror(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path
 def show_object(path: Path, size: int, modified: float | None = None, content: bytes = b"") -> None:
     """Writes the file of an object. Processes that have mapped an earlier file of this path keep it.
 
-    modified: the time of the object's last change. content: the object's bytes; b"" for a placeholder.
+    size: of a placeholder. modified: the time of the object's last change. content: the object's bytes, which
+    may be newer than the listing with its size; b"" for a placeholder.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.truncate(size)
-    if modified is not None:
-        os.utime(temporary, (modified, modified))
-    os.replace(temporary, path)
+    with explained_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
+        with open(temporary, "wb") as file:
+            if content:
+                file.write(content)
+            else:
+                file.truncate(size)
+        if modified is not None:
+            os.utime(temporary, (modified, modified))
+        os.replace(temporary, path)
+
+
+@contextmanager
+def explained_full_disk(path: Path) -> Iterator[None]:
+    """Names the folder of the mirror and what to change in the error of a full disk. path: in the mirror."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        root = next((parent for parent in path.parents if parent.name.startswith(MIRROR)), path.parent)
+        remedy = f"{error.strerror} in {root}: set SLURM_TMPDIR or TMPDIR to a folder on a larger disk"
+        raise OSError(error.errno, remedy, str(path)) from error
 
 
 def _lock(root: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import logging
 import os
 import random
 import re
@@ -29,6 +30,9 @@ _MAX_PARTS = 10_000
 _MAX_DELETED_AT_ONCE = 1000
 # One connection to S3 carries 50 to 100 MB/s.
 _UPLOAD_THREADS = 4
+# Retries are logged after this time: a store that refuses some requests of many ranks is no news.
+_SILENT_S = 5.0
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -166,9 +170,9 @@ class ObjectStore:
                     written = os.pwrite(file.fileno(), data, block)
                     data, block = data[written:], block + written
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes, retries: Retries | None = None) -> None:
         """Writes an object with one PUT, which replaces an object of this key."""
-        self._s3("PUT", "put_object", key, Body=data)
+        self._s3("PUT", "put_object", key, retries, Body=data)
 
     def put_file(self, key: str, path: str | os.PathLike[str]) -> None:
         """Writes a file's bytes as an object, in parts if it is larger than one, a few at a time."""
@@ -182,11 +186,11 @@ class ObjectStore:
             # The answer to the last request was lost, or another process aborted the upload.
             self._put_parts(key, path, size)
 
-    def delete(self, keys: Iterable[str]) -> None:
+    def delete(self, keys: Iterable[str], retries: Retries | None = None) -> None:
         """Deletes objects, 1,000 with a request. A key without an object is no error."""
         remaining = iter(sorted(keys))
         while batch := [*islice(remaining, _MAX_DELETED_AT_ONCE)]:
-            self._delete_batch(batch)
+            self._delete_batch(batch, retries)
 
     def abort_uploads(self, prefix: str = "") -> None:
         """Removes the multipart uploads below a folder that have not ended. Uploads of killed processes are
@@ -205,10 +209,13 @@ class ObjectStore:
             if not uploads or not page.get("IsTruncated"):
                 return
 
-    def _delete_batch(self, keys: Sequence[str]) -> None:
-        names = [self._key(key) for key in keys]
-        bucket = self._bucket
-        self._request("DELETE", keys[0], lambda files, limit: files.delete_objects(bucket, names, **limit))
+    def _delete_batch(self, keys: Sequence[str], retries: Retries | None) -> None:
+        names, bucket = [self._key(key) for key in keys], self._bucket
+
+        def call(files: Any, limit: dict[str, float]) -> Any:
+            return files.delete_objects(bucket, names, **limit)
+
+        self._request("DELETE", keys[0], call, retries)
 
     def _put_parts(self, key: str, path: str | os.PathLike[str], size: int) -> None:
         part_bytes = max(self._part_bytes, -(-size // _MAX_PARTS))
@@ -276,7 +283,7 @@ class ObjectStore:
             # Of two threads, both get the file system of the first.
             files = self._file_systems.setdefault(os.getpid(), open_file_system())
         began = time.monotonic()
-        attempt = 0
+        attempt, is_reported = 0, False
         while True:
             attempt += 1
             try:
@@ -290,6 +297,9 @@ class ObjectStore:
                 is_last = attempt >= retries.attempts or elapsed_s + delay_s > retries.total_s
                 if not failure.is_transient or is_last:
                     raise self._os_error(operation, key, failure, attempt, elapsed_s) from error
+                if elapsed_s >= _SILENT_S and not is_reported:
+                    is_reported, url = True, self.url_of(key)
+                    _LOG.warning("%s: %s has failed (%s) and is retried", url, operation, failure.cause)
             time.sleep(delay_s)
 
     def _os_error(

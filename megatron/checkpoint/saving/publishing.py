@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -164,6 +165,8 @@ def delete_old_checkpoints(
                 remove(path)
         except OSError as error:
             _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
+            if remove is not remove_checkpoint and error.errno == errno.EIO:
+                return  # the object store has not answered for minutes
 
 
 def is_same_checkpoint(

@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.files import MAX_JSON_BYTES
 from megatron.mpu.parameters import ParameterSpec, spec_of
 from megatron.mpu.world import gather_from_all_ranks
-from megatron.object_urls import as_urls
+from megatron.object_urls import settings_with_urls
 from megatron.optimizer.eight_bit import rule_record
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def run_record(
     config = engine.run_config
     return {
         "state": asdict(state),
-        "config": _with_urls(config.to_dict()),
+        "config": settings_with_urls(config.to_dict()),
         "layout": layout_record(config),
         "optimizer_state": _optimizer_state_record(config),
         "stages": engine.module.stages_record(),
@@ -46,13 +46,6 @@ def run_record(
         "parameters": {name: spec_record(spec) for name, spec in specs.items()},
         INFO_KEY: derive_info(specs, vocab_size),
     }
-
-
-def _with_urls(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config with the URLs of folders that are mirrored."""
-    checkpoint = config["checkpoint"]
-    paths = {name: as_urls(checkpoint[name]) for name in ("save", "load") if checkpoint.get(name)}
-    return {**config, "checkpoint": {**checkpoint, **paths}}
 
 
 def layout_record(config: Config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,12 +14,15 @@ import pytest
 
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
-from megatron.checkpoint.object_store.folder import ObjectFolder
+from megatron.checkpoint.lineage.owner import Timing
+from megatron.checkpoint.object_store.folder import _COMMIT, ObjectFolder
 from megatron.checkpoint.object_store.mirror import hold_mirror
-from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.checkpoint.object_store.store import ObjectStore, Retries
+from megatron.checkpoint.ranks import FolderTakenError
+from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.object_urls import as_urls
-from tests.support.object_store import Bucket
+from tests.support.object_store import Bucket, Exchange, answer
 
 FILE = "weights.pt"
 
@@ -102,6 +106,54 @@ def test_of_two_complete_folders_of_a_checkpoint_the_one_in_latest_json_counts(
     assert folders_in(bucket) == {f"global_step1.0000000{'a' if newest else 'b'}", "global_step2.0000000c"}
 
 
+def test_an_object_that_grows_after_the_listing_is_whole(bucket: Bucket, tmp_path: Path) -> None:
+    store = ObjectStore(bucket.url)
+    store.put("latest", b"global_step100")
+
+    def grow(exchange: Exchange) -> None:
+        store.put("latest", b"global_step1000")
+        exchange.send(*exchange.forward())
+
+    bucket.fault("GET", grow, key="latest")
+    ObjectFolder(bucket.url, tmp_path).mirror()
+    assert (tmp_path / "latest").read_bytes() == b"global_step1000"
+
+
+def test_a_job_that_loses_the_folder_during_its_commit_does_not_complete_the_checkpoint(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = Run(bucket, tmp_path / "disk"), []
+    uploaded = run.upload(1, "0000000a")
+    quick = Retries(attempts=2, first_delay_s=0.001)
+    assert _COMMIT.total_s + _COMMIT.request_s < Timing().stale_after_s
+    monkeypatch.setattr("megatron.checkpoint.object_store.folder._COMMIT", quick)
+    bucket.fault("PUT", answer(503, "SlowDown"), key="run.json", times=2)
+
+    def check_owner() -> None:
+        calls.append(bucket.requests[-1].key)
+        if len(calls) == 2:
+            raise FolderTakenError("taken over")
+
+    with pytest.raises(FolderTakenError):
+        run.folder.publish(*uploaded, run.identity, check_owner)
+    assert calls == ["run/latest.json", "run/global_step1.0000000a/run.json"]
+    assert "global_step1.0000000a/run.json" not in ObjectStore(bucket.url).list()
+    run.folder.publish(*uploaded, run.identity, lambda: None)
+    assert "global_step1.0000000a/run.json" in ObjectStore(bucket.url).list()
+
+
+def test_a_deletion_that_fails_halfway_is_ended_by_the_next(bucket: Bucket, tmp_path: Path) -> None:
+    run, path = Run(bucket, tmp_path / "disk"), tmp_path / "disk" / "global_step1"
+    run.save(1, "0000000a")
+    bucket.fault("DELETE", answer(403, "AccessDenied"), key=FILE)
+    with pytest.raises(PermissionError):
+        run.folder.remove(path)
+    run.save(2, "0000000b")
+    run.folder.remove(path)
+    assert folders_in(bucket) == {"global_step2.0000000b"}
+    assert not path.exists() and [*run.folder.folders] == ["global_step2"]
+
+
 def test_a_folder_with_other_files_is_not_deleted(bucket: Bucket, tmp_path: Path) -> None:
     run, store = Run(bucket, tmp_path / "disk"), ObjectStore(bucket.url)
     run.save(1, "0000000a")
@@ -146,6 +198,31 @@ def test_a_mirror_is_shared_by_the_ranks_of_a_job_and_removed_by_the_last_or_by_
         text = f"saved {first}/s3/bucket/run/global_step3 in 1 s: '{first}/s3/b'"
         assert as_urls(text) == "saved s3://bucket/run/global_step3 in 1 s: 's3://b'"
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_disk_of_the_mirror_is_named(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold_mirror("n1", {"SLURM_TMPDIR": str(tmp_path)}) as root:
+        run = Run(bucket, root / "s3" / "run")
+        run.save(1, "0000000a")
+
+        def fail(*arguments: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match=f"in {root}: set SLURM_TMPDIR or TMPDIR to a folder on a larger"):
+            run.folder.fetch("global_step1", FILE, lambda: None)
+        assert sorted(path.name for path in (run.folder.path / "global_step1").iterdir()) == [
+            "run.json",
+            FILE,
+        ]
+
+
+def test_a_path_with_a_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="local dir', the folder .* contains a space: set SLURM_TMPDIR or "):
+        with hold_mirror("n1", {"SLURM_TMPDIR": str(tmp_path / "local dir")}):
+            pass
 
 
 def test_a_mirror_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

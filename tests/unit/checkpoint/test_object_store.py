@@ -390,6 +390,19 @@ def test_ranks_with_one_seed_wait_for_different_times() -> None:
         assert limit / 2 < longest <= limit
 
 
+def test_a_request_that_is_retried_for_seconds_is_reported_once(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.fault("PUT", answer(503, "SlowDown"), times=3)
+    bucket.fault("PUT", answer(503, "SlowDown"), key="late", times=3)
+    ObjectStore(bucket.url, QUICK).put("early", b"x")
+    assert not caplog.messages
+    monkeypatch.setattr("megatron.checkpoint.object_store.store._SILENT_S", 0.0)
+    ObjectStore(bucket.url, QUICK).put("late", b"x")
+    (message,) = caplog.messages
+    assert message.startswith(f"{bucket.url}/late: PUT has failed (503 SlowDown: ")
+
+
 def test_a_url_is_checked_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_url("s3://bucket") and is_url("gs://bucket") and not is_url("/s3/x") and not is_url("s3:/x")
     for url in ("s3://bucket", "s3://bucket/run", "s3://bucket/run/", "s3://my.bucket/a/b_c-1"):
