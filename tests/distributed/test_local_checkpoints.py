@@ -64,7 +64,7 @@ ROWS = {
 }
 
 
-@pytest.mark.gate(rows=1, also=["TP 2 x PP 2"])
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", ROWS)
 def test_one_lost_node_costs_no_step_and_two_adjacent_ones_only_the_local_checkpoints(
     name: str, tmp_path: Path

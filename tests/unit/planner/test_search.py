@@ -20,7 +20,7 @@ from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
 # All scripts but the one that starts tools/sweep.py.
-NO_RUN = ("sweep-partition.slurm", "convert-universal.slurm")
+NO_RUN = ("sweep-partition.slurm", "convert-universal.slurm", "preprocess.slurm")
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm") if path.name not in NO_RUN)
 VOCAB = 50257
 MODEL = (
