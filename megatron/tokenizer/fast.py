@@ -70,10 +70,11 @@ class GigatokenEncoder:
         import awkward
 
         found = self._fast.encode_batch(list(texts), parallel=False)
-        if is_first:
-            compared = range(min(len(texts), COMPARED_AT_FIRST))
-        else:  # a text that depends on the content, so that no run depends on the number of workers
-            compared = [random.Random(texts[0]).randrange(len(texts))]  # type: ignore[assignment]
+        compared: Sequence[int] = range(min(len(texts), COMPARED_AT_FIRST))
+        if (
+            not is_first
+        ):  # a text that depends on the content, so that no run depends on the number of workers
+            compared = [random.Random(texts[0]).randrange(len(texts))]
         for index in compared:
             self._compare(texts[index], found[index])
         sizes = awkward.to_numpy(awkward.num(found)).astype(np.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import sentencepiece
 
@@ -20,7 +19,6 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model_file)
         except (RuntimeError, OSError) as error:
             raise UserError(f"--tokenizer-model {model_file}: not a SentencePiece model") from error
-        self.source = Path(model_file).read_bytes()
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
@@ -29,6 +27,11 @@ class SentencePieceTokenizer:
                 "as the end-of-document token"
             )
         self.bos, self.adds_bos = self.eod, False
+
+    @property
+    def source(self) -> bytes:
+        """The content of the model file."""
+        return bytes(self._processor.serialized_model_proto())
 
     def vocabulary(self) -> dict[str, int]:
         return {self._processor.id_to_piece(token_id): token_id for token_id in range(self.vocab_size)}

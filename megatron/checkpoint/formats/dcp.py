@@ -235,7 +235,7 @@ class DcpFiles:
             found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
 
     def add_name(self, name: str, other: str) -> None:
-        """Adds a tensor whose chunks are those of a tensor that is written completely."""
+        """Adds a tensor that shares the chunks of `other`, which is written completely."""
         with self._lock:
             self._tensors[name], self._paths[name] = self._tensors[other], (name,)
             for number, chunk in enumerate(self._tensors[other].chunks):

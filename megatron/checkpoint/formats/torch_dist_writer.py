@@ -180,8 +180,8 @@ class TorchDistWriter(ParameterWriter):
         }
 
     def _scheduler(self) -> dict[str, Any]:
-        """Returns the state of Megatron-Core's scheduler, which counts samples. It rejects a schedule other
-        than that of the flags, unless it is told to override one of them."""
+        """Returns the state of Megatron-Core's scheduler, which counts samples. It rejects a schedule that
+        differs from its flags, unless it is told to override one of them."""
         config, state = self._config, self.reader.checkpoint.state
         schedule, training, batch = config.schedule, config.training, config.batch.global_batch_size
         iterations = schedule.lr_decay_iters or training.train_iters or state.iteration

@@ -262,7 +262,7 @@ class ObjectFolder:
     def remove(self, checkpoint: Path) -> None:
         """Deletes a checkpoint, on rank 0. checkpoint: its folder in the mirror. Raises OSError if it
         contains files that `run.json` does not list, or if the store cannot be accessed."""
-        with suppress(FileNotFoundError):  # an earlier deletion has failed after that of `run.json`
+        with suppress(FileNotFoundError):  # an earlier deletion removed `run.json` and then failed
             self._delete(self.folders[checkpoint.name])
         del self.folders[checkpoint.name]
         remove_checkpoint(checkpoint)
