@@ -22,6 +22,34 @@ void continue_blend(int64_t num_components, const double *weights, int64_t *coun
     }
 }
 
+/* numpy's RandomState.shuffle. next: the generator's next 32 random bits. The swap of each element is drawn as numpy
+   draws it. Draws do not depend on the elements: a block of them is made first, so that the memory is read ahead. */
+#define BLOCK 64
+#define SHUFFLE(name, value_t)                                                                                 \
+    void name(void *generator, uint32_t (*next)(void *), int64_t length, value_t *values) {                    \
+        uint32_t drawn[BLOCK], mask = UINT32_MAX;                                                              \
+        for (int64_t last = length - 1; last > 0;) {                                                           \
+            int64_t made = 0;                                                                                  \
+            for (; made < BLOCK && made < last; ++made) {                                                      \
+                const uint32_t most = (uint32_t)(last - made);                                                 \
+                while (mask >> 1 >= most)                                                                      \
+                    mask >>= 1;                                                                                \
+                do                                                                                             \
+                    drawn[made] = next(generator) & mask;                                                      \
+                while (drawn[made] > most);                                                                    \
+                __builtin_prefetch(values + drawn[made], 1);                                                   \
+            }                                                                                                  \
+            for (int64_t i = 0; i < made; ++i, --last) {                                                       \
+                const value_t value = values[last];                                                            \
+                values[last] = values[drawn[i]];                                                               \
+                values[drawn[i]] = value;                                                                      \
+            }                                                                                                  \
+        }                                                                                                      \
+    }
+
+SHUFFLE(shuffle_4, int32_t)
+SHUFFLE(shuffle_8, int64_t)
+
 /* See `data.indices.build_sample_index`. Returns the number of rows that the documents have tokens for. */
 #define SAMPLE_INDEX(name, index_t)                                                                            \
     int64_t name(const int32_t *sizes, const index_t *documents, int64_t num_documents, int64_t seq_length,    \
