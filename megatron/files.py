@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -52,9 +53,12 @@ def open_own(path: Path | str, flags: int = os.O_TRUNC) -> int:
 
 def _open_regular(path: Path | str, flags: int) -> int:
     # Without O_NONBLOCK, opening a pipe would wait for its other end.
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
+        if error.errno == errno.EMFILE and _raise_descriptor_limit():
+            return _open_regular(path, flags)
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
         raise
@@ -62,6 +66,16 @@ def _open_regular(path: Path | str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor
+
+
+def _raise_descriptor_limit() -> bool:
+    """Raises the soft limit of open files to the hard limit. Returns whether it has changed. The soft limit
+    of 1,024 protects programs that use select(2), so it is raised only when it is reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return True
 
 
 def open_stream(path: Path) -> int | None:

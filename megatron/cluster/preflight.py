@@ -29,8 +29,6 @@ from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.launch import node_name
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config
-from megatron.config.batch import RunLength
-from megatron.data.gpt_dataset import missing_index_files
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
@@ -62,7 +60,7 @@ class RankInfo:
     node_bytes_per_s: float | None = None
 
 
-def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength) -> list[str]:
+def preflight(config: Config, fingerprint: Mapping[str, Any]) -> list[str]:
     """Runs the preflight; returns sentences for the log. Returns none with --no-preflight or for a single
     process. With --network-figures rank 0 writes that file.
 
@@ -94,11 +92,9 @@ def preflight(config: Config, fingerprint: Mapping[str, Any], length: RunLength)
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
         )
     problems = _write_figures(config, facts)
-    samples = length.samples_per_split(config)
-    missing = missing_index_files(config.data, config.model.seq_length, config.training.seed, samples)
     seconds = time.monotonic() - started
     return [
-        f"{describe(facts)}; {len(missing)} index files to build; {seconds:.1f} s (--no-preflight)",
+        f"{describe(facts)}; {seconds:.1f} s (--no-preflight)",
         *problems,
     ]
 

@@ -15,39 +15,24 @@ flags. docs/tuning.md explains the output.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config import Config, LoggingConfig, read_command_line
-from megatron.config.cli import make_parser
-from megatron.config.tool_parser import ToolParser, exit_on_interrupt
+from megatron.config.tool_parser import exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
+from megatron.planner.command import RunFlagsParser, run_flags, with_defaults
 from megatron.planner.page import Kind, write_page
 from megatron.planner.plots import draw_plan
 
 RECIPES = ("nodes", "micro-batch")
 
 
-class PlanParser(ToolParser):
-    """Parses the flags of this tool; flags of pretrain_gpt.py are collected in `.training` of the result."""
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        """Raises UserError for a flag that neither program has."""
-        parsed, training = self.parse_known_args(args, namespace)
-        parsed.training = training
-        make_parser().parse_args(parsed.training)
-        return parsed
-
-
-def build_parser() -> PlanParser:
+def build_parser() -> RunFlagsParser:
     """Returns the parser of the command line."""
-    parser = PlanParser(__doc__)
+    parser = RunFlagsParser(__doc__)
     parser.add_argument(
         "--script",
         metavar="FILE",
@@ -86,7 +71,6 @@ def main() -> None:
 
     configure_logging(LoggingConfig())
     from megatron.planner import plan_tool
-    from megatron.planner.command import run_flags, with_defaults
 
     words = run_flags(arguments.training, arguments.script, arguments.gpus)
     notes: list[str] = []

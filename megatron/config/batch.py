@@ -185,6 +185,13 @@ class RunLength:
     iterations: int
     train_samples: int
 
+    @classmethod
+    def from_config(cls, config: Config) -> RunLength:
+        """Returns the iterations and samples of the whole run, counted from iteration 0."""
+        schedule = BatchSchedule.from_config(config.batch)
+        iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
+        return cls(iterations, schedule.consumed_after(iterations))
+
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
         """Returns the samples of the train, valid and test splits for which the data order is planned."""
         read, *others = self.samples_read(config)

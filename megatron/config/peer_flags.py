@@ -191,7 +191,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--dist-ckpt-strictness", "checkpoints are always loaded strictly"),
     # Data.
     *_switches(
-        "the index files of the sample order are always mapped into memory",
+        "the index files of the sample order are mapped into memory when their first sample is read",
         *("--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"),
     ),
     _value("--num-dataset-builder-threads", "each rank opens its data in one thread"),

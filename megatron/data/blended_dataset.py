@@ -82,8 +82,10 @@ class Blend(Protocol):
         num_samples: int,
         available: Sequence[int],
         other_files: Callable[[list[float]], Iterable[tuple[str, str]]],
-    ) -> None:
-        """Builds the files of `table_paths`, unless they are valid. One process per file system calls it."""
+        is_verified: bool,
+    ) -> bool:
+        """Builds the files of `table_paths`, unless they are valid. Returns whether it has written them. One
+        process per file system calls it."""
 
     def load(self, folder: str, num_samples: int) -> Finder:
         """Returns the order, from the files of `table_paths`."""
@@ -120,8 +122,8 @@ class BlendOrder:
     def table_paths(self, folder: str, num_samples: int) -> tuple[str, ...]:
         return ()
 
-    def prepare(self, folder: str, num_samples: int, available: object, other_files: object) -> None:
-        pass
+    def prepare(self, *arguments: object) -> bool:
+        return False
 
     def load(self, folder: str, num_samples: int) -> BlendOrder:
         return self

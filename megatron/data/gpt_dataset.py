@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.registries import DataOrder
 from megatron.data.blended_dataset import BlendedDataset, SampleDataset
 from megatron.data.core_cache import CoreCache
-from megatron.data.index_files import no_other_files
+from megatron.data.index_files import no_other_files, remove_leftovers
+from megatron.data.index_stamp import IndexStamp, statuses
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import (
+    IndexPaths,
     IndexRequest,
     SampleIndex,
     build_sample_order,
@@ -27,19 +34,41 @@ from megatron.errors import UserError
 
 # Numbers of samples up to this one are exact in float64, and their sums fit 64 bits.
 _MOST_SAMPLES = 2**53
+# int16 and int64, see `greedy_blend.BlendTable`.
+_TABLE_BYTES_PER_SAMPLE = 10
 
 
 class GPTDataset:
     """The samples of one split in training order, int64 [seq_length + 1] each."""
 
-    def __init__(self, name: str, dataset: IndexedDataset, index: SampleIndex, seq_length: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        dataset: IndexedDataset,
+        load_index: Callable[[], SampleIndex],
+        num_samples: int,
+        seq_length: int,
+    ) -> None:
+        """load_index: called for the first sample. num_samples: those of the index."""
         self.name = name
         self.seq_length = seq_length
         self._dataset = dataset
-        self._index = index
+        self._load_index = load_index
+        self._num_samples = num_samples
+
+    @classmethod
+    def from_files(cls, request: IndexRequest) -> GPTDataset:
+        """Returns the samples in the order of the request's index files."""
+        load_index = partial(load_sample_index, request)
+        num_samples = request.plan().total_samples
+        return cls(request.split_name, request.dataset, load_index, num_samples, request.seq_length)
+
+    @cached_property
+    def _index(self) -> SampleIndex:
+        return self._load_index()
 
     def __len__(self) -> int:
-        return len(self._index.shuffle)
+        return self._num_samples
 
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]:
         if not 0 <= i < len(self):
@@ -73,45 +102,137 @@ class Datasets(NamedTuple):
     test: tuple[SampleDataset, ...]
 
 
+class _Requested(NamedTuple):
+    """A group of documents, its number of samples, and the index of each component."""
+
+    group: DocumentGroup
+    num_samples: int
+    indices: list[IndexRequest]
+
+    @property
+    def folder(self) -> str:
+        """The folder of the table of a blend."""
+        first = self.indices[0]
+        return os.path.dirname(first.dataset.prefix) if first.cache_folder is None else first.cache_folder
+
+    @property
+    def table_paths(self) -> tuple[str, ...]:
+        """The table of a blend; () without one."""
+        blend = self.group.blend
+        return () if blend is None else blend.table_paths(self.folder, self.num_samples)
+
+
+def _requested(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int], stamp: IndexStamp
+) -> list[_Requested]:
+    return [
+        _Requested(group, wanted, index_requests(group, wanted, seq_length, seed, data.data_cache_path))
+        for group, wanted in chain(*requested_groups(data, num_samples, stamp))
+    ]
+
+
 def prepare_index_files(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
-) -> None:
-    """Builds the index files that `build_gpt_datasets` reads if it has equal arguments.
+    data: DataConfig,
+    seq_length: int,
+    seed: int,
+    num_samples: tuple[int, int, int],
+    stamp: IndexStamp | None = None,
+    threads: int = 1,
+) -> tuple[int, int]:
+    """Builds the index files that `build_gpt_datasets` reads if it has equal arguments. Returns the number of
+    indices and tables, and how many of them it has written.
 
-    Valid index files are kept. One process per file system must call this, and then all processes a barrier.
-    Concurrent and repeated calls are safe.
+    Valid files are kept; those that the stamp vouches for are not read. stamp: of a shard of the data sets,
+    whose indices are built; the first shard builds the tables of blends. One process per file system must
+    call this, and then all processes a barrier. Concurrent and repeated calls are safe.
     """
-    cache_folder = data.data_cache_path
-    core_cache = CoreCache(cache_folder)
-    for group, wanted in chain(*requested_groups(data, num_samples)):
-        is_core = group.order.is_core
-        requests = index_requests(group, wanted, seq_length, seed, cache_folder)
-        for request in requests:
-            prepare_sample_index(request, core_cache.index_files if is_core else no_other_files)
-        if group.blend is not None:
-            available = [request.plan().total_samples for request in requests]
-            others = core_cache.blend_files if is_core else no_other_files
-            group.blend.prepare(_table_folder(group, cache_folder), wanted, available, others)
+    stamp = IndexStamp(data) if stamp is None else stamp
+    of_shard = {prefix for _, prefix in stamp.prefixes}
+    groups = _requested(data, seq_length, seed, num_samples, stamp)
+    requests = {
+        request.paths(): request
+        for requested in groups
+        for request in requested.indices
+        if request.dataset.prefix in of_shard
+    }
+    core_cache = CoreCache(data.data_cache_path)
+    new = _prepare_indices(requests, stamp, core_cache, threads)
+    tables = [requested for requested in groups if requested.table_paths and stamp.shard[0] == 0]
+    new += sum([_prepare_table(requested, stamp, core_cache) for requested in tables])
+    stamp.write()
+    return len(requests) + len(tables), new
 
 
-def missing_index_files(
+def _prepare_indices(
+    requests: dict[IndexPaths, IndexRequest], stamp: IndexStamp, core_cache: CoreCache, threads: int
+) -> int:
+    """Builds the indices that are not valid, several at a time. Returns their number."""
+    unknown = [
+        paths for paths, request in requests.items() if not stamp.vouches(request.dataset.prefix, paths)
+    ]
+    for folder in {os.path.dirname(paths[0]) for paths in unknown}:
+        remove_leftovers(folder or ".")
+
+    def prepare(paths: IndexPaths) -> bool:
+        request, found = requests[paths], statuses(paths)
+        is_new = prepare_sample_index(request, _other_files(request, core_cache))
+        stamp.record(request.dataset.prefix, paths, statuses(paths) if is_new else found)
+        return is_new
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            results = pool.map(prepare, unknown)
+            return sum(tqdm(results, "preparing indices", len(unknown), leave=False, disable=None))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _other_files(request: IndexRequest, core_cache: CoreCache) -> Iterable[IndexPaths]:
+    """Returns files of the program of --data-order that may hold the index."""
+    if request.order.is_core:
+        return core_cache.index_files(request)
+    is_bigscience = request.order.last_epoch_threshold == DataOrder.last_epoch_threshold
+    return request.bigscience_paths() if is_bigscience else ()
+
+
+def _prepare_table(requested: _Requested, stamp: IndexStamp, core_cache: CoreCache) -> bool:
+    """Builds the table of a blend unless it is valid. Returns whether it has built it."""
+    group, num_samples, indices = requested
+    assert group.blend is not None
+    paths = requested.table_paths
+    is_verified, found = stamp.vouches(None, paths), statuses(paths)
+    available = [request.plan().total_samples for request in indices]
+    others = core_cache.blend_files if group.order.is_core else no_other_files
+    is_new = group.blend.prepare(requested.folder, num_samples, available, others, is_verified)
+    stamp.record(None, paths, statuses(paths) if is_new else found)
+    return is_new
+
+
+class IndexFiles(NamedTuple):
+    """The files of an index, or of the table of a blend."""
+
+    paths: tuple[str, ...]
+    num_bytes: int
+    """Size of all files, without their headers; for indices with 32-bit integers."""
+    is_prepared: bool
+    """Whether the stamp vouches for them."""
+
+
+def index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
-) -> list[str]:
-    """Returns the paths of the index files that `prepare_index_files` would build because they do not
-    exist."""
-    cache_folder = data.data_cache_path
-    paths: list[str] = []
-    for group, wanted in chain(*requested_groups(data, num_samples)):
-        for request in index_requests(group, wanted, seq_length, seed, cache_folder):
-            paths += request.paths()
-        if group.blend is not None:
-            paths += group.blend.table_paths(_table_folder(group, cache_folder), wanted)
-    return [path for path in dict.fromkeys(paths) if not os.path.exists(path)]
-
-
-def _table_folder(group: DocumentGroup, cache_folder: str | None) -> str:
-    """Returns the folder of the table of a blend."""
-    return os.path.dirname(group.components[0].dataset.prefix) if cache_folder is None else cache_folder
+) -> list[IndexFiles]:
+    """Returns the files that `build_gpt_datasets` reads if it has equal arguments. They may not exist."""
+    stamp = IndexStamp(data)
+    found: dict[tuple[str, ...], IndexFiles] = {}
+    for requested in _requested(data, seq_length, seed, num_samples, stamp):
+        for request in requested.indices:
+            paths, prefix = request.paths(), request.dataset.prefix
+            found[paths] = IndexFiles(paths, 4 * sum(request.num_elements()), stamp.vouches(prefix, paths))
+        if table := requested.table_paths:
+            num_bytes = _TABLE_BYTES_PER_SAMPLE * requested.num_samples
+            found[table] = IndexFiles(table, num_bytes, stamp.vouches(None, table))
+    return list(found.values())
 
 
 def build_gpt_datasets(
@@ -124,7 +245,14 @@ def build_gpt_datasets(
     split with fewer tokens than one sample.
     """
     train, valid, test = (
-        tuple(_build(group, wanted, seq_length, seed, data.data_cache_path) for group, wanted in groups)
+        tuple(
+            _build(
+                _Requested(
+                    group, wanted, index_requests(group, wanted, seq_length, seed, data.data_cache_path)
+                )
+            )
+            for group, wanted in groups
+        )
         for groups in requested_groups(data, num_samples)
     )
     return Datasets(train[0] if train else None, valid, test)
@@ -137,7 +265,7 @@ def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: 
     """
     plan = IndexRequest(dataset, name, documents, 1, seq_length, seed).plan()
     index = build_sample_order(dataset.sizes, documents, seq_length, seed, plan)
-    return GPTDataset(name, dataset, index, seq_length)
+    return GPTDataset(name, dataset, lambda: index, plan.total_samples, seq_length)
 
 
 def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: int) -> dict[str, Any]:
@@ -146,7 +274,7 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     Runs with equal fingerprints read equal samples in equal order. The fingerprint contains the number of
     epochs instead of `num_samples`: a longer run with an equal number of epochs has an equal order.
     """
-    (group,) = document_groups(data, "train", dataset_opener())
+    (group,) = document_groups(data, "train", dataset_opener(IndexStamp(data)))
     datasets = [component.dataset for component in group.components]
     requests = (
         [] if group.is_empty else index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
@@ -205,13 +333,14 @@ def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 
 def requested_groups(
-    data: DataConfig, num_samples: tuple[int, int, int]
+    data: DataConfig, num_samples: tuple[int, int, int], stamp: IndexStamp | None = None
 ) -> list[list[tuple[DocumentGroup, int]]]:
     """Returns, per split (train, valid, test), pairs of a group and its number of samples.
 
-    Groups without documents and splits with 0 samples have no pairs.
+    Groups without documents and splits with 0 samples have no pairs. stamp: of the token files; None reads
+    it.
     """
-    open_dataset = dataset_opener()
+    open_dataset = dataset_opener(IndexStamp(data) if stamp is None else stamp)
     return [
         [(group, wanted) for group in document_groups(data, name, open_dataset) if not group.is_empty]
         if wanted > 0
@@ -242,7 +371,6 @@ def index_requests(
             max(share, 1),
             seq_length,
             seed,
-            component.index_name,
             cache_folder,
             group.order,
         )
@@ -250,14 +378,9 @@ def index_requests(
     ]
 
 
-def _build(
-    group: DocumentGroup, num_samples: int, seq_length: int, seed: int, cache_folder: str | None
-) -> SampleDataset:
-    parts = [
-        GPTDataset(group.name, request.dataset, load_sample_index(request), seq_length)
-        for request in index_requests(group, num_samples, seq_length, seed, cache_folder)
-    ]
+def _build(requested: _Requested) -> SampleDataset:
+    group, num_samples, indices = requested
+    parts = [GPTDataset.from_files(request) for request in indices]
     if group.blend is None:
         return parts[0]
-    order = group.blend.load(_table_folder(group, cache_folder), num_samples)
-    return BlendedDataset(group.name, parts, order, num_samples)
+    return BlendedDataset(group.name, parts, group.blend.load(requested.folder, num_samples), num_samples)

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
@@ -75,16 +75,19 @@ class GreedyBlend:
         num_samples: int,
         available: Sequence[int],
         other_files: Callable[[list[float]], Iterable[TablePaths]] = no_other_files,
-    ) -> None:
-        """Builds the table unless its files are valid. available: the samples that each component has.
-        other_files: returns files of another program with the beginning of the table with these weights.
+        is_verified: bool = False,
+    ) -> bool:
+        """Builds the table unless its files are valid. Returns whether it has written them. available: the
+        samples that each component has. other_files: returns files of another program with the beginning of
+        the table with these weights. is_verified: whether the files were verified before.
 
         Raises UserError if the blend needs more samples than are available.
         """
         paths, length = self.table_paths(folder, num_samples), _table_length(num_samples)
-        table = self._valid_table(paths, length)
+        table = self._valid_table(paths, length, is_verified)
+        is_new = table is None
         if table is None:
-            others = other_files(self._table_weights().tolist())
+            others = [*other_files(self._table_weights().tolist()), *self._shorter_tables(folder, length)]
             valid = filter(None, (self._valid_table(other, None) for other in others))
             longest = max(valid, key=lambda table: len(table.components), default=None)
             table = self.table(length, longest)
@@ -98,6 +101,7 @@ class GreedyBlend:
                     f"is planned over {has:,}, and Megatron would stop too: change the weights, or choose "
                     "--data-order native"
                 )
+        return is_new
 
     def load(self, folder: str, num_samples: int) -> BlendTable:
         """Memory-maps the table. Raises UserError, naming the file, if one is missing or damaged."""
@@ -124,11 +128,21 @@ class GreedyBlend:
         weights = np.array(self.weights)
         return weights / np.sum(weights)
 
-    def _valid_table(self, paths: TablePaths, length: int | None) -> BlendTable | None:
+    def _shorter_tables(self, folder: str, length: int) -> Iterator[TablePaths]:
+        """Yields the files of tables of shorter runs."""
+        while (length := length // 2) >= _SHORTEST_TABLE:
+            yield self.table_paths(folder, length)
+
+    def _valid_table(
+        self, paths: TablePaths, length: int | None, is_verified: bool = False
+    ) -> BlendTable | None:
         """Returns the table in the files, or None if a file is missing or damaged."""
+        if not os.path.lexists(paths[0]):
+            return None
         try:
             table = _read_table(paths, length)
-            _check_table(table, len(self.weights), paths)
+            if not is_verified:
+                _check_table(table, len(self.weights), paths)
         except IndexFileError as problem:
             logger.info("the table of a blend: %s", problem)
             return None

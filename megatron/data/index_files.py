@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import re
 import uuid
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +17,8 @@ import numpy.typing as npt
 from megatron.errors import UserError, is_access_error
 from megatron.files import open_regular
 from megatron.mapped_file import map_open_file
+
+_LEFTOVER = re.compile(r"\.(npy|json)\.[0-9a-f]{32}\.tmp$")
 
 
 class IndexFileError(Exception):
@@ -58,19 +64,51 @@ def _map_array(path: str) -> npt.NDArray[Any]:
 
 def write_array(path: str, array: npt.NDArray[Any]) -> None:
     """Writes an index file under a temporary name and renames it. Creates its folder. Raises UserError."""
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(temporary, "xb") as file:
+        with replaced_file(path) as file:
             np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)
         raise UserError(
             f"cannot write index files into {folder} ({error.strerror}): set --data-cache-path to a "
             "different folder"
         ) from error
+
+
+@contextmanager
+def replaced_file(path: str) -> Iterator[BinaryIO]:
+    """Opens a temporary file, which replaces `path` after the block. Concurrent writers have different files.
+    Raises OSError."""
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            _lock(file)  # until the file is renamed: no process holds the lock of a leftover
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(temporary)
+        raise
+
+
+def remove_leftovers(folder: str) -> None:
+    """Removes the temporary files of processes that were killed."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if _LEFTOVER.search(name):
+                path = os.path.join(folder, name)
+                with suppress(OSError), open(path, "rb") as file:
+                    if _lock(file):
+                        os.remove(path)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Returns whether this process has locked the file; not if another has, or without locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -27,6 +27,8 @@ import struct
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import UserError, stop_at_access_error
-from megatron.files import sync_file
+from megatron.files import open_regular, sync_file
 from megatron.mapped_file import advise_random, map_file, read_ahead
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -85,6 +87,33 @@ def sample_digest(path: str) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class TokenFacts:
+    """What the start of a run needs to know about token files."""
+
+    documents: int
+    tokens: int
+    ranges: dict[str, int] = field(default_factory=dict)
+    """Tokens of ranges of documents, such as '0-423': those that `IndexedDataset.tokens_in` was asked for."""
+
+
+@dataclass
+class _TokenFiles:
+    """Memory-mapped token files."""
+
+    dtype: np.dtype
+    sizes: npt.NDArray[np.int32]
+    """int32 [documents]: tokens per document."""
+    pointers: npt.NDArray[np.int64]
+    """int64 [documents]: byte offset of each document in .bin."""
+    doc_idx: npt.NDArray[np.int64]
+    tokens: npt.NDArray[Any] = field(init=False)
+
+    def end_of(self, document: int) -> int:
+        """Returns the offset in .bin of the first byte after a document."""
+        return int(self.pointers[document]) + int(self.sizes[document]) * self.dtype.itemsize
+
+
 class IndexedDataset:
     """The documents of one `{prefix}.bin` and `.idx`, memory-mapped and read-only.
 
@@ -92,58 +121,76 @@ class IndexedDataset:
     missing. Forked processes can share an instance; unpickling opens the files again.
     """
 
-    @stop_at_access_error()
     def __init__(
-        self, prefix: str | os.PathLike[str], option: str = "--data-path", verify: bool = True
+        self,
+        prefix: str | os.PathLike[str],
+        option: str = "--data-path",
+        verify: bool = True,
+        facts: TokenFacts | None = None,
     ) -> None:
         """option: the flag that names the prefix, for error messages. verify: whether to read all of the .idx
-        file and check every size and offset, instead of only the header and the sizes of both files."""
+        file and check every size and offset, instead of only the header and the sizes of both files. facts:
+        of verified files, which are opened when a document is read; None opens them now."""
         self.prefix = os.fspath(prefix)
         self.option = option
-        index_bytes, data_bytes = self._file_sizes()
-        self.dtype, num_sequences, doc_idx_length = _read_header(index_path(self.prefix), index_bytes)
-        buffer = map_file(index_path(self.prefix))
-        at = HEADER.size
-        # int32 [documents]: tokens per document.
-        self.sizes: npt.NDArray[np.int32] = np.frombuffer(buffer, "<i4", num_sequences, at)
-        at += self.sizes.nbytes
-        # int64 [documents]: byte offset of each document in .bin.
-        self.pointers: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", num_sequences, at)
-        at += self.pointers.nbytes
-        self.doc_idx: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", doc_idx_length, at)
-        if verify:
-            self._verify_index()
-        self.num_tokens = self._count_tokens(data_bytes)
-        self._tokens = map_file(data_path(self.prefix)).view(self.dtype)
-        advise_random(self._tokens)
+        if facts is None:
+            self._files = self._open(verify)
+            facts = TokenFacts(len(self.sizes), len(self._files.tokens))
+        self.facts = facts
 
     def __len__(self) -> int:
         """Returns the number of documents."""
-        return len(self.sizes)
+        return self.facts.documents
 
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
         return self.get(index)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str, bool]]:
-        return IndexedDataset, (self.prefix, self.option, False)
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str, bool, TokenFacts]]:
+        return IndexedDataset, (self.prefix, self.option, False, self.facts)
 
     @property
     def source(self) -> str:
         """The flag and the prefix, as on the command line."""
         return f"{self.option} {self.prefix}"
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all documents."""
+        return self.facts.tokens
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the token ids in .bin."""
+        return self._files.dtype
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int32]:
+        """int32 [documents]: tokens per document."""
+        return self._files.sizes
+
+    @property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """int64 [documents]: byte offset of each document in .bin."""
+        return self._files.pointers
+
+    @property
+    def doc_idx(self) -> npt.NDArray[np.int64]:
+        """int64: first sequence of each document, followed by the number of sequences."""
+        return self._files.doc_idx
+
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Returns `length` tokens (None: all) of document `index` from token `offset`, a read-only view. It
         may still be read from the disk."""
-        if not 0 <= index < len(self.sizes):
-            raise IndexError(f"document {index} of {self.prefix}, which has {len(self.sizes)}")
-        size = int(self.sizes[index])
+        files = self._files
+        if not 0 <= index < len(files.sizes):
+            raise IndexError(f"document {index} of {self.prefix}, which has {len(files.sizes)}")
+        size = int(files.sizes[index])
         if length is None:
             length = size - offset
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(f"tokens {offset} to {offset + length} of document {index}, which has {size}")
-        start = int(self.pointers[index]) // self.dtype.itemsize + offset
-        tokens = self._tokens[start : start + length]
+        start = int(files.pointers[index]) // files.dtype.itemsize + offset
+        tokens = files.tokens[start : start + length]
         read_ahead(tokens)
         return tokens
 
@@ -152,11 +199,40 @@ class IndexedDataset:
         last."""
         if not documents:
             return 0
-        return (self._end_of(documents[-1]) - int(self.pointers[documents[0]])) // self.dtype.itemsize
+        key = f"{documents.start}-{documents.stop}"
+        if key not in self.facts.ranges:
+            end, start = self._files.end_of(documents[-1]), int(self.pointers[documents[0]])
+            self.facts.ranges[key] = (end - start) // self.dtype.itemsize
+        return self.facts.ranges[key]
 
-    def _end_of(self, document: int) -> int:
-        """Returns the offset in .bin of the first byte after a document."""
-        return int(self.pointers[document]) + int(self.sizes[document]) * self.dtype.itemsize
+    @cached_property
+    def _files(self) -> _TokenFiles:
+        files = self._open(verify=False)
+        if (len(files.sizes), len(files.tokens)) != (len(self), self.num_tokens):
+            raise UserError(
+                f"{self.source}: the token files have changed since the start, from {self.num_tokens:,} to "
+                f"{len(files.tokens):,} tokens: start the run again"
+            )
+        return files
+
+    @stop_at_access_error()
+    def _open(self, verify: bool) -> _TokenFiles:
+        index_bytes, data_bytes = self._file_sizes()
+        dtype, num_sequences, doc_idx_length = _read_header(index_path(self.prefix), index_bytes)
+        buffer = map_file(index_path(self.prefix))
+        at = HEADER.size
+        sizes: npt.NDArray[np.int32] = np.frombuffer(buffer, "<i4", num_sequences, at)
+        at += sizes.nbytes
+        pointers: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", num_sequences, at)
+        at += pointers.nbytes
+        doc_idx: npt.NDArray[np.int64] = np.frombuffer(buffer, "<i8", doc_idx_length, at)
+        files = _TokenFiles(dtype, sizes, pointers, doc_idx)
+        if verify:
+            self._verify_index(files)
+        self._check_length(files, data_bytes)
+        files.tokens = map_file(data_path(self.prefix)).view(dtype)
+        advise_random(files.tokens)
+        return files
 
     def _file_sizes(self) -> tuple[int, int]:
         sizes = []
@@ -171,49 +247,48 @@ class IndexedDataset:
             sizes.append(os.path.getsize(path))
         return sizes[0], sizes[1]
 
-    def _verify_index(self) -> None:
+    def _verify_index(self, files: _TokenFiles) -> None:
         """Raises UserError if a size, an offset or a document boundary is wrong."""
         idx = index_path(self.prefix)
         end = 0
-        for start in range(0, len(self.sizes), CHECK_BLOCK):
-            sizes = self.sizes[start : start + CHECK_BLOCK]
+        for start in range(0, len(files.sizes), CHECK_BLOCK):
+            sizes = files.sizes[start : start + CHECK_BLOCK]
             if sizes.min() < 0:
                 raise UserError(
                     f"{idx}: damaged, document {start + int(sizes.argmin())} has {int(sizes.min())} tokens"
                 )
-            ends = end + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            ends = end + np.cumsum(sizes, dtype=np.int64) * files.dtype.itemsize
             expected = np.concatenate(([end], ends[:-1]))
-            wrong = np.flatnonzero(self.pointers[start : start + CHECK_BLOCK] != expected)
+            wrong = np.flatnonzero(files.pointers[start : start + CHECK_BLOCK] != expected)
             if len(wrong):
                 at = int(wrong[0])
                 raise UserError(
-                    f"{idx}: damaged, document {start + at} begins at byte {int(self.pointers[start + at])} "
+                    f"{idx}: damaged, document {start + at} begins at byte {int(files.pointers[start + at])} "
                     f"of the .bin file, expected byte {int(expected[at])}, where the previous document ends"
                 )
             end = int(ends[-1])
-        doc_idx = self.doc_idx
+        doc_idx = files.doc_idx
         if len(doc_idx) and (
-            doc_idx[0] != 0 or doc_idx[-1] > len(self.sizes) or bool(np.any(doc_idx[1:] < doc_idx[:-1]))
+            doc_idx[0] != 0 or doc_idx[-1] > len(files.sizes) or bool(np.any(doc_idx[1:] < doc_idx[:-1]))
         ):
             raise UserError(
-                f"{idx}: damaged, its document index does not increase from 0 to at most {len(self.sizes)}"
+                f"{idx}: damaged, its document index does not increase from 0 to at most {len(files.sizes)}"
             )
 
-    def _count_tokens(self, data_bytes: int) -> int:
-        """Returns the number of tokens in .bin. Raises UserError if the file's length is wrong."""
+    def _check_length(self, files: _TokenFiles, data_bytes: int) -> None:
+        """Raises UserError if the length of .bin is wrong."""
         idx, bin_ = index_path(self.prefix), data_path(self.prefix)
-        end = self._end_of(len(self.sizes) - 1)
+        end = files.end_of(len(files.sizes) - 1)
         if end != data_bytes:
             state = "truncated" if data_bytes < end else "too long"
             raise UserError(f"{bin_}: {state}, it has {data_bytes:,} bytes, expected {end:,} by {idx}")
         if end == 0:
             raise UserError(f"{bin_}: contains no tokens; preprocess the data again")
-        return end // self.dtype.itemsize
 
 
 def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
     """Returns (dtype, number of sequences, length of the document index). Raises UserError for a bad file."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         header = file.read(HEADER.size)
     if header.startswith(OLD_MAGIC):
         raise UserError(

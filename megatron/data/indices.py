@@ -13,9 +13,9 @@ sample index    The documents are concatenated in this order and split every seq
 shuffle index   A permutation of the samples. A separate last epoch is permuted separately.
 
 Index files hold the arrays as .npy files, in the folder of the data or of --data-cache-path. One process per
-node calls `prepare_sample_index`, which builds them; then every process calls `load_sample_index`, which
-memory-maps them. Files are written under a temporary name and renamed. All processes would write equal
-contents, so concurrent builders are safe.
+node calls `prepare_sample_index`, which builds them; then a process calls `load_sample_index`, which
+memory-maps them, when it reads the first sample. Files are written under a temporary name and renamed. All
+processes would write equal contents, so concurrent builders are safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from megatron.config.registries import DATA_ORDERS, DataOrder
 from megatron.data.helpers import address, compiled, count
-from megatron.data.index_files import IndexFileError, no_other_files, read_array, write_array
+from megatron.data.index_files import IndexFileError, read_array, write_array
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import UserError, stop_at_access_error
 
@@ -188,8 +188,6 @@ class IndexRequest:
     num_samples: int
     seq_length: int
     seed: int
-    index_name: str | None = None
-    """Identifies the documents in the file names. None: the name of the split, as in Megatron."""
     cache_folder: str | None = None
     """The folder of the files. None: the folder of the data."""
     order: DataOrder = DATA_ORDERS["native"]
@@ -207,15 +205,27 @@ class IndexRequest:
         return plan_epochs(tokens, self.seq_length, self.num_samples, self.order.last_epoch_threshold)
 
     def paths(self) -> IndexPaths:
-        """Returns the files of the document, sample and shuffle index: with Megatron's names, or named by all
-        that determines their contents, so that a longer run with equal epochs finds them."""
-        if self.order.last_epoch_threshold == DataOrder.last_epoch_threshold:  # BigScience's: equal contents
-            documents, length = self.index_name or self.split_name, f"{self.num_samples}ns"
-        else:
-            plan = self.plan()
-            documents = f"documents{self.documents.start}-{self.documents.stop}"
-            length = f"{plan.num_epochs}epochs{'-last-apart' if plan.separate_last_epoch else ''}"
-        stem = f"{self._data_name()}_{documents}_indexmap_{length}_{self.seq_length}sl_{self.seed}s"
+        """Returns the files of the document, sample and shuffle index, named by all that determines their
+        contents. A longer run with equal epochs finds them; so do groups that read the same documents."""
+        plan = self.plan()
+        length = f"{plan.num_epochs}epochs{'-last-apart' if plan.separate_last_epoch else ''}"
+        return self._named(
+            f"{self._data_name()}_documents{self.documents.start}-{self.documents.stop}", length
+        )
+
+    def bigscience_paths(self) -> Iterator[IndexPaths]:
+        """Yields the files with the names of BigScience's Megatron-DeepSpeed, which contain the number of
+        samples. Earlier versions of this program wrote such files, also into --data-cache-path."""
+        for data_name in dict.fromkeys((self.dataset.prefix, self._data_name())):
+            yield self._named(f"{data_name}_{self.split_name}", f"{self.num_samples}ns")
+
+    def num_elements(self) -> tuple[int, int, int]:
+        """Returns the numbers of integers in the document, sample and shuffle index."""
+        plan = self.plan()
+        return plan.num_epochs * len(self.documents), 2 * (plan.total_samples + 1), plan.total_samples
+
+    def _named(self, data_name: str, length: str) -> IndexPaths:
+        stem = f"{data_name}_indexmap_{length}_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
 
     def _data_name(self) -> str:
@@ -228,23 +238,19 @@ class IndexRequest:
 
 
 @stop_at_access_error()
-def prepare_sample_index(
-    request: IndexRequest, other_files: Callable[[IndexRequest], Iterable[IndexPaths]] = no_other_files
-) -> None:
-    """Builds the index files unless valid ones exist. Raises UserError if the folder is not writable.
+def prepare_sample_index(request: IndexRequest, other_files: Iterable[IndexPaths] = ()) -> bool:
+    """Builds the index files unless valid ones exist. Returns whether it has written them. Raises UserError
+    if the folder is not writable.
 
-    other_files: returns files of another program that may hold the arrays. They are copied if they are valid.
+    other_files: of another program that may hold the arrays. They are copied if they are valid.
     """
     plan = request.plan()
-    index = _valid_index(request, plan, request.paths())
-    if index is not None:
-        return
-    for paths in other_files(request):
+    if _valid_index(request, plan, request.paths()) is not None:
+        return False
+    for paths in other_files:
         index = _valid_index(request, plan, paths)
         if index is not None:
-            logger.info(
-                "the %s index of %s is that in %s", request.split_name, request.dataset.prefix, paths[0]
-            )
+            logger.info("the %s index of %s is in %s", request.split_name, request.dataset.prefix, paths[0])
             break
     else:
         index = build_sample_order(
@@ -253,10 +259,13 @@ def prepare_sample_index(
     arrays = (index.documents, index.samples, index.shuffle)
     for path, array in zip(request.paths(), arrays, strict=True):
         write_array(path, array)
+    return True
 
 
 def _valid_index(request: IndexRequest, plan: EpochPlan, paths: IndexPaths) -> SampleIndex | None:
     """Returns the index in the files, or None if a file is missing, damaged or was built from other data."""
+    if not os.path.lexists(paths[0]):
+        return None
     try:
         index = _read_index(request, plan, paths)
         _check_contents(request, plan, index, paths)

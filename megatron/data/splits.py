@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron.config import DataConfig, parse_split
-from megatron.config.data import SPLIT_NAMES, WeightedPath, parse_data_path, parse_groups, token_file_prefixes
+from megatron.config.data import SPLIT_NAMES, WeightedPath, parse_data_path, parse_groups
 from megatron.config.registries import DATA_ORDERS, DataOrder
 from megatron.config.sections.data import groups_option
 from megatron.data.blended_dataset import Blend
-from megatron.data.indexed_dataset import IndexedDataset, data_path, sample_digest
+from megatron.data.index_stamp import IndexStamp, statuses
+from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path, sample_digest
 from megatron.errors import UserError
 from megatron.tokenizer.vocabulary_record import read_record, record_path
 
@@ -21,11 +22,10 @@ DatasetOpener = Callable[[str, str], IndexedDataset]
 
 @dataclass(frozen=True)
 class Component:
-    """The documents of one dataset in a blend. index_name: see `IndexRequest`."""
+    """The documents of one dataset in a blend."""
 
     dataset: IndexedDataset
     documents: range
-    index_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,19 @@ class DocumentGroup:
         return [num_samples] if self.blend is None else self.blend.samples_of_components(num_samples)
 
 
-def verify_token_files(data: DataConfig) -> None:
-    """Reads the .idx files of all prefixes and checks every size and offset, and samples of the .bin files.
+def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> IndexStamp:
+    """Reads the .idx files of all prefixes and checks every size and offset, and samples of the .bin files,
+    unless the stamp vouches for them. Returns the stamp with what was verified, for `IndexStamp.write`.
 
-    Raises UserError that names a damaged file. One process per node must call it before any process uses
-    `dataset_opener`, which does not verify.
+    shard: see `IndexStamp`. Raises UserError that names a damaged file. One process per node must call it
+    before any process uses `dataset_opener`, which does not verify.
     """
-    for option, prefix in dict.fromkeys(token_file_prefixes(data)):
-        IndexedDataset(prefix, option)
+    stamp = IndexStamp(data, shard)
+    for option, prefix in stamp.prefixes:
+        if stamp.facts(prefix) is not None:
+            continue
+        found = statuses((index_path(prefix), data_path(prefix)))
+        dataset = IndexedDataset(prefix, option)
         record = read_record(prefix) or {}
         expected = record.get("bin_sample_sha256")
         if expected is not None and expected != sample_digest(data_path(prefix)):
@@ -64,15 +69,18 @@ def verify_token_files(data: DataConfig) -> None:
                 f"{option} {prefix}: the tokens of the .bin file are not those of {record_path(prefix)}: "
                 "another program replaced the file, or it is damaged; preprocess the data again"
             )
+        stamp.record_token_files(dataset, found)
+    return stamp
 
 
-def dataset_opener() -> DatasetOpener:
-    """Returns a function that opens the dataset of a prefix without verification, each prefix only once."""
+def dataset_opener(stamp: IndexStamp) -> DatasetOpener:
+    """Returns a function that opens the dataset of a prefix without verification, each prefix only once. The
+    files that the stamp vouches for are opened when a document is read."""
     opened: dict[str, IndexedDataset] = {}
 
     def open_dataset(prefix: str, option: str) -> IndexedDataset:
         if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix, option, verify=False)
+            opened[prefix] = IndexedDataset(prefix, option, verify=False, facts=stamp.facts(prefix))
         return opened[prefix]
 
     return open_dataset
@@ -110,9 +118,7 @@ def _weighted_group(
                 f"{option}: the range {path.start:g}:{path.end:g} of {path.prefix} in the group '{name}' "
                 f"contains none of its {len(dataset):,} documents: widen the range, or remove it"
             )
-        # Groups that read the same documents share index files.
-        index_name = f"documents{documents.start}-{documents.stop}"
-        components.append(Component(dataset, documents, index_name))
+        components.append(Component(dataset, documents))
     blend = _blend_of(paths, order) if len(paths) > 1 else None
     ranges = [[path.start, path.end] for path in paths]
     return DocumentGroup(name, tuple(components), blend, ranges, DATA_ORDERS[order])

@@ -6,6 +6,7 @@ ignores DRY_RUN does whatever it usually does.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import selectors
@@ -25,6 +26,7 @@ from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import setting_option
 from megatron.config.peer_flags import rewrite
+from megatron.config.tool_parser import ToolParser
 
 PROGRAM = "pretrain_gpt.py"
 _TIMEOUT_S = 60
@@ -33,6 +35,19 @@ _MAX_SHOWN = 200
 # Prefixes of variables that Slurm sets. This program may itself run in a job, whose variables a script must
 # not see. Variables such as NNODES, with which users set sizes of the example scripts, are passed on.
 _JOB_VARIABLES = ("SLURM_", "MASTER_")
+
+
+class RunFlagsParser(ToolParser):
+    """Parses the flags of a tool; flags of pretrain_gpt.py are collected in `.training` of the result."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Raises UserError for a flag that neither program has."""
+        parsed, training = self.parse_known_args(args, namespace)
+        parsed.training = training
+        make_parser().parse_args(parsed.training)
+        return parsed
 
 
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:

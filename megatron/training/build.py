@@ -44,7 +44,7 @@ from megatron.pipeline.stages import StagePlan, find_memory_costs, needs_memory_
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.data import RunData, open_data
 from megatron.training.metrics import MetricsLogger
-from megatron.training.trainer import Trainer, run_length
+from megatron.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Setup:
         if config.training.dry_run or not needs_processes:
             plan = plan_stages(config, vocab.size, times)
         batches = BatchSchedule.from_config(config.batch)
-        length = run_length(config, batches)
+        length = RunLength.from_config(config)
         schedule_of(config)  # only for its errors: the checkpoint's schedule may replace it
         return cls(vocab, plan, batches, length)
 

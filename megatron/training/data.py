@@ -1,5 +1,6 @@
 """The data of a run: the number of samples of each split, and the loaders."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
     build_gpt_datasets,
     data_fingerprint,
+    index_files,
     index_requests,
     prepare_index_files,
     requested_groups,
@@ -23,6 +25,10 @@ from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import Vocabulary
+
+# Building this takes about a second per 100 MB, and a file some milliseconds.
+_LARGE_INDEX_BYTES = 500_000_000
+_MANY_INDICES = 300
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,31 @@ def data_report(config: Config, length: RunLength) -> str:
     usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
     empty = splits_without_documents(config.data, samples)
     return usage_table(usages, config.data.max_epochs_per_dataset, empty)
+
+
+def index_notes(config: Config, length: RunLength) -> list[str]:
+    """Returns a sentence for the log on the index files that do not exist; none for a single process with
+    small ones. Raises ConfigError with --require-prepared-indices if an index is not prepared."""
+    ranks = config.parallel.world_size
+    files = index_files(
+        config.data, config.model.seq_length, config.training.seed, length.samples_per_split(config)
+    )
+    command = f"tools/prepare_indices.py --world-size {ranks} with the flags of this run"
+    unprepared = [index.paths[0] for index in files if not index.is_prepared]
+    if config.data.require_prepared_indices and unprepared:
+        raise ConfigError(
+            f"--require-prepared-indices: {len(unprepared):,} of {len(files):,} indices are not prepared, "
+            f"such as {unprepared[0]}: run {command}, or remove the flag"
+        )
+    missing = [index for index in files if not all(map(os.path.exists, index.paths))]
+    size = sum(index.num_bytes for index in missing)
+    is_large = size > _LARGE_INDEX_BYTES or len(missing) > _MANY_INDICES
+    if not missing or (ranks == 1 and not is_large):
+        return []
+    sentence = f"rank 0 builds {len(missing):,} indices of the data order ({size / 1e6:,.0f} MB)"
+    if is_large:
+        sentence += f"; {ranks:,} ranks wait for it. To build them before a job, run {command}"
+    return [sentence]
 
 
 def missing_token_file(config: Config) -> str:

@@ -30,7 +30,7 @@ from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import initial_values
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
-from megatron.training.data import data_report, run_fingerprint
+from megatron.training.data import data_report, index_notes, run_fingerprint
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.run_report import run_report, start_notes
@@ -54,7 +54,7 @@ def run(
     checkpoint = folder_owner = fingerprint = data_table = tasks = None
     if config.parallel.local_rank == 0:
         with announce_errors():
-            verify_token_files(config.data)
+            verify_token_files(config.data).write()
     if processes.is_main_process() and objects is None:
         with announce_errors():
             start.check_load_folder(config)
@@ -63,6 +63,7 @@ def run(
         owned = None if config.training.no_train else config.checkpoint.save
         with announce_errors():
             fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
+            notes = [*notes, *index_notes(config, length)]
             claims = owner.ClaimFolder(Path(owned)) if owned else None
             if objects is not None and owned:
                 claims = objects.claims(owned)
@@ -80,7 +81,7 @@ def run(
         fingerprint = run_fingerprint(config, length, vocab)
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *check_kernels(config.training.require_kernels)]
-        notes += [*preflight(config, fingerprint, length), *processes.device_notes(config)]
+        notes += [*preflight(config, fingerprint), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
         if objects is not None:
             objects.connect(node)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from megatron.cluster import preflight as module
 from megatron.cluster.preflight import NetworkFigures, preflight, read_network_figures
 from tests.support.layouts import Row, config_of
 from tests.support.pool import run_world
@@ -21,8 +18,7 @@ def start(path: str, nodes: tuple[str, ...]) -> Any:
     """The notes of preflight on this rank. nodes: the node of each rank."""
     config = config_of(Row(dp=len(nodes)), parallel={"network_figures": path}, data={"data_path": ()})
     os.environ["SLURMD_NODENAME"] = nodes[dist.get_rank()]
-    with mock.patch.object(module, "missing_index_files", lambda *_: []):
-        return preflight(config, {}, SimpleNamespace(samples_per_split=lambda config: ()))
+    return preflight(config, {})
 
 
 @pytest.mark.parametrize(

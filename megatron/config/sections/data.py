@@ -62,6 +62,11 @@ class DataConfig(Section):
         help="folder for the index files of the sample order, created if missing (default: the folder of the "
         "data)",
     )
+    require_prepared_indices: bool = flag(
+        False,
+        help="stop if tools/prepare_indices.py has not prepared the index files of the sample order, instead "
+        "of building them on rank 0 while all other ranks wait",
+    )
     data_order: str = flag(
         "native",
         choices=DATA_ORDERS,

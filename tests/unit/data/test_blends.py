@@ -16,12 +16,11 @@ from megatron.data.gpt_dataset import (
     GPTDataset,
     data_fingerprint,
     fingerprint_differences,
-    missing_index_files,
     prepare_index_files,
 )
 from megatron.errors import UserError
 from tests.unit.data import token_files
-from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents
 
 SEQ, SEED = 4, 7
 # Tokens of B begin at 1000, so that each token identifies its dataset.
@@ -122,12 +121,12 @@ def test_groups_read_their_ranges_under_their_names(a: str, b: str) -> None:
 
 def test_index_files_of_two_ranges_do_not_collide_and_equal_ones_are_shared(a: str, tmp_path: Path) -> None:
     data = groups(f"T: 1 0:0.5 {a}", f"V: 1 0.5:1 {a}", f"W: 1 0.5:1 {a}")
-    missing = missing_index_files(data, SEQ, SEED, (4, 4, 0))
+    missing = missing_files(data, SEQ, SEED, (4, 4, 0))
     build(data, (4, 4, 0))
-    assert sorted(missing) == sorted(map(str, tmp_path.glob("a_*.npy"))) and len(missing) == 6
-    assert missing_index_files(data, SEQ, SEED, (4, 4, 0)) == []
+    assert sorted(missing) == sorted(map(str, tmp_path.glob("*.npy"))) and len(missing) == 6
+    assert missing_files(data, SEQ, SEED, (4, 4, 0)) == []
     found = sorted(path.name for path in tmp_path.glob("a_*_doc_idx.npy"))
-    assert found == [f"a_documents{part}_indexmap_4ns_4sl_7s_doc_idx.npy" for part in ("0-5", "5-10")]
+    assert found == [f"a_documents{part}_indexmap_1epochs_4sl_7s_doc_idx.npy" for part in ("0-5", "5-10")]
 
 
 def test_an_empty_range_is_refused(a: str) -> None:

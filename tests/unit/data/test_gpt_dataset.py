@@ -13,14 +13,13 @@ from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
     fingerprint_differences,
-    missing_index_files,
     one_epoch,
     prepare_index_files,
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import split_documents
 from megatron.errors import UserError
-from tests.unit.data.token_files import build, data_config, numbered_documents, write_documents
+from tests.unit.data.token_files import build, data_config, missing_files, numbered_documents, write_documents
 
 SIZES = [5, 0, 7, 3, 9, 11, 2, 6, 1, 1, 1, 30, 0, 8, 4, 4, 4, 10, 12, 13]
 
@@ -35,7 +34,7 @@ def test_a_sample_is_seq_length_plus_1_tokens_of_the_concatenated_documents(pref
     train, valid, test = build(data, 6, 7, (60, 0, 0))
     assert train is not None and valid == () and test == ()
     assert len(train) >= 60
-    stem = f"{prefix}_train_indexmap_60ns_6sl_7s"
+    stem = f"{prefix}_documents0-20_indexmap_3epochs-last-apart_6sl_7s"
     documents = numbered_documents(SIZES)
     stream = np.concatenate([documents[i] for i in np.load(f"{stem}_doc_idx.npy")])
     for i, row in enumerate(np.load(f"{stem}_shuffle_idx.npy")):
@@ -50,11 +49,11 @@ def test_a_sample_is_seq_length_plus_1_tokens_of_the_concatenated_documents(pref
 def test_with_a_cache_path_nothing_is_written_next_to_the_data(prefix: str, tmp_path: Path) -> None:
     before = sorted(path.name for path in tmp_path.iterdir())
     data = replace(data_config(prefix, split="60,40,0"), data_cache_path=str(tmp_path / "new" / "cache"))
-    assert len(missing_index_files(data, 4, 7, (9, 2, 0))) == 6
+    assert len(missing_files(data, 4, 7, (9, 2, 0))) == 6
     cached = build(data, 4, 7, (9, 2, 0)).train
-    assert missing_index_files(data, 4, 7, (9, 2, 0)) == []
+    assert missing_files(data, 4, 7, (9, 2, 0)) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "new"])
-    assert len(list((tmp_path / "new" / "cache").iterdir())) == 6
+    assert len(list((tmp_path / "new" / "cache").glob("*.npy"))) == 6
     uncached = build(replace(data, data_cache_path=None), 4, 7, (9, 2, 0)).train
     assert [cached[i].tolist() for i in range(9)] == [uncached[i].tolist() for i in range(9)]
 

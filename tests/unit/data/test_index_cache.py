@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron import files
 from megatron.data import indices
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
@@ -23,6 +24,7 @@ from tests.unit.data.token_files import index_request, numbered_documents, write
 
 SIZES = [5, 0, 7, 3, 9, 11, 2, 6]
 KINDS = ["doc", "sample", "shuffle"]
+STEM = "documents0-8_indexmap_3epochs-last-apart_4sl_1234s"
 
 
 @pytest.fixture
@@ -36,14 +38,14 @@ def arrays(request: IndexRequest) -> list[Any]:
 
 
 def index_file(request: IndexRequest, kind: str) -> str:
-    return f"{request.dataset.prefix}_train_indexmap_25ns_4sl_1234s_{kind}_idx.npy"
+    return f"{request.dataset.prefix}_{STEM}_{kind}_idx.npy"
 
 
-def test_files_have_megatrons_names_and_no_temporary_file_remains(
+def test_files_have_names_of_what_determines_them_and_no_temporary_file_remains(
     request_: IndexRequest, tmp_path: Path
 ) -> None:
     prepare_sample_index(request_)
-    names = [f"data_train_indexmap_25ns_4sl_1234s_{kind}_idx.npy" for kind in KINDS]
+    names = [f"data_{STEM}_{kind}_idx.npy" for kind in KINDS]
     assert sorted(os.listdir(tmp_path)) == sorted(["data.bin", "data.idx", *names])
 
 
@@ -70,7 +72,9 @@ def take_all_descriptors(taken: list[int]) -> None:
             taken.append(os.dup(0))
 
 
-def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(request_: IndexRequest) -> None:
+def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_raised_or_named(
+    request_: IndexRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare_sample_index(request_)
     expected = arrays(request_)
     inodes = [os.stat(path).st_ino for path in request_.paths()]
@@ -79,6 +83,8 @@ def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(re
     mapped = [*request_.paths(), f"{request_.dataset.prefix}.bin", f"{request_.dataset.prefix}.idx"]
     assert descriptors_of(mapped) == []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_limit = files._raise_descriptor_limit
+    monkeypatch.setattr(files, "_raise_descriptor_limit", lambda: False)
     taken = [os.dup(0) for _ in range(64)]  # a limit below the highest descriptor would not be reached
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
     gc.disable()  # it closes descriptors of earlier tests
@@ -94,6 +100,10 @@ def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_no_damage(re
             sentence = str(caught.value)
             assert "(Too many open files: raise the limit with ulimit -n)" in sentence
             assert request_.dataset.prefix in sentence and "damaged" not in sentence
+        monkeypatch.setattr(files, "_raise_descriptor_limit", raise_limit)
+        take_all_descriptors(taken)
+        assert len(IndexedDataset(request_.dataset.prefix)) == 8
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
     finally:
         gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

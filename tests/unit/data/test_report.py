@@ -11,14 +11,13 @@ from megatron.config import DataConfig
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
-    missing_index_files,
     prepare_index_files,
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
 from megatron.training.data import dataset_usage, splits_without_documents, usage_table
-from tests.unit.data.token_files import data_config, numbered_documents, write_documents
+from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents
 
 
 @pytest.fixture
@@ -87,9 +86,9 @@ def test_the_full_index_is_read_by_verify_token_files_only(
     verified = []
     verify_index = IndexedDataset._verify_index
 
-    def recorded(self: IndexedDataset) -> None:
+    def recorded(self: IndexedDataset, files: Any) -> None:
         verified.append(self.prefix)
-        verify_index(self)
+        verify_index(self, files)
 
     monkeypatch.setattr(IndexedDataset, "_verify_index", recorded)
     data = data_config("1", a, "1", b, "1", a, split="80,20,0")
@@ -97,7 +96,7 @@ def test_the_full_index_is_read_by_verify_token_files_only(
     verify_token_files(data)
     assert verified == [a, b]
     data_fingerprint(data, 4, 1234, 10)
-    missing_index_files(*arguments)
+    missing_files(*arguments)
     prepare_index_files(*arguments)
     build_gpt_datasets(*arguments)
     dataset_usage(*arguments)

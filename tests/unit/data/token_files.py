@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.data.gpt_dataset import Datasets, build_gpt_datasets, prepare_index_files
+from megatron.data.gpt_dataset import Datasets, build_gpt_datasets, index_files, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.indices import IndexRequest
 
@@ -37,6 +38,14 @@ def build(data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, 
     """Builds the index files and returns the datasets of a run."""
     prepare_index_files(data, seq_length, seed, num_samples)
     return build_gpt_datasets(data, seq_length, seed, num_samples)
+
+
+def missing_files(
+    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+) -> list[str]:
+    """Returns the index files of a run that do not exist."""
+    files = index_files(data, seq_length, seed, num_samples)
+    return [path for index in files for path in index.paths if not os.path.exists(path)]
 
 
 def index_request(folder: Path) -> IndexRequest:

@@ -12,6 +12,7 @@ import pytest
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import BatchSchedule, Config, parse_args, read_command_line
+from megatron.config.batch import RunLength
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition
@@ -25,7 +26,6 @@ from megatron.training.run_report import (
     start_notes,
 )
 from megatron.training.startup_report import format_memory_row
-from megatron.training.trainer import run_length
 from megatron.units import GIB
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -193,7 +193,7 @@ def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool 
         checkpoint = Checkpoint(Path("x"), state, {"config": saved.to_dict()}, weights_only=finetune)
     batches = BatchSchedule.from_config(config.batch)
     schedule = resumed_schedule(checkpoint, config)
-    return start_notes(checkpoint, config, run_length(config, batches), batches, schedule)
+    return start_notes(checkpoint, config, RunLength.from_config(config), batches, schedule)
 
 
 @pytest.mark.parametrize("iteration", [0, 50, 99])
@@ -285,7 +285,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def start_of(load: Path, data: Path, *flags: str) -> list[str]:
     words = [*SMALL, "--dry-run", "--vocab-size", str(VOCAB), "--load", str(load), "--data-path", str(data)]
     config: Config = read_command_line([*words, *flags], {}).config
-    length = run_length(config, BatchSchedule.from_config(config.batch))
+    length = RunLength.from_config(config)
     return planned_start(config, length, find_vocabulary(config))[1]
 
 

@@ -1,0 +1,86 @@
+"""Builds the index files of a run's sample order before its job, on a machine without GPUs.
+
+    python tools/prepare_indices.py --world-size 384 --data-path tokens/a_text_document --train-iters 1000 ...
+    python tools/prepare_indices.py --script examples/slurm/tr11-176B-ml.slurm
+
+All flags of pretrain_gpt.py are accepted, too: pass those of the run. --script executes an sbatch script as
+you, with DRY_RUN=1, and takes the flags and the number of processes that the script prints.
+
+The tool verifies the token files, builds the missing indices of all data sets and splits, and writes a stamp
+with size and time of change of each file. The start of a run trusts the stamp: it reads no index, and builds
+none. Repeat the command after a failure. In an array job, --shard shares the data sets out:
+
+    python tools/prepare_indices.py --shard slurm --world-size 384 --data-path ...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from megatron.checkpoint.saved_config import read_saved_config
+from megatron.config import ConfigError, read_command_line
+from megatron.config.batch import RunLength
+from megatron.config.data import token_file_prefixes
+from megatron.config.tool_parser import check_at_least_1, exit_on_interrupt
+from megatron.data.gpt_dataset import prepare_index_files
+from megatron.data.splits import verify_token_files
+from megatron.data.text_files import parse_shard
+from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.planner.command import RunFlagsParser, run_flags
+
+
+def build_parser() -> RunFlagsParser:
+    """Returns the parser of the command line."""
+    parser = RunFlagsParser(__doc__)
+    parser.add_argument(
+        "--script",
+        metavar="FILE",
+        help="take the flags of this sbatch script; it is executed as you, with DRY_RUN=1",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="indices to build at a time (default: the number of CPUs); each takes up to 32 bytes per sample",
+    )
+    parser.add_argument(
+        "--shard",
+        default="0/1",
+        metavar="I/N",
+        help="prepare only shard I, from 0 to N - 1, of the data sets, which are shared out by the size of "
+        "their .idx files; 'slurm': the shard of this task of an array job",
+    )
+    return parser
+
+
+@exit_on_interrupt()
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
+    arguments = build_parser().parse_args(argv)
+    check_at_least_1(arguments, "threads")
+    shard = parse_shard(arguments.shard, os.environ)
+    words = run_flags(arguments.training, arguments.script, None)
+    config = read_command_line(words, {}, read_saved_config).config
+    if not token_file_prefixes(config.data):
+        raise ConfigError("--data-path is missing: set it as in the run")
+    start = time.monotonic()
+    stamp = verify_token_files(config.data, shard)
+    samples = RunLength.from_config(config).samples_per_split(config)
+    where = (config.data, config.model.seq_length, config.training.seed, samples)
+    found, built = prepare_index_files(*where, stamp, arguments.threads)
+    if not stamp.write():
+        raise UserError(f"{stamp.path} cannot be written: set --data-cache-path to a different folder")
+    print(
+        printable(
+            f"{len(stamp.prefixes):,} data sets, {found:,} indices: {built:,} built, {found - built:,} kept; "
+            f"took {time.monotonic() - start:.1f} s; {stamp.path}"
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

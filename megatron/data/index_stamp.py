@@ -1,0 +1,257 @@
+"""The stamp of prepared data: what was verified, and the size and time of change of each file at that time.
+
+A start that finds the stamp asks for the status of the files, and opens none of them. The stamp is a JSON
+file, `prepared-DIGEST.json`, in --data-cache-path, otherwise in the folder of the first token files. DIGEST
+identifies the prefixes: all runs that read them share the stamp.
+
+    {"version": 1,
+     "data_sets": {
+       "/data/a_text_document": {
+         "facts": {"documents": 437, "tokens": 3127361, "ranges": {"0-423": 3011849, "423-437": 115512}},
+         "files": {
+           "a_text_document.idx": [[size, mtime_ns], [size, mtime_ns]],        of the .idx and the .bin file
+           "a_text_document_documents0-423_..._doc_idx.npy": [[size, mtime_ns], ...]}}},
+     "blends": {"/data/blend-0123456789ab_4096_dataset_index.npy": [[size, mtime_ns], ...]}}
+
+`ranges` holds the tokens of ranges of documents, which determine the names of the index files. An entry of
+`files` has the name of its first file. Changed token files invalidate all entries of their data set.
+
+Each shard of tools/prepare_indices.py writes a part, `prepared-DIGEST.0-of-4.json`. The shard that finds all
+parts merges them. Files are written under a temporary name and renamed. Of two concurrent runs, one may lose
+the other's new entries, whose files are then verified once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.config import DataConfig
+from megatron.config.data import token_file_prefixes
+from megatron.data.index_files import replaced_file
+from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, data_path, index_path
+from megatron.errors import one_line
+from megatron.files import Check, HostileFileError, is_count, list_of, read_small
+from megatron.shares import share_out
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+# 3,000 data sets with three splits take 3 MB.
+_MAX_BYTES = 1 << 27
+_WARNINGS = 3  # a blend may have thousands of changed files
+
+Status = list[int]
+"""Size and time of change of a file in nanoseconds; empty if the file cannot be accessed."""
+
+
+def statuses(paths: Sequence[str]) -> list[Status]:
+    """Returns the present status of each file."""
+    found: list[Status] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            found.append([])
+        else:
+            found.append([status.st_size, status.st_mtime_ns])
+    return found
+
+
+class IndexStamp:
+    """The stamp of the prefixes of a run, or a part of it. Several threads may use it."""
+
+    def __init__(self, data: DataConfig, shard: tuple[int, int] = (0, 1)) -> None:
+        """Reads the stamp. shard: (index, number); this process then verifies and writes only its part."""
+        given = list(dict.fromkeys(token_file_prefixes(data)))
+        paths = sorted({os.path.abspath(prefix) for _, prefix in given})
+        folder = data.data_cache_path or (os.path.dirname(os.path.abspath(given[0][1])) if given else "")
+        stem = os.path.join(
+            folder, f"prepared-{hashlib.sha256(chr(10).join(paths).encode()).hexdigest()[:12]}"
+        )
+        self.shard = shard
+        self.path = f"{stem}.json"
+        self._parts = (
+            [f"{stem}.{part}-of-{shard[1]}.json" for part in range(shard[1])] if shard[1] > 1 else []
+        )
+        self._content, self._text = _read(self.path)
+        if self._parts:
+            part, self._text = _read(self._parts[shard[0]])
+            self._content = _merged(self._content, part)
+        self.prefixes = _of_shard(given, shard)
+        """(flag, prefix) of the token files of this shard, each prefix once per flag."""
+        self._intact: dict[str, bool] = {}
+        self._changed = 0
+
+    def facts(self, prefix: str) -> TokenFacts | None:
+        """Returns what is known of a data set; None unless its token files are those that were verified."""
+        if prefix not in self._intact:
+            entry = self._content["data_sets"].get(os.path.abspath(prefix), {"files": {}})
+            paths = index_path(prefix), data_path(prefix)
+            self._intact[prefix] = self._is_unchanged(entry["files"], os.path.basename(paths[0]), paths)
+        if not self._intact[prefix]:
+            return None
+        return TokenFacts(**self._content["data_sets"][os.path.abspath(prefix)]["facts"])
+
+    def record_token_files(self, dataset: IndexedDataset, found: list[Status]) -> None:
+        """Records verified token files, and removes what was known of the files that they replace. found:
+        their status before the verification."""
+        self._content["data_sets"][os.path.abspath(dataset.prefix)] = {
+            "facts": asdict(dataset.facts),
+            "files": {os.path.basename(index_path(dataset.prefix)): found},
+        }
+        self._intact[dataset.prefix] = True
+
+    def vouches(self, prefix: str | None, paths: Sequence[str]) -> bool:
+        """Returns whether these files are those that were verified, with the present token files.
+
+        prefix: of the data set of an index; None for the table of a blend.
+        """
+        if prefix is not None and self.facts(prefix) is None:
+            return False
+        files, key = self._place(prefix, paths)
+        return self._is_unchanged(files, key, paths)
+
+    def record(self, prefix: str | None, paths: Sequence[str], found: list[Status]) -> None:
+        """Records verified files of an index or a table. found: their status before the verification, or
+        after they were written. Does nothing if the token files are not recorded."""
+        if all(found) and (prefix is None or self.facts(prefix) is not None):
+            files, key = self._place(prefix, paths)
+            files[key] = found
+
+    def _place(self, prefix: str | None, paths: Sequence[str]) -> tuple[dict[str, list[Status]], str]:
+        """Returns the entries in which files are recorded, and their key."""
+        if prefix is None:
+            return self._content["blends"], os.path.abspath(paths[0])
+        return self._content["data_sets"][os.path.abspath(prefix)]["files"], os.path.basename(paths[0])
+
+    def _is_unchanged(self, files: dict[str, list[Status]], key: str, paths: Sequence[str]) -> bool:
+        expected = files.get(key)
+        if expected is None:
+            return False
+        for path, was, now in zip(paths, expected, statuses(paths), strict=True):
+            if was != now:
+                self._warn(path, was, now)
+                return False
+        return True
+
+    def _warn(self, path: str, was: Status, now: Status) -> None:
+        self._changed += 1
+        if self._changed > _WARNINGS:
+            return
+        problem = "it cannot be accessed"
+        if now:
+            what = "size" if was[0] != now[0] else "time of change"
+            problem = f"its {what} is {now[was[0] == now[0]]:,}, expected {was[was[0] == now[0]]:,}"
+        more = "; further files are not named" if self._changed == _WARNINGS else ""
+        logger.warning(
+            "%s is verified or built again, since it differs from %s: %s%s", path, self.path, problem, more
+        )
+
+    def write(self) -> bool:
+        """Writes the stamp, or this shard's part of it, if it has changed. Returns False, with a warning, if
+        the folder cannot be written."""
+        content, path = self._content, self.path
+        if self._parts:
+            own = {os.path.abspath(prefix) for _, prefix in self.prefixes}
+            content = {
+                **content,
+                "data_sets": {key: content["data_sets"][key] for key in content["data_sets"] if key in own},
+            }
+            path = self._parts[self.shard[0]]
+        try:
+            self._text = _write(path, content, self._text)
+            self._merge_parts()
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): the next start verifies again", path, error.strerror)
+            return False
+        return True
+
+    def _merge_parts(self) -> None:
+        """Merges the parts into the stamp if all of them exist. Several shards may do this at once."""
+        if not self._parts or not all(map(os.path.exists, self._parts)):
+            return
+        merged, text = _read(self.path)
+        for part in self._parts:
+            merged = _merged(merged, _read(part)[0])
+        _write(self.path, merged, text)
+        for part in self._parts:
+            with suppress(FileNotFoundError):
+                os.remove(part)
+
+
+def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tuple[str, str]]:
+    """Returns the pairs (flag, prefix) whose .idx files are of this shard, which are shared out by bytes."""
+    sizes = (
+        {prefix: (statuses([index_path(prefix)])[0] or [0])[0] for _, prefix in given} if shard[1] > 1 else {}
+    )
+    chosen = share_out(sizes, shard[1])
+    return [pair for pair in given if chosen.get(pair[1], 0) == shard[0]]
+
+
+def _merged(content: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Returns all entries; those of `other` replace those of `content`."""
+    return {"version": _VERSION, **{key: content[key] | other[key] for key in ("data_sets", "blends")}}
+
+
+def _write(path: str, content: dict[str, Any], present: str) -> str:
+    """Writes a stamp unless its present text is that of the content. Returns the text. Raises OSError."""
+    text = _text_of(content)
+    if text != present:
+        with replaced_file(path) as file:
+            file.write(text.encode())
+    return text
+
+
+def _text_of(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _read(path: str) -> tuple[dict[str, Any], str]:
+    """Returns the content and the text of a stamp; no entries if there is none, or if it is damaged."""
+    empty: dict[str, Any] = {"version": _VERSION, "data_sets": {}, "blends": {}}
+    try:
+        text = read_small(Path(path), _MAX_BYTES).decode()
+        content = json.loads(text)
+        if not _is_stamp(content):
+            raise ValueError("it is not laid out as a stamp of this version")
+    except FileNotFoundError:
+        return empty, _text_of(empty)
+    except (OSError, ValueError, RecursionError, HostileFileError) as error:
+        logger.warning("%s is not used: %s", path, one_line(error))
+        return empty, ""
+    return content, text
+
+
+def _is_stamp(content: Any) -> bool:
+    def dict_of(check: Check) -> Check:
+        return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+    is_status = list_of(lambda value: type(value) is int)
+    files = dict_of(list_of(lambda status: is_status(status) and len(status) == 2))
+    facts = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
+
+    def is_data_set(entry: Any) -> bool:
+        if not (isinstance(entry, dict) and entry.keys() == {"facts", "files"} and files(entry["files"])):
+            return False
+        found = entry["facts"]
+        return (
+            isinstance(found, dict)
+            and found.keys() == facts.keys()
+            and all(facts[key](found[key]) for key in facts)
+        )
+
+    return (
+        isinstance(content, dict)
+        and content.keys() == {"version", "data_sets", "blends"}
+        and content["version"] == _VERSION
+        and dict_of(is_data_set)(content["data_sets"])
+        and files(content["blends"])
+    )

@@ -1,0 +1,11 @@
+#!/usr/bin/env python
+"""Runs `megatron.commands.prepare_indices` of this checkout, installed or not."""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from megatron.commands.prepare_indices import main
+
+    sys.exit(main())
