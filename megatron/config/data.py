@@ -75,8 +75,9 @@ def parse_data_path(words: Sequence[str]) -> tuple[WeightedPath, ...]:
     form = "expected one prefix, or alternating weights and prefixes, such as 0.3 A 0.7 B"
     if not words or len(words) % 2:
         raise ConfigError(f"--data-path has {len(words)} values: {form}")
+    where = f"--data-path {' '.join(words)}"
     return tuple(
-        WeightedPath(_weight(weight, f"--data-path {' '.join(words)}", form), prefix)
+        WeightedPath(_weight(weight, where, form), prefix)
         for weight, prefix in zip(words[::2], words[1::2], strict=True)
     )
 
