@@ -160,7 +160,7 @@ def prepare_index_files(
     tables = [requested for requested in groups if requested.table_paths and stamp.shard[0] == 0]
     new += sum([_prepare_table(requested, stamp, core_cache) for requested in tables])
     stamp.write()
-    return len(requests) + len(tables), new
+    return len(requests) + len({requested.table_paths for requested in tables}), new
 
 
 def _prepare_indices(
