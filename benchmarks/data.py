@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures the data pipeline: samples that are not in memory, and a start with thousands of token files.
 
-    python benchmarks/data.py                     about three minutes
+    python benchmarks/data.py                     about four minutes
     python benchmarks/data.py --gigabytes 8       a token file of 8 GB
 
 preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, against the `tokenizers`
@@ -9,8 +9,11 @@ preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, 
                 library, tokenized with a byte-level BPE of 8,192 tokens trained on it.
 cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
                 on a descriptor for random reads: microseconds, and bytes that the disk reads.
-many prefixes   A rank opens a blend of token files whose index files exist and were verified: seconds, and
-                descriptors that stay open.
+index           The document, sample and shuffle index of one data set of 5 million documents and 3 epochs:
+                seconds, without writing the files. --core-helpers: the compiled helpers of Megatron-Core
+                (megatron/core/datasets/helpers_cpp*.so in its wheel), to build it as Megatron-Core does.
+many prefixes   A rank starts with a blend of token files whose indices tools/prepare_indices.py has prepared:
+                seconds, files that it opens, and descriptors that stay open.
 
 The folder of --folder should be on the disk that is measured; in a tmpfs all pages are in memory.
 """
@@ -27,16 +30,20 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.config import DataConfig
-from megatron.data.gpt_dataset import build_gpt_datasets, prepare_index_files
+from megatron.data.gpt_dataset import build_gpt_datasets, data_fingerprint, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
+from megatron.data.indices import SampleIndex, build_sample_order, plan_epochs
+from megatron.data.splits import verify_token_files
 from megatron.text_table import format_table
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
 
@@ -54,12 +61,15 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the token file of cold samples")
     parser.add_argument("--megabytes", type=float, default=60.0, help="size of the text of preprocessing")
     parser.add_argument("--prefixes", type=int, default=3000, help="number of token files of a start")
+    parser.add_argument("--documents", type=int, default=5_000_000, help="documents of the index")
+    parser.add_argument("--core-helpers", type=Path, help="compiled helpers of Megatron-Core")
     arguments = parser.parse_args()
     print(describe_machine(), flush=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         preprocessing(Path(folder), arguments.megabytes)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         cold_samples(Path(folder), arguments.gigabytes)
+    index(arguments.documents, arguments.core_helpers)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         many_prefixes(Path(folder), arguments.prefixes)
 
@@ -161,8 +171,53 @@ def _bytes_read() -> int:
     return int(fields["read_bytes"])
 
 
+def index(documents: int, core_helpers: Path | None) -> None:
+    """Prints the time of the index of one data set, and of Megatron-Core's."""
+    sizes = np.random.default_rng(3).integers(1, 2000, documents).astype(np.int32)
+    tokens, epochs, seq_length = int(sizes.sum()), 3, 2048
+    # All of the last epoch is used, so that the two programs shuffle all epochs together.
+    plan = plan_epochs(tokens, seq_length, (epochs * tokens - 1) // seq_length, 0.8)
+    builders = {"this program": lambda: build_sample_order(sizes, range(documents), seq_length, 1, plan)}
+    if core_helpers is not None:
+        core = _load_helpers(core_helpers)
+
+        def build_as_core() -> SampleIndex:
+            generator = np.random.RandomState(1)
+            order = np.mgrid[0:epochs, 0:documents][1].reshape(-1).astype(np.int32)
+            generator.shuffle(order)
+            samples = core.build_sample_idx_int32(sizes, order, seq_length, epochs, tokens, True, 1)
+            shuffle = np.arange(len(samples) - 1, dtype=np.uint32)
+            generator.shuffle(shuffle)
+            return SampleIndex(order, samples, shuffle)
+
+        builders["Megatron-Core"] = build_as_core
+    seconds: dict[str, list[float]] = {name: [] for name in builders}
+    found = {}
+    for _ in range(3):
+        for name, build in builders.items():
+            start = time.perf_counter()
+            found[name] = build()
+            seconds[name].append(time.perf_counter() - start)
+    first, *others = found.values()
+    for other in others:
+        for field in ("documents", "samples", "shuffle"):
+            assert np.array_equal(getattr(first, field), getattr(other, field)), field
+    rows = [[name, f"{min(values):.2f} s"] for name, values in seconds.items()]
+    print(
+        f"index of {documents:,} documents x {epochs} epochs, best of 3\n{format_table(rows)}\n", flush=True
+    )
+
+
+def _load_helpers(path: Path) -> Any:
+    spec = spec_from_file_location("helpers_cpp", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def many_prefixes(folder: Path, number: int) -> None:
-    """Prints the time and the descriptors of a rank that opens a blend of `number` prefixes."""
+    """Prints the time, the opened files and the descriptors of a rank that starts with `number` prefixes."""
     generator = np.random.default_rng(2)
     words: list[str] = []
     for index in range(number):
@@ -172,27 +227,41 @@ def many_prefixes(folder: Path, number: int) -> None:
             builder.add_documents(generator.integers(0, 50000, PREFIX_TOKENS, np.uint16), sizes)
             builder.finalize()
         words += ["1", os.fspath(prefix)]
-    data = DataConfig(data_path=tuple(words), split="100,0,0")
     wanted = (number * PREFIX_TOKENS // 128 // 2, 0, 0)
-    seconds = {}
-    for name, work in (
-        ("all index files are built", prepare_index_files),
-        ("they exist and are checked, once per node", prepare_index_files),
-        ("a rank opens them", build_gpt_datasets),
-    ):
-        start = time.perf_counter()
-        datasets = work(data, 128, 1234, wanted)
-        seconds[name] = time.perf_counter() - start
+    opened: list[str] = []
+    sys.addaudithook(lambda event, arguments: opened.append(event) if event == "open" else None)
+    rows = []
+    for order in ("native", "megatron-core"):
+        data = DataConfig(data_path=tuple(words), split="100,0,0", data_order=order)
+        if order != "native":  # build again
+            for path in folder.glob("*_idx.npy"):
+                path.unlink()
+
+        def prepare(data: DataConfig = data) -> None:
+            prepare_index_files(data, 128, 1234, wanted, verify_token_files(data), os.cpu_count() or 1)
+
+        def start(data: DataConfig = data) -> None:
+            data_fingerprint(data, 128, 1234, wanted[0])
+            datasets = build_gpt_datasets(data, 128, 1234, wanted)
+            assert datasets.train is not None
+            datasets.train[0]
+
+        for name, work in (
+            (f"{order}: prepare, {os.cpu_count()} threads", prepare),
+            (f"{order}: first rank of a node, in addition", prepare),
+            (f"{order}: a rank starts and reads a sample", start),
+        ):
+            opened.clear()
+            began = time.perf_counter()
+            work()
+            rows.append([name, f"{time.perf_counter() - began:.2f} s", f"{len(opened):,}"])
     descriptors = len(os.listdir("/proc/self/fd"))
-    start = time.perf_counter()
-    assert datasets is not None and datasets.train is not None
-    datasets.train[0]
-    seconds["the first sample"] = time.perf_counter() - start
-    rows = [[name, f"{value:.2f} s"] for name, value in seconds.items()]
-    rows.append(["descriptors that stay open", f"{descriptors:,}"])
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows.append(["peak memory of the process", f"{memory:,.0f} MB"])
-    print(f"{number:,} prefixes\n{format_table(rows)}", flush=True)
+    print(
+        f"{number:,} prefixes\n{format_table([['', 'time', 'files opened'], *rows])}\n"
+        f"descriptors that stay open: {descriptors}; peak memory: {memory:,.0f} MB",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -290,6 +290,18 @@ def test_the_compiled_sample_index_equals_numpys(monkeypatch: pytest.MonkeyPatch
         assert np.array_equal(fast, slow)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_the_compiled_shuffle_equals_numpys(dtype: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indices, "_COMPILED_FROM", 0)
+    for length in (0, 1, 2, 3, 64, 65, 66, 129, 4096, 5000):
+        expected, found = np.arange(length, dtype=dtype), np.arange(length, dtype=dtype)
+        numpys, own = np.random.RandomState(length), np.random.RandomState(length)
+        for _ in range(2):
+            numpys.shuffle(expected)
+            indices._shuffle(own, found)
+        assert np.array_equal(found, expected) and own.bytes(9) == numpys.bytes(9)
+
+
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
 def test_without_a_compiler_numpy_builds_the_indices(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
