@@ -234,7 +234,7 @@ def many_prefixes(folder: Path, number: int) -> None:
     for order in ("native", "megatron-core"):
         data = DataConfig(data_path=tuple(words), split="100,0,0", data_order=order)
         if order != "native":  # build again
-            for path in folder.glob("*_idx.npy"):
+            for path in [*folder.glob("*_idx.npy"), *folder.glob("prepared-*")]:
                 path.unlink()
 
         def prepare(data: DataConfig = data) -> None:

@@ -5,6 +5,7 @@ preprocessing    tokenizes text into token files
 indexed_dataset  reads and writes token files: Megatron's .bin and .idx
 splits           assigns documents to the train, valid and test splits
 indices          computes the document, sample and shuffle index of a split, and stores them as .npy files
+index_stamp      remembers which files were verified
 gpt_dataset      map-style datasets of samples, one per split
 blended_dataset  a weighted blend of several datasets
 loader           assigns samples to data-parallel ranks, and reads the micro-batches of a rank

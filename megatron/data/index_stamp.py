@@ -16,9 +16,10 @@ identifies the prefixes: all runs that read them share the stamp.
 `ranges` holds the tokens of ranges of documents, which determine the names of the index files. An entry of
 `files` has the name of its first file. Changed token files invalidate all entries of their data set.
 
-Each shard of tools/prepare_indices.py writes a part, `prepared-DIGEST.0-of-4.json`. The shard that finds all
-parts merges them. Files are written under a temporary name and renamed. Of two concurrent runs, one may lose
-the other's new entries, whose files are then verified once more.
+Each shard of tools/prepare_indices.py writes a part, `prepared-DIGEST.0-of-4.json`. A shard that finds
+all parts merges them into the stamp; the parts remain. Files are written under a temporary name and
+renamed. Of two concurrent runs, one may lose the other's new entries, whose files are then verified once
+more.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,7 @@ class IndexStamp:
         self._changed += 1
         if self._changed > _WARNINGS:
             return
-        problem = "it cannot be accessed"
+        problem = "it does not exist, or cannot be accessed"
         if now:
             what = "size" if was[0] != now[0] else "time of change"
             problem = f"its {what} is {now[was[0] == now[0]]:,}, expected {was[was[0] == now[0]]:,}"
@@ -175,16 +175,16 @@ class IndexStamp:
         return True
 
     def _merge_parts(self) -> None:
-        """Merges the parts into the stamp if all of them exist. Several shards may do this at once."""
-        if not self._parts or not all(map(os.path.exists, self._parts)):
-            return
-        merged, text = _read(self.path)
-        for part in self._parts:
-            merged = _merged(merged, _read(part)[0])
-        _write(self.path, merged, text)
-        for part in self._parts:
-            with suppress(FileNotFoundError):
-                os.remove(part)
+        """Merges the parts into the stamp if all of them exist, also those of an earlier command: each shard
+        that ends merges again, and once more if it finds that another shard has written in the meantime."""
+        merged: dict[str, Any] | None = None
+        while self._parts and all(map(os.path.exists, self._parts)):
+            before, (merged, text) = merged, _read(self.path)
+            for part in self._parts:
+                merged = _merged(merged, _read(part)[0])
+            if merged == before:
+                return
+            _write(self.path, merged, text)
 
 
 def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tuple[str, str]]:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.config.registries import DATA_ORDERS
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.data.splits import split_documents
 from tests.end_to_end.command import ROOT, Run, pretrain, pretrain_typed
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support import HANG_TIMEOUT_S
@@ -106,7 +108,10 @@ def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_
     for ending in (".bin", ".idx"):
         shutil.copy(f"{data[1]}{ending}", tmp_path / f"text{ending}")
     # 5 steps of 4 samples, sequences of 32 tokens, the default seed.
-    (tmp_path / "text_train_indexmap_20ns_32sl_1234s_doc_idx.npy").mkdir()
+    documents = split_documents("900,50,50", len(IndexedDataset(data[1])), DATA_ORDERS["native"])[0]
+    assert documents is not None
+    stem = f"text_documents{documents.start}-{documents.stop}_indexmap_1epochs_32sl_1234s"
+    (tmp_path / f"{stem}_doc_idx.npy").mkdir()
     run = pretrain([*FLAGS, *data, "--data-path", str(tmp_path / "text")], processes=2)
     assert_reported_once(run, "cannot write index files into", str(tmp_path))
     assert run.steps == []

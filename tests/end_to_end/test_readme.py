@@ -189,7 +189,7 @@ def test_own_text_becomes_token_files(copy: Path) -> None:
 
 @pytest.mark.full
 def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
-    preprocess, sharded, *others = commands_in("docs/data.md")
+    preprocess, sharded, *others, prepare = commands_in("docs/data.md")
     assert [first_words(command) for command in others] == [
         "tools/merge_datasets.py",
         "tools/verify_dataset.py",
@@ -204,6 +204,8 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
         shutil.copy(copy / f"my_text_text_document{ending}", copy / f"more_text_text_document{ending}")
     printed = [run(command, copy) for command in others]
     assert "intact" in printed[1]
+    assert first_words(prepare) == "tools/prepare_indices.py"
+    assert "1 data sets, 3 indices: 3 built, 0 kept" in run(prepare, copy, FLAGS=" ".join(DOCS_FLAGS))
 
 
 @pytest.mark.full

@@ -215,8 +215,13 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
     # A shard builds its data sets only, and a stamp of two parts is not used.
     assert len(one) > len(index_contents(cache)) > 2 and len(list(cache.glob("prepared-*"))) == 2
     prepare(sharded, "--shard", "1/3")
-    assert index_contents(cache) == one and len(list(cache.glob("prepared-*"))) == 1
+    assert index_contents(cache) == one and len(list(cache.glob("prepared-*"))) == 4
     assert all(index.is_prepared for index in index_files(sharded, SEQ, SEED, WANTED))
+    longer = (4 * 60, WANTED[1], 0)
+    for shard in ("0/3", "1/3", "2/3"):
+        assert not all(index.is_prepared for index in index_files(sharded, SEQ, SEED, longer))
+        prepare(sharded, "--shard", shard, "--train-iters", "60", "--eval-interval", "60")
+    assert all(index.is_prepared for index in index_files(sharded, SEQ, SEED, longer))
 
 
 def killed_at_sync(data: DataConfig, number: int) -> bool:
