@@ -27,6 +27,7 @@ from megatron.config.tool_parser import check_at_least_1, exit_on_interrupt
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.splits import verify_token_files
 from megatron.data.text_files import parse_shard
+from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.planner.command import RunFlagsParser, run_flags
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_at_least_1(arguments, "threads")
     shard = parse_shard(arguments.shard, os.environ)
     words = run_flags(arguments.training, arguments.script, None)
-    config = read_command_line(words, {}, read_saved_config).config
+    config = read_deepspeed_config(read_command_line(words, {}, read_saved_config).config).config
     if not token_file_prefixes(config.data):
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()

@@ -84,8 +84,8 @@ class Blend(Protocol):
         other_files: Callable[[list[float]], Iterable[tuple[str, str]]],
         is_verified: bool,
     ) -> bool:
-        """Builds the files of `table_paths`, unless they are valid. Returns whether it has written them. One
-        process per file system calls it."""
+        """Builds the files of `table_paths`, unless they are valid. Returns whether it has written them. See
+        `greedy_blend.GreedyBlend.prepare`. One process per file system calls it."""
 
     def load(self, folder: str, num_samples: int) -> Finder:
         """Returns the order, from the files of `table_paths`."""

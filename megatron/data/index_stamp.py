@@ -71,20 +71,17 @@ class IndexStamp:
     def __init__(self, data: DataConfig, shard: tuple[int, int] = (0, 1)) -> None:
         """Reads the stamp. shard: (index, number); this process then verifies and writes only its part."""
         given = list(dict.fromkeys(token_file_prefixes(data)))
-        paths = sorted({os.path.abspath(prefix) for _, prefix in given})
-        folder = data.data_cache_path or (os.path.dirname(os.path.abspath(given[0][1])) if given else "")
-        stem = os.path.join(
-            folder, f"prepared-{hashlib.sha256(chr(10).join(paths).encode()).hexdigest()[:12]}"
-        )
-        self.shard = shard
+        paths = [os.path.abspath(prefix) for _, prefix in given]
+        folder = data.data_cache_path or (os.path.dirname(paths[0]) if paths else "")
+        digest = hashlib.sha256("\n".join(sorted(set(paths))).encode()).hexdigest()[:12]
+        stem, (index, number) = os.path.join(folder, f"prepared-{digest}"), shard
         self.path = f"{stem}.json"
-        self._parts = (
-            [f"{stem}.{part}-of-{shard[1]}.json" for part in range(shard[1])] if shard[1] > 1 else []
-        )
+        self._parts = [f"{stem}.{part}-of-{number}.json" for part in range(number)] if number > 1 else []
         self._content, self._text = _read(self.path)
         if self._parts:
-            part, self._text = _read(self._parts[shard[0]])
+            part, self._text = _read(self._parts[index])
             self._content = _merged(self._content, part)
+        self.shard = shard
         self.prefixes = _of_shard(given, shard)
         """(flag, prefix) of the token files of this shard, each prefix once per flag."""
         self._intact: dict[str, bool] = {}
@@ -146,13 +143,19 @@ class IndexStamp:
         self._changed += 1
         if self._changed > _WARNINGS:
             return
-        problem = "it does not exist, or cannot be accessed"
-        if now:
-            what = "size" if was[0] != now[0] else "time of change"
-            problem = f"its {what} is {now[was[0] == now[0]]:,}, expected {was[was[0] == now[0]]:,}"
+        if not now:
+            problem = "it does not exist, or cannot be accessed"
+        elif was[0] != now[0]:
+            problem = f"it has {now[0]:,} bytes, expected {was[0]:,}"
+        else:
+            problem = "its time of change is different"
         more = "; further files are not named" if self._changed == _WARNINGS else ""
         logger.warning(
-            "%s is verified or built again, since it differs from %s: %s%s", path, self.path, problem, more
+            "%s is verified or built again, since it has changed since %s was written: %s%s",
+            path,
+            self.path,
+            problem,
+            more,
         )
 
     def write(self) -> bool:
@@ -189,11 +192,13 @@ class IndexStamp:
 
 def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tuple[str, str]]:
     """Returns the pairs (flag, prefix) whose .idx files are of this shard, which are shared out by bytes."""
-    sizes = (
-        {prefix: (statuses([index_path(prefix)])[0] or [0])[0] for _, prefix in given} if shard[1] > 1 else {}
-    )
-    chosen = share_out(sizes, shard[1])
-    return [pair for pair in given if chosen.get(pair[1], 0) == shard[0]]
+    index, number = shard
+    if number == 1:
+        return given
+    found = statuses([index_path(prefix) for _, prefix in given])
+    sizes = {prefix: status[0] if status else 0 for (_, prefix), status in zip(given, found, strict=True)}
+    chosen = share_out(sizes, number)
+    return [pair for pair in given if chosen[pair[1]] == index]
 
 
 def _merged(content: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

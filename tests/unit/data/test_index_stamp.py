@@ -152,7 +152,7 @@ def test_changed_files_are_verified_and_built_again(
     apply(tmp_path)
     found = start(data)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert named in warning and "is verified or built again, since it differs from" in warning
+    assert named in warning and "is verified or built again, since it has changed since" in warning
     assert found == start(replace(data, data_cache_path=str(tmp_path / "other")))
     caplog.clear()
     with opened_files() as opened:  # the start has renewed the stamp
