@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{stamp.path} cannot be written: set --data-cache-path to a different folder")
     print(
         printable(
-            f"{len(stamp.prefixes):,} data sets, {found:,} indices: {built:,} built, {found - built:,} kept; "
-            f"took {time.monotonic() - start:.1f} s; {stamp.path}"
+            f"{len({prefix for _, prefix in stamp.prefixes}):,} data set(s), {found:,} indices: {built:,} "
+            f"built, {found - built:,} kept; took {time.monotonic() - start:.1f} s; {stamp.path}"
         )
     )
 

@@ -219,7 +219,7 @@ class IndexFiles(NamedTuple):
     """Whether the stamp vouches for them."""
 
 
-def index_files(
+def list_index_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> list[IndexFiles]:
     """Returns the files that `build_gpt_datasets` reads if it has equal arguments. They may not exist."""

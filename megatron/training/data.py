@@ -15,8 +15,8 @@ from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
     build_gpt_datasets,
     data_fingerprint,
-    index_files,
     index_requests,
+    list_index_files,
     prepare_index_files,
     requested_groups,
 )
@@ -77,7 +77,7 @@ def index_notes(config: Config, length: RunLength) -> list[str]:
     """Returns a sentence for the log on the index files that do not exist; none for a single process with
     small ones. Raises ConfigError with --require-prepared-indices if an index is not prepared."""
     ranks = config.parallel.world_size
-    files = index_files(
+    files = list_index_files(
         config.data, config.model.seq_length, config.training.seed, length.samples_per_split(config)
     )
     command = f"tools/prepare_indices.py --world-size {ranks} with the flags of this run"

@@ -205,7 +205,7 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     printed = [run(command, copy) for command in others]
     assert "intact" in printed[1]
     assert first_words(prepare) == "tools/prepare_indices.py"
-    assert "1 data sets, 3 indices: 3 built, 0 kept" in run(prepare, copy, FLAGS=" ".join(DOCS_FLAGS))
+    assert "1 data set(s), 3 indices: 3 built, 0 kept" in run(prepare, copy, FLAGS=" ".join(DOCS_FLAGS))
 
 
 @pytest.mark.full

@@ -19,10 +19,9 @@ import pytest
 from megatron.commands import prepare_indices
 from megatron.config import DataConfig
 from megatron.data import greedy_blend, indices
-from megatron.data.gpt_dataset import build_gpt_datasets, index_files, prepare_index_files
+from megatron.data.gpt_dataset import build_gpt_datasets, list_index_files, prepare_index_files
 from megatron.data.greedy_blend import CoreBlend
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indices import IndexRequest
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
 from tests.end_to_end.flags import MODEL
@@ -97,7 +96,7 @@ def test_a_start_with_prepared_indices_opens_no_file_of_a_data_set(
 ) -> None:
     expected = start(replace(data, data_cache_path=None))
     prepare(data)
-    assert "4 data sets, 9 indices: 9 built, 0 kept;" in capsys.readouterr().out
+    assert "4 data set(s), 9 indices: 9 built, 0 kept;" in capsys.readouterr().out
     with opened_files() as opened:
         verify_token_files(data).write()
         prepare_index_files(data, SEQ, SEED, WANTED)
@@ -216,12 +215,12 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
     assert len(one) > len(index_contents(cache)) > 2 and len(list(cache.glob("prepared-*"))) == 2
     prepare(sharded, "--shard", "1/3")
     assert index_contents(cache) == one and len(list(cache.glob("prepared-*"))) == 4
-    assert all(index.is_prepared for index in index_files(sharded, SEQ, SEED, WANTED))
+    assert all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, WANTED))
     longer = (4 * 60, WANTED[1], 0)
     for shard in ("0/3", "1/3", "2/3"):
-        assert not all(index.is_prepared for index in index_files(sharded, SEQ, SEED, longer))
+        assert not all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, longer))
         prepare(sharded, "--shard", shard, "--train-iters", "60", "--eval-interval", "60")
-    assert all(index.is_prepared for index in index_files(sharded, SEQ, SEED, longer))
+    assert all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, longer))
 
 
 def killed_at_sync(data: DataConfig, number: int) -> bool:
@@ -273,7 +272,7 @@ def test_a_longer_run_with_equal_epochs_finds_the_indices(
     prepare(data, "--train-iters", "9")
     assert ": 9 built, 0 kept;" in (printed := capsys.readouterr().out)
     assert re.search(r" 9 indices: 0 built, 9 kept;", printed)
-    assert all(index.is_prepared for index in index_files(data, SEQ, SEED, (36, 8, 0)))
+    assert all(index.is_prepared for index in list_index_files(data, SEQ, SEED, (36, 8, 0)))
     prepare(data, "--train-iters", "100", "--eval-interval", "100")
     # The order of more epochs is another one: only the training indices are new.
     assert " 9 indices: 4 built, 5 kept;" in capsys.readouterr().out
@@ -310,8 +309,9 @@ def test_index_files_of_bigscience_are_read(
         path.rename(tmp_path / re.sub(r"indexmap_\d+epochs(-last-apart)?", f"indexmap_{samples}ns", name))
     monkeypatch.setattr(indices, "build_sample_order", lambda *arguments: pytest.fail("an index was built"))
     assert start(replace(native, data_cache_path=str(tmp_path / "cache"))) == expected
-    assert sorted({path.name[:20] for path in (tmp_path / "cache").glob("*.npy")})
-    assert IndexRequest.bigscience_paths
+
+    written = {path.name.partition("_documents")[2] for path in (tmp_path / "cache").glob("*_doc_idx.npy")}
+    assert {name.partition("_")[0] for name in written} == {"0-16", "16-20"}
 
 
 def test_a_stamp_that_cannot_be_written_is_an_error_of_the_tool_and_a_line_of_a_start(

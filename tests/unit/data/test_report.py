@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config import DataConfig
+from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -16,7 +18,9 @@ from megatron.data.gpt_dataset import (
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
-from megatron.training.data import dataset_usage, splits_without_documents, usage_table
+from megatron.training import data as report
+from megatron.training.data import dataset_usage, index_notes, splits_without_documents, usage_table
+from tests.support.layouts import Row, config_of
 from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents
 
 
@@ -101,6 +105,23 @@ def test_the_full_index_is_read_by_verify_token_files_only(
     build_gpt_datasets(*arguments)
     dataset_usage(*arguments)
     assert verified == [a, b]
+
+
+def test_missing_indices_are_reported_with_the_command_that_prepares_them(
+    a: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(Row(dp=4), data={"data_path": (a,), "split": "1"})
+    length = RunLength.from_config(config)
+    assert index_notes(config, length) == ["rank 0 builds 1 indices of the data order (0 MB)"]
+    monkeypatch.setattr(report, "_LARGE_INDEX_BYTES", 0)
+    (note,) = index_notes(config, length)
+    assert note.endswith("4 ranks wait for it. To build them before a job, run tools/prepare_indices.py "
+                         "--world-size 4 with the flags of this run")  # fmt: skip
+    prepare_index_files(config.data, 32, config.training.seed, length.samples_per_split(config))
+    assert index_notes(config, length) == []
+    strict = replace(config, data=replace(config.data, require_prepared_indices=True))
+    with pytest.raises(UserError, match="1 of 1 indices are not prepared"):  # no stamp vouches for them
+        index_notes(strict, length)
 
 
 def test_hostile_evaluations_that_repeat_their_data_without_end_are_refused(a: str) -> None:

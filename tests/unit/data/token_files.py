@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.data.gpt_dataset import Datasets, build_gpt_datasets, index_files, prepare_index_files
+from megatron.data.gpt_dataset import Datasets, build_gpt_datasets, list_index_files, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.indices import IndexRequest
 
@@ -44,7 +44,7 @@ def missing_files(
     data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
 ) -> list[str]:
     """Returns the index files of a run that do not exist."""
-    files = index_files(data, seq_length, seed, num_samples)
+    files = list_index_files(data, seq_length, seed, num_samples)
     return [path for index in files for path in index.paths if not os.path.exists(path)]
 
 
