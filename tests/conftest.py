@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,9 +30,12 @@ _FIRST_START = pytest.StashKey[float]()
 
 
 def pytest_configure() -> None:
-    """Under nohup and in the background signals are ignored, and so would be those of processes of tests."""
+    """Removes from the environment what processes that tests start would inherit from the way pytest was started."""
+    # Signals are ignored under nohup and in the background.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    # A test that runs pytest in another folder does not know the options of this conftest.
+    os.environ.pop("PYTEST_ADDOPTS", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
