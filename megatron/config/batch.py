@@ -214,6 +214,12 @@ class RunLength:
         return self.train_samples - first
 
 
+def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
+    """Returns the iterations and samples of the whole run, counted from iteration 0."""
+    iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
+    return RunLength(iterations, schedule.consumed_after(iterations))
+
+
 def check_batches(config: Config) -> None:
     """Raises ConfigError for batch sizes that the layout does not support.
 

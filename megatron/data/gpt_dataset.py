@@ -16,6 +16,7 @@ from megatron.data.core_cache import CoreCache
 from megatron.data.index_files import no_other_files
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import (
+    EpochPlan,
     IndexRequest,
     SampleIndex,
     build_sample_order,
@@ -96,10 +97,20 @@ def prepare_index_files(
         requests = index_requests(group, wanted, seq_length, seed, cache_folder)
         for request in requests:
             prepare_sample_index(request, core_cache.index_files if is_core else no_other_files)
-        if group.blend is not None:
-            available = [request.plan().total_samples for request in requests]
-            others = core_cache.blend_files if is_core else no_other_files
-            group.blend.prepare(_table_folder(group, cache_folder), wanted, available, others)
+        _prepare_table(group, wanted, requests, cache_folder, core_cache)
+
+
+def _prepare_table(
+    group: DocumentGroup,
+    num_samples: int,
+    requests: list[IndexRequest],
+    cache_folder: str | None,
+    core_cache: CoreCache,
+) -> None:
+    if group.blend is not None:
+        available = [request.plan().total_samples for request in requests]
+        others = core_cache.blend_files if group.order.is_core else no_other_files
+        group.blend.prepare(_table_folder(group, cache_folder), num_samples, available, others)
 
 
 def missing_index_files(
@@ -136,6 +147,31 @@ def build_gpt_datasets(
         for groups in requested_groups(data, seq_length, num_samples)
     )
     return Datasets(train[0] if train else None, valid, test)
+
+
+class FoundSample(NamedTuple):
+    """A sample of a group: sample `number` of a data set."""
+
+    dataset: GPTDataset
+    number: int
+    plan: EpochPlan
+
+
+def find_sample(
+    data: DataConfig, group: DocumentGroup, num_samples: int, seq_length: int, seed: int, i: int
+) -> FoundSample:
+    """Returns where sample i of a group is that has `num_samples`, from the index files of a run. Builds missing
+    files of only this data set. group, num_samples: of `requested_groups`."""
+    cache_folder, core_cache = data.data_cache_path, CoreCache(data.data_cache_path)
+    requests = index_requests(group, num_samples, seq_length, seed, cache_folder)
+    component, number = 0, i
+    if group.blend is not None:
+        _prepare_table(group, num_samples, requests, cache_folder, core_cache)
+        component, number = group.blend.load(_table_folder(group, cache_folder), num_samples).find(i)
+    request = requests[component]
+    prepare_sample_index(request, core_cache.index_files if group.order.is_core else no_other_files)
+    dataset = GPTDataset(group.name, request.dataset, load_sample_index(request), seq_length)
+    return FoundSample(dataset, number, request.plan())
 
 
 def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: int, seed: int) -> GPTDataset:

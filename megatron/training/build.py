@@ -26,7 +26,7 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import BatchSchedule, Config, ParallelConfig
-from megatron.config.batch import RunLength
+from megatron.config.batch import RunLength, run_length
 from megatron.config.model import check_model
 from megatron.config.validate import check_layout
 from megatron.engine.device_progress import flight_record
@@ -44,7 +44,7 @@ from megatron.pipeline.stages import StagePlan, find_memory_costs, needs_memory_
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.data import RunData, open_data
 from megatron.training.metrics import MetricsLogger
-from megatron.training.trainer import Trainer, run_length
+from megatron.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

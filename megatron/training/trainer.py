@@ -68,12 +68,6 @@ class UpdateCount:
         )
 
 
-def run_length(config: Config, schedule: BatchSchedule) -> RunLength:
-    """Returns the iterations and samples of the whole run, counted from iteration 0."""
-    iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
-    return RunLength(iterations, schedule.consumed_after(iterations))
-
-
 def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
     """Returns what the user should do. iteration: iteration of the newest checkpoint; 0 without one."""
     if not iteration:

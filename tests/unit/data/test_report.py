@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError, DataConfig, parse_args
-from megatron.config.batch import BatchSchedule
+from megatron.config.batch import BatchSchedule, run_length
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -21,7 +21,6 @@ from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
 from megatron.training import data as run_data
 from megatron.training.data import DatasetUsage, empty_split_notes, usage_table
-from megatron.training.trainer import run_length
 from tests.unit.config.command_lines import SMALL
 from tests.unit.data.token_files import data_config, numbered_documents, write_documents
 

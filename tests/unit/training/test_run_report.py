@@ -12,6 +12,7 @@ import pytest
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import BatchSchedule, Config, parse_args, read_command_line
+from megatron.config.batch import run_length
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition
@@ -25,7 +26,6 @@ from megatron.training.run_report import (
     start_notes,
 )
 from megatron.training.startup_report import format_memory_row
-from megatron.training.trainer import run_length
 from megatron.units import GIB
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
