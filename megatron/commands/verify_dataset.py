@@ -6,11 +6,11 @@
 
 The tool checks the header, sizes, offsets and document boundaries of the .idx file and the length of the .bin
 file. If the pair has a vocabulary record, it also checks that every token id is in the vocabulary, and the
-SHA-256 of the .bin file. Both files are read completely. The exit code is 2 if a data set is damaged; the error
-names the file.
+SHA-256 of the .bin file. Both files are read completely. The exit code is 2 if a data set is damaged; the
+error names the file.
 
---html writes a page for a browser: lengths of documents, tokens and duplicates per data set, and the beginnings
-of documents. With the flags of the tokenizer, texts are decoded and bytes per token are counted.
+--html writes a page for a browser: lengths of documents, tokens and duplicates per data set, and the
+beginnings of documents. With the flags of the tokenizer, texts are decoded and bytes per token are counted.
 
 --sample I takes the flags of a run (all flags of pretrain_gpt.py are accepted) and prints the data set, the
 documents and their tokens that make up sample I of the run, and its text if the flags name a tokenizer. The
@@ -20,6 +20,7 @@ index files of the data set are built if the run has not built them yet.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import shlex
 import sys
@@ -30,14 +31,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron.config import ConfigError, read_command_line
+from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.batch import BatchSchedule, run_length
+from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.peer_flags import rewrite
 from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.statistics import dataset_statistics
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
+from megatron.planner.command import without_settings
 from megatron.planner.page import write_page
 from megatron.text_table import format_table
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -178,10 +182,21 @@ def report(prefix: str) -> bool:
     return True
 
 
+def sampled_run(words: Sequence[str]) -> Config:
+    """Returns the configuration of the run with these flags, with a small model on one process: neither model
+    nor layout changes the order of the samples."""
+    dropped = {
+        f"{section}.{field.name}"
+        for section in ("model", "parallel")
+        for field in dataclasses.fields(SECTIONS[section])
+    } - {"model.seq_length", "parallel.zero_stage"}
+    return read_command_line([*_DEFAULT_FLAGS, *without_settings(rewrite(words)[0], dropped)], {}).config
+
+
 def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
     """Yields a text for sample i of the run with the flags `words`: for each weighted group if the subset has
     several. Raises UserError for flags that no run accepts, and for a sample outside the run."""
-    config = read_command_line([*_DEFAULT_FLAGS, *words], {}).config
+    config = sampled_run(words)
     data, seq_length = config.data, config.model.seq_length
     length = run_length(config, BatchSchedule.from_config(config.batch))
     # The training data of a run may begin at a later sample.
@@ -201,8 +216,8 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
         dataset, plan = found.dataset.dataset, found.plan
         epoch = found.number * seq_length // plan.tokens_per_epoch + 1
         yield (
-            f"sample {i:,} of {group.name} is sample {found.number:,} of {dataset.prefix}, in epoch {epoch} of "
-            f"{plan.num_epochs}"
+            f"sample {i:,} of {group.name} is sample {found.number:,} of {dataset.prefix}, in epoch "
+            f"{epoch} of {plan.num_epochs}"
         )
         rows = [["document", "tokens", "of"]]
         for document, start, end in found.dataset.parts(found.number):
@@ -214,8 +229,8 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Writes the page of --html about intact data sets. Raises UserError for a tokenizer that did not make them,
-    and for a file that cannot be written."""
+    """Writes the page of --html about intact data sets. Raises UserError for a tokenizer that did not make
+    them, and for a file that cannot be written."""
     tokenizer: Tokenizer | None = None
     if tokenizer_settings(arguments):
         tokenizer = build_tokenizer(arguments)

@@ -392,8 +392,8 @@ def _read_data_files(settings: dict[str, Any]) -> None:
 
 
 def _file_to_read(settings: dict[str, Any], field: str, replaced: tuple[str, ...]) -> str | None:
-    """Returns the file that a flag of the data names, if it is to be read. replaced: fields of the words in the
-    file."""
+    """Returns the file that a flag of the data names, if it is to be read. replaced: fields of the words in
+    the file."""
     file: str | None = settings.get(f"data.{field}")
     if file is None:
         return None

@@ -54,8 +54,8 @@ _MAX_FILE_BYTES = 1 << 23
 
 @dataclass(frozen=True)
 class WeightedPath:
-    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend (None:
-    no weight was given)."""
+    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend
+    (None: no weight was given)."""
 
     weight: Fraction | None
     prefix: str
@@ -70,16 +70,21 @@ class PathGroup:
     name: str
     paths: tuple[WeightedPath, ...]
 
+    @property
+    def is_by_size(self) -> bool:
+        """Whether the data sets are read in proportion to their sizes, because they have no weights."""
+        return len(self.paths) > 1 and self.paths[0].weight is None
+
 
 def parse_data_path(words: Sequence[str], option: str = "--data-path") -> tuple[WeightedPath, ...]:
     """Parses prefixes, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError.
 
     Without weights, no word is a number.
     """
-    if len(words) == 1 or (words and not any(map(_is_number, words))):
+    if len(words) == 1 or not any(map(_is_number, words)):
         return tuple(WeightedPath(None, prefix) for prefix in words)
     form = "expected prefixes, or alternating weights and prefixes, such as 0.3 A 0.7 B"
-    if not words or len(words) % 2:
+    if len(words) % 2:
         raise ConfigError(f"{option} has {len(words)} values: {form}")
     return tuple(
         WeightedPath(_weight(weight, f"{option} {_shortened(' '.join(words))}", form), prefix)
@@ -132,8 +137,8 @@ def read_data_args(option: str, file: str) -> tuple[str, ...]:
 
 
 def read_per_split_data_args(option: str, file: str) -> dict[str, tuple[str, ...]]:
-    """Returns split -> words of its --*-data-path, for the splits with data in a JSON file. Raises ConfigError
-    for a file of another form."""
+    """Returns split -> words of its --*-data-path, for the splits with data in a JSON file. Raises
+    ConfigError for a file of another form."""
     form = 'expected JSON such as {"train": ["0.3", "A", "0.7", "B"], "valid": ["C"], "test": null}'
     try:
         content = json.loads(_read_text(option, file))
@@ -236,8 +241,8 @@ def check_data(config: Config) -> None:
             _check_blend(data, group, data_option(data, split_name))
     if data.max_epochs_action == "renormalize" and data.data_order != "native":
         raise ConfigError(
-            f"--max-epochs-action renormalize with --data-order {data.data_order}: only the native order keeps "
-            "exact shares; remove one of the two flags"
+            f"--max-epochs-action renormalize with --data-order {data.data_order}: only the native order "
+            "keeps exact shares; remove one of the two flags"
         )
     fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
@@ -286,8 +291,8 @@ def splits_with_own_data(data: DataConfig) -> list[str]:
 
 
 def split_groups(data: DataConfig, split_name: str) -> tuple[PathGroup, ...]:
-    """Returns the data of the split 'train', 'valid' or 'test': the weighted groups, or one group with the name
-    of the split; () if the flags name none. Raises ConfigError for flags that cannot be parsed."""
+    """Returns the data of the split 'train', 'valid' or 'test': the weighted groups, or one group with the
+    name of the split; () if the flags name none. Raises ConfigError for flags that cannot be parsed."""
     option = data_option(data, split_name)
     if texts := getattr(data, f"{split_name}_weighted_split_paths"):
         return parse_groups(option, texts)
@@ -325,8 +330,8 @@ def _check_own_data(data: DataConfig) -> None:
     if ranges and (own or data.per_split_data_args_path is not None):
         raise ConfigError(
             f"--{ranges[0]}-weighted-split-paths with "
-            f"{data_option(data, own[0]) if own else '--per-split-data-args-path'}: a run names its data in one "
-            "way; remove one of the two flags"
+            f"{data_option(data, own[0]) if own else '--per-split-data-args-path'}: a run names its data in "
+            "one way; remove one of the two flags"
         )
     if given[0] != "train":
         train = "--train-data-path" if own else "--train-weighted-split-paths"
@@ -346,8 +351,7 @@ def _check_own_data(data: DataConfig) -> None:
 
 
 def _check_blend(data: DataConfig, group: PathGroup, option: str) -> None:
-    by_size = len(group.paths) > 1 and group.paths[0].weight is None
-    if by_size and not DATA_ORDERS[data.data_order].blends_by_size:
+    if group.is_by_size and not DATA_ORDERS[data.data_order].blends_by_size:
         raise ConfigError(
             f"{option} has no weights: --data-order {data.data_order} has no blends without weights; set a "
             "weight before each prefix, or choose native or megatron-core"

@@ -470,8 +470,8 @@ class DataOrder(Choice):
     """The rules that order the samples. Its implementation is a `data.blended_dataset.Blend`.
 
     last_epoch_threshold: share of the last epoch below which it is shuffled separately. is_core: whether
-    --split is rounded, and index files are read, as in Megatron-Core. blends_by_size: whether a blend may have
-    no weights. repeats_short: whether data with fewer tokens than a sample are repeated within a sample.
+    --split is rounded, and index files are read, as in Megatron-Core. blends_by_size: whether a blend may
+    have no weights. repeats_short: whether data with fewer tokens than a sample are repeated within it.
     """
 
     last_epoch_threshold: float = 0.95

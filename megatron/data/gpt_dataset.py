@@ -160,8 +160,8 @@ class FoundSample(NamedTuple):
 def find_sample(
     data: DataConfig, group: DocumentGroup, num_samples: int, seq_length: int, seed: int, i: int
 ) -> FoundSample:
-    """Returns where sample i of a group is that has `num_samples`, from the index files of a run. Builds missing
-    files of only this data set. group, num_samples: of `requested_groups`."""
+    """Returns the data set and the number of sample i of a group, from the index files of the run. Builds
+    missing files of only this data set. group, num_samples: of `requested_groups`."""
     cache_folder, core_cache = data.data_cache_path, CoreCache(data.data_cache_path)
     requests = index_requests(group, num_samples, seq_length, seed, cache_folder)
     component, number = 0, i

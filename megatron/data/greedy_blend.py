@@ -176,8 +176,8 @@ class CoreEpochBlend(GreedyBlend):
         if num_samples > sum(self.weights):
             raise UserError(
                 f"the run reads {num_samples:,} samples of data sets without weights, which have "
-                f"{int(sum(self.weights)):,} samples in one epoch, and Megatron-Core ends there: set weights or "
-                "--data-order native, or reduce --train-iters, --train-samples or --eval-iters"
+                f"{int(sum(self.weights)):,} samples in one epoch, and Megatron-Core ends there: set weights "
+                "or --data-order native, or reduce --train-iters, --train-samples or --eval-iters"
             )
         return [int(weight) for weight in self.weights]
 

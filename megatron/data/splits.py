@@ -98,11 +98,12 @@ def document_groups(
 ) -> tuple[DocumentGroup, ...]:
     """Returns the document groups of the split 'train', 'valid' or 'test'.
 
-    With weighted groups these are the groups of the flag, otherwise one group with the name of the split, which
-    may be empty. num_samples: samples that the run reads of each group. Components without documents, and
-    those with fewer tokens than one sample, are left out of a blend, as are components that
-    --max-epochs-action renormalize caps at no sample. Raises UserError for damaged data, and for a weighted
-    group without documents.
+    With weighted groups these are the groups of the flag, otherwise one group with the name of the split,
+    which may be empty. num_samples: samples that the run reads of each group.
+
+    A blend leaves out components without tokens, and those with fewer tokens than one sample unless the data
+    order repeats these. --max-epochs-action renormalize changes the weights of the training data. Raises
+    UserError for damaged data, and for a weighted group without documents.
     """
     return tuple(
         _document_group(data, split_name, group, open_dataset, seq_length, num_samples)
@@ -121,36 +122,45 @@ def _document_group(
     order, has_ranges = DATA_ORDERS[data.data_order], bool(splits_with_own_data(data))
     components = [_component(data, split_name, path, open_dataset) for path in named.paths]
     tokens = [component.dataset.tokens_in(component.documents) for component in components]
-    used = [i for i, count in enumerate(tokens) if count >= order.shortest(seq_length)]
-    left_out = _left_out_notes(named.name, components, tokens, order.shortest(seq_length)) if used else []
+    shortest = seq_length + 1 if named.is_by_size else order.shortest(seq_length)
+    used = [i for i, count in enumerate(tokens) if count >= shortest]
+    notes = _left_out_notes(named.name, components, tokens, shortest) if used else ()
     if not used:  # an empty split, or one with too few tokens, which `IndexRequest.plan` rejects
         used = list(range(len(components)))
         if has_ranges and not any(component.documents for component in components):
             path = named.paths[0]
             raise UserError(
-                f"{data_option(data, split_name)}: the range {path.start:g}:{path.end:g} of {path.prefix} in the "
-                f"group '{named.name}' contains none of its {len(components[0].dataset):,} documents: widen the "
-                "range, or remove it"
+                f"{data_option(data, split_name)}: the range {path.start:g}:{path.end:g} of {path.prefix} in "
+                f"the group '{named.name}' contains none of its {len(components[0].dataset):,} documents: "
+                "widen the range, or remove it"
             )
     paths = [named.paths[i] for i in used]
-    weights = [path.weight for path in paths if path.weight is not None]
-    kind = DATA_ORDERS.load(data.data_order)
-    blend: Blend | None = None
-    # A single prefix with a weight is a blend in other programs, except where the split has its own data in
-    # Megatron-Core, and in weighted groups.
-    blends_one = kind.blends_one and not data.train_weighted_split_paths
-    if len(used) > 1 or (weights and blends_one and not (has_ranges and order.is_core)):
-        sizes = [max((tokens[i] - 1) // seq_length, 1) for i in used]
-        blend = kind.from_fractions(weights) if weights else kind.from_sizes(sizes)
-    fractions: Any = (
-        [[path.start, path.end] for path in paths] if has_ranges else list(parse_split(data.split))
-    )
+    blend = _blend_of(data, paths, [(tokens[i] - 1) // seq_length for i in used])
+    ranges: list[Any] = [[path.start, path.end] for path in paths]
+    fractions = ranges if has_ranges else list(parse_split(data.split))
     group = DocumentGroup(
-        named.name, tuple(components[i] for i in used), blend, fractions, order, tuple(left_out)
+        named.name, tuple(components[i] for i in used), blend, fractions, order, tuple(notes)
     )
     if split_name == "train" and data.max_epochs_action == "renormalize" and not group.is_empty:
         return _renormalized(group, data, seq_length, max(num_samples, data.data_order_samples or 0))
     return group
+
+
+def _blend_of(data: DataConfig, paths: Sequence[WeightedPath], sizes: Sequence[int]) -> Blend | None:
+    """Returns the blend of a group; None if it has one prefix. sizes: samples in one epoch of each prefix.
+
+    In other programs a single prefix with a weight is a blend, too, but not in a weighted group, and not in
+    Megatron-Core's --train-data-path.
+    """
+    kind: Any = DATA_ORDERS.load(data.data_order)
+    weights = [path.weight for path in paths if path.weight is not None]
+    not_blended = data.train_weighted_split_paths or (
+        splits_with_own_data(data) and DATA_ORDERS[data.data_order].is_core
+    )
+    if len(paths) == 1 and (not_blended or not weights or not kind.blends_one):
+        return None
+    blend: Blend = kind.from_fractions(weights) if weights else kind.from_sizes(sizes)
+    return blend
 
 
 def _component(
@@ -170,23 +180,21 @@ def _left_out_notes(
     name: str, components: Sequence[Component], tokens: Sequence[int], shortest: int
 ) -> Iterator[str]:
     """Yields a note for each reason to leave components out of a group. shortest: tokens of a sample."""
-    few, total = (
-        [part.dataset.prefix for part, count in zip(components, tokens, strict=True) if 0 < count < shortest],
-        len(components),
-    )
-    none = [part.dataset.prefix for part, count in zip(components, tokens, strict=True) if count == 0]
-    if none:
-        yield f"note: {name} leaves out {len(none)} of {total} data sets, which have no tokens in it: {first_few(none)}"
-    if few:
-        yield (
-            f"note: {name} leaves out {len(few)} of {total} data sets, which have fewer tokens in it than a sample, "
-            f"{shortest:,}: {first_few(few)}"
-        )
+    prefixes = [part.dataset.prefix for part in components]
+    empty = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if count == 0]
+    short = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if 0 < count < shortest]
+    few = f"fewer tokens in it than a sample, {shortest:,}"
+    for found, what in ((short, few), (empty, "no tokens in it")):
+        if found:
+            yield (
+                f"note: {name} leaves out {len(found)} of {len(prefixes)} data sets, which have {what}: "
+                f"{first_few(found)}"
+            )
 
 
 def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_samples: int) -> DocumentGroup:
-    """Returns the group with weights by which no component has more than --max-epochs-per-dataset epochs among
-    the first `num_samples`.
+    """Returns the group with weights by which no component has more than --max-epochs-per-dataset epochs
+    among the first `num_samples`.
 
     A component that would exceed the limit has exactly the samples within it; the others share the rest by
     their weights. The weights are the numbers of samples, so the order gives each component exactly these.
@@ -200,9 +208,9 @@ def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_s
         return group
     if sum(caps) < num_samples:
         raise ConfigError(
-            f"--max-epochs-action renormalize: the run reads {num_samples:,} training samples, and all its data "
-            f"sets together have {sum(caps):,} in --max-epochs-per-dataset {limit:g}: add data, raise the limit, "
-            "or shorten the run"
+            f"--max-epochs-action renormalize: the run reads {num_samples:,} training samples, and all its "
+            f"data sets together have {sum(caps):,} in --max-epochs-per-dataset {limit:g}: add data, raise "
+            "the limit, or shorten the run"
         )
     wanted, capped = counts, set[int]()
     weights = [1] if group.blend is None else group.blend.weights
@@ -221,8 +229,8 @@ def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_s
     ]
     note = (
         f"note: the {group.name} data are renormalized over {num_samples:,} samples: {len(capped)} of "
-        f"{len(counts)} data sets are read to --max-epochs-per-dataset {limit:g}, and the others share the rest by "
-        f"their weights: {first_few(names)}"
+        f"{len(counts)} data sets are read to --max-epochs-per-dataset {limit:g}, and the others share the "
+        f"rest by their weights: {first_few(names)}"
     )
     ranges = splits_with_own_data(data)
     return replace(

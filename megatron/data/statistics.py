@@ -20,9 +20,11 @@ from megatron.tokenizer.vocabulary_record import read_record
 _BLOCK_TOKENS, _BLOCK_DOCUMENTS = 1 << 22, 1 << 20
 # Hashes that are kept: 24 bytes each, and about three times as much while they are sorted.
 MAX_HASHES = 1 << 22
-# Documents per data set from which bytes per token are counted, tokens of each, and shown beginnings of documents.
-_DECODED_DOCUMENTS, _DECODED_TOKENS, _EXAMPLES, _MAX_EXAMPLES = 64, 2048, 3, 60
-_EXAMPLE_TOKENS, _EXAMPLE_CHARACTERS, _REPEATED = 64, 240, 10
+# Bytes per token are counted in so many documents of a data set, and in so many tokens of each.
+_DECODED_DOCUMENTS, _DECODED_TOKENS = 64, 2048
+# Documents whose beginnings are shown: per data set, in all, and those with the most copies.
+_EXAMPLES, _MAX_EXAMPLES, _REPEATED = 3, 60, 10
+_EXAMPLE_TOKENS, _EXAMPLE_CHARACTERS = 64, 240
 
 
 def dataset_statistics(
@@ -30,8 +32,8 @@ def dataset_statistics(
 ) -> dict[str, Any]:
     """Returns statistics as JSON types, for the page of `tools/verify_dataset.py --html`.
 
-    tokenizer: decodes texts; without one, token ids are shown and bytes per token are None. max_hashes: if the
-    data sets have more documents, duplicates are counted in a sample of the contents.
+    tokenizer: decodes texts; without one, token ids are shown and bytes per token are None. max_hashes: if
+    the data sets have more documents, duplicates are counted in a sample of the contents.
     """
     hashes = DocumentHashes(max_hashes)
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
@@ -87,8 +89,8 @@ def dataset_statistics(
 class DocumentHashes:
     """Counts documents with equal tokens, by 64-bit hashes.
 
-    Of more than `capacity` documents, only those with hashes divisible by `sampled`, a power of two, are kept.
-    Equal documents have equal hashes, so all copies of a document are kept, or none.
+    Of more than `capacity` documents, only those with hashes divisible by `sampled`, a power of two, are
+    kept. Equal documents have equal hashes, so all copies of a document are kept, or none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -110,8 +112,8 @@ class DocumentHashes:
         return part[:, part[0] % self.sampled == 0]
 
     def duplicates(self, num_sets: int) -> tuple[list[int], list[int]]:
-        """Returns, per data set, the documents that repeat an earlier one of the set, and the documents that are
-        in another set, too: counted, or estimated from the sample."""
+        """Returns, per data set, the documents that repeat an earlier one of the set, and the documents that
+        are in another set, too: counted, or estimated from the sample."""
         hashes, sets, _ = np.concatenate(self._parts, axis=1)
         order = np.lexsort((sets, hashes))
         hashes, sets = hashes[order], sets[order]

@@ -76,8 +76,8 @@ def data_report(config: Config, length: RunLength) -> str:
     if exceeding and data.max_epochs_action == "stop":
         raise ConfigError(
             f"--max-epochs-action stop: {_epochs_sentence(exceeding[0], data.max_epochs_per_dataset)}"
-            f"{f' ({len(exceeding)} data sets exceed it)' if len(exceeding) > 1 else ''}: add data, lower its "
-            "weight, raise the limit, or set --max-epochs-action renormalize"
+            f"{f' ({len(exceeding)} data sets exceed it)' if len(exceeding) > 1 else ''}: add data, lower "
+            "its weight, raise the limit, or set --max-epochs-action renormalize"
         )
     notes = [note for group, _ in chain(*groups) for note in group.notes]
     return usage_table(
@@ -233,8 +233,8 @@ def empty_split_notes(
 
 
 def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequence[str] = ()) -> str:
-    """Returns a row per data set and group, the notes, and a warning per data set that training reads more than
-    `max_epochs` times."""
+    """Returns a row per data set and group, the notes, and a warning per data set that training reads more
+    than `max_epochs` times."""
     rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
     for usage in usages:
         counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]
@@ -248,4 +248,5 @@ def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequen
 
 
 def _epochs_sentence(usage: DatasetUsage, max_epochs: float) -> str:
-    return f"training reads {usage.prefix} {usage.epochs:.2f} times, above --max-epochs-per-dataset {max_epochs:g}"
+    limit = f"--max-epochs-per-dataset {max_epochs:g}"
+    return f"training reads {usage.prefix} {usage.epochs:.2f} times, above {limit}"

@@ -32,8 +32,8 @@ class DataConfig(Section):
         nargs="+",
         metavar="PREFIX",
         help="token files: the path of a .bin/.idx pair without suffix (made by tools/preprocess_data.py), "
-        "or a blend WEIGHT PREFIX WEIGHT PREFIX ...; without weights (PREFIX PREFIX ...) each data set is read "
-        "in proportion to its size",
+        "or a blend WEIGHT PREFIX WEIGHT PREFIX ...; without weights (PREFIX PREFIX ...) each data set is "
+        "read in proportion to its size",
         group=COMMON_FLAGS,
     )
     data_args_path: str | None = _file("file with the words of --data-path, separated by white space")
@@ -59,14 +59,14 @@ class DataConfig(Section):
     )
     test_weighted_split_paths_path: str | None = _file("file with the test groups, each in double quotes")
     train_data_path: tuple[str, ...] = _blend_of_split(
-        "training data, which replaces --data-path and --split: all documents of the prefixes, in the form of "
-        "--data-path"
+        "training data, which replaces --data-path and --split: all documents of the prefixes, in the form "
+        "of --data-path"
     )
     valid_data_path: tuple[str, ...] = _blend_of_split("validation data, with --train-data-path")
     test_data_path: tuple[str, ...] = _blend_of_split("test data, with --train-data-path")
     per_split_data_args_path: str | None = _file(
-        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under the keys "
-        "train, valid and test, each a list or one string"
+        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under the "
+        "keys train, valid and test, each a list or one string"
     )
     data_cache_path: str | None = flag(
         None,
@@ -84,8 +84,8 @@ class DataConfig(Section):
     max_epochs_per_dataset: float = flag(
         4.0,
         above=0,
-        help="limit of the epochs for which training reads a data set, see --max-epochs-action; up to 4 epochs "
-        "are almost as good as new data (arXiv:2305.16264)",
+        help="limit of the epochs for which training reads a data set, see --max-epochs-action; up to 4 "
+        "epochs are almost as good as new data (arXiv:2305.16264)",
     )
     max_epochs_action: str = flag(
         "repeat",

@@ -126,10 +126,11 @@ def test_components_too_small_for_a_split_are_left_out_of_it_with_a_note(
         build(data_config("1", a, "3", b, split="80,20,0"), (0, 4, 0)).valid[0]
     )
     notes = notes_of(data, SEQ, (30, 4, 0))
+    few, none = "which have fewer tokens in it than a sample, 5", "which have no tokens in it"
     assert notes == [
-        f"note: train leaves out 1 of 4 data sets, which have fewer tokens in it than a sample, 5: {short}",
-        f"note: valid leaves out 1 of 4 data sets, which have no tokens in it: {tiny}",
-        f"note: valid leaves out 1 of 4 data sets, which have fewer tokens in it than a sample, 5: {short}",
+        f"note: train leaves out 1 of 4 data sets, {few}: {short}",
+        f"note: valid leaves out 1 of 4 data sets, {few}: {short}",
+        f"note: valid leaves out 1 of 4 data sets, {none}: {tiny}",
     ]
     saved = data_fingerprint(data, SEQ, SEED, 30)
     assert saved["paths"] == [a, tiny, b] and saved["weights"] == [1, 5, 3]
@@ -163,7 +164,7 @@ def test_without_weights_an_epoch_of_each_is_read_in_proportion_to_its_size(
 def test_renormalized_shares_equal_a_computation_by_bisection(
     a: str, b: str, tmp_path: Path, limit: float, samples: int
 ) -> None:
-    """Water filling: the common factor of the weights of the components below their limit is found by bisection."""
+    """Water filling: bisection finds the common factor of the weights of the components below their limit."""
     c = write_documents(tmp_path / "c", [[7] * 9])
     d = write_documents(tmp_path / "d", [list(range(900))])
     paths, tokens, weights = [a, b, c, d], [60, 67, 9, 900], [5.0, 2.0, 0.7, 1.0]

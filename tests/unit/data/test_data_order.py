@@ -152,7 +152,9 @@ def test_blends_without_weights_and_with_short_data_equal_megatron_core(
             different.append(number)
     assert (len(cases["sized"]), len(cases["short"])) == (18, 4) and different == []
     with pytest.raises(UserError, match="Megatron-Core ends there"):
-        build(replace(data, train_data_path=one[1::2]), 16, 1, (10**6, 0, 0))
+        build(
+            replace(data, train_data_path=(str(core_data / "a"), str(core_data / "b"))), 16, 1, (10**6, 0, 0)
+        )
 
 
 def test_the_cases_tell_the_programs_apart(expected: dict[str, Any]) -> None:

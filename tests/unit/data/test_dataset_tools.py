@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from megatron.commands import merge_datasets, verify_dataset
-from megatron.config import read_command_line
 from megatron.config.batch import BatchSchedule, run_length
+from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.planner.command import without_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
+from tests.unit.config.command_lines import BLOOM, GPT_104B
 from tests.unit.data.token_files import build, numbered_documents, write_documents
 
 SIZES = ([3, 0, 5], [4], [2, 6])
@@ -231,7 +233,7 @@ def test_a_sample_is_named_as_the_run_reads_it(
         *("--valid-weighted-split-paths", f"V: 1 0.8:1 {a}", f"W: 1 0.5:1 {a}, 1 0.8:1 {b}"),
     ]
     for given in (["--data-path", "0.3", a, "0.7", b, "--split", "8,2"], own, ranges):
-        config = read_command_line([*verify_dataset._DEFAULT_FLAGS, *run, *given], {}).config
+        config = verify_dataset.sampled_run([*run, *given])
         length = run_length(config, BatchSchedule.from_config(config.batch))
         datasets = build(config.data, 16, 5, length.samples_per_split(config))
         for subset, groups, samples in (
@@ -256,3 +258,19 @@ def test_flags_of_other_uses_are_refused(inputs: list[str], capsys: pytest.Captu
     assert "--seq-length" in mistake(
         capsys, verify_dataset, "--sample", "1", "--train-samples", "8", "--global-batch-size", "8"
     )
+
+
+@pytest.mark.parametrize("flags", [BLOOM, GPT_104B], ids=["176B", "104B"])
+def test_the_flags_of_a_large_run_give_its_samples(
+    inputs: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], tmp_path: Path
+) -> None:
+    """The layout, the model and the files of an sbatch script need not fit this machine."""
+    words = [*without_settings(flags, {f"data.{name}" for name in TOKENIZER_FIELDS}), "--seq-length", "4"]
+    words += ["--data-path", inputs[0], "--train-samples", "4096", "--data-cache-path", str(tmp_path)]
+    words += ["--lr-warmup-samples", "9", "--seed", "3"]
+    verify_dataset.main(["--sample", "1", *words])
+    (found,) = named_tokens(capsys.readouterr().out, {inputs[0]: numbered_documents(SIZES[0])})
+    config = verify_dataset.sampled_run(words)
+    length = run_length(config, BatchSchedule.from_config(config.batch))
+    train = build(config.data, 4, 3, length.samples_per_split(config)).train
+    assert train is not None and found == train[1].tolist()
