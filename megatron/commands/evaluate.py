@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
-from megatron.config.data import SPLIT_NAMES
+from megatron.config.data import SPLIT_NAMES, splits_with_own_data
 from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
     ToolParser,
@@ -195,7 +195,7 @@ def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Check
     """
     if split is not None:
         return "valid"
-    if checkpoint.config.data.train_weighted_split_paths:
+    if splits_with_own_data(checkpoint.config.data):
         return ALL
     data = checkpoint.run.get("data") or {}
     names = map(os.path.basename, data.get("paths") or [])

@@ -1,35 +1,105 @@
-"""Verifies and summarizes .bin/.idx pairs.
+"""Verifies and summarizes .bin/.idx pairs, and finds samples of a run in them.
 
     python tools/verify_dataset.py data/text_text_document
+    python tools/verify_dataset.py data/text_text_document data/code_text_document --html data.html
+    python tools/verify_dataset.py --sample 81920 --data-path 0.3 A 0.7 B --seq-length 2048 ...
 
 The tool checks the header, sizes, offsets and document boundaries of the .idx file and the length of the .bin
 file. If the pair has a vocabulary record, it also checks that every token id is in the vocabulary, and the
-SHA-256 of the .bin file. Both files
-are read completely. The exit code is 2 if a data set is damaged; the error names the file.
+SHA-256 of the .bin file. Both files are read completely. The exit code is 2 if a data set is damaged; the
+error names the file.
+
+--html writes a page for a browser: lengths of documents, tokens and duplicates per data set, and the
+beginnings of documents. With the flags of the tokenizer, texts are decoded and bytes per token are counted.
+
+--sample I takes the flags of a run (all flags of pretrain_gpt.py are accepted) and prints the data set, the
+documents and their tokens that make up sample I of the run, and its text if the flags name a tokenizer. The
+index files of the data set are built if the run has not built them yet.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import hashlib
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from megatron.config import Config, ConfigError, read_command_line
+from megatron.config.batch import RunLength
+from megatron.config.config import SECTIONS
+from megatron.config.data import SPLIT_NAMES
+from megatron.config.peer_flags import rewrite
 from megatron.config.tool_parser import ToolParser
+from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
+from megatron.data.statistics import dataset_statistics
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
-from megatron.tokenizer.vocabulary_record import read_record, record_path
+from megatron.planner.command import without_settings
+from megatron.planner.page import write_page
+from megatron.text_table import format_table
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_settings
+from megatron.tokenizer.vocabulary_record import check_record, read_record, record_path, vocabulary_digest
 
 BLOCK_TOKENS = 1 << 24
+# Flags that a run needs and that do not change its data. Those of the user come after them.
+_DEFAULT_FLAGS = (
+    *("--dry-run", "--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "1", "--lr", "1"),
+    *("--position-embedding-type", "rotary", "--micro-batch-size", "1"),
+)
+
+
+class VerifyParser(ToolParser):
+    """Parses the flags of this tool. With --sample, the flags of a run are collected in `.run`."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        words = list(sys.argv[1:] if args is None else args)
+        if any(word.partition("=")[0] == "--sample" for word in words):
+            own = ToolParser(None)
+            _add_sample_flags(own)
+            parsed, run = own.parse_known_args(words)
+            parsed.run = run
+            return parsed
+        parsed = super().parse_args(words, namespace)
+        if parsed.subset != "train":
+            raise ConfigError(f"--subset {parsed.subset} is for --sample: set --sample, or remove it")
+        if not parsed.prefixes:
+            raise ConfigError("no data set: give its prefix, or --sample with the flags of a run")
+        if parsed.html is None and tokenizer_settings(parsed):
+            raise ConfigError(
+                "the flags of the tokenizer are for --html and --sample: set --html, or remove them"
+            )
+        return parsed
+
+
+def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sample", type=int, metavar="I", help="sample of the run, from 0, with the flags of the run"
+    )
+    parser.add_argument(
+        "--subset",
+        choices=SPLIT_NAMES,
+        default="train",
+        help="the data that --sample counts (default: train)",
+    )
 
 
 def build_parser() -> ToolParser:
     """Returns the parser of the command line."""
-    parser = ToolParser(__doc__)
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data set, without .bin and .idx")
+    parser = VerifyParser(__doc__)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="data set, without .bin and .idx")
+    parser.add_argument("--html", metavar="FILE", help="write a page with statistics and examples")
+    _add_sample_flags(parser)
+    add_tokenizer_flags(parser, "tokenizer, for the texts in --html")
     return parser
 
 
@@ -113,11 +183,83 @@ def report(prefix: str) -> bool:
     return True
 
 
+def sampled_run(words: Sequence[str]) -> Config:
+    """Returns the configuration of the run with these flags, with a small model on one process: neither model
+    nor layout changes the order of the samples."""
+    dropped = {
+        f"{section}.{field.name}"
+        for section in ("model", "parallel")
+        for field in dataclasses.fields(SECTIONS[section])
+    } - {"model.seq_length", "parallel.zero_stage"}
+    return read_command_line([*_DEFAULT_FLAGS, *without_settings(rewrite(words)[0], dropped)], {}).config
+
+
+def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
+    """Yields a text for sample i of the run with the flags `words`: for each weighted group if the subset has
+    several. Raises UserError for flags that no run accepts, and for a sample outside the run."""
+    config = sampled_run(words)
+    data, seq_length = config.data, config.model.seq_length
+    length = RunLength.from_config(config)
+    # The training data of a run may begin at a later sample.
+    number = i - data.data_first_sample if subset == "train" else i
+    groups = requested_groups(data, seq_length, length.samples_per_split(config))[SPLIT_NAMES.index(subset)]
+    if not groups:
+        raise UserError(f"--sample {i} --subset {subset}: a run with these flags reads no {subset} data")
+    has_tokenizer = data.tokenizer_type is not None
+    tokenizer = build_tokenizer(data) if has_tokenizer else None
+    for group, num_samples in groups:
+        if not 0 <= number < num_samples:
+            raise UserError(
+                f"--sample {i}: the run reads {num_samples:,} samples of {group.name}, expected "
+                f"{i - number} to {i - number + num_samples - 1}"
+            )
+        found = find_sample(data, group, num_samples, seq_length, config.training.seed, number)
+        dataset, plan = found.dataset.dataset, found.plan
+        epoch = found.number * seq_length // plan.tokens_per_epoch + 1
+        yield (
+            f"sample {i:,} of {group.name} is sample {found.number:,} of {dataset.prefix}, in epoch "
+            f"{epoch} of {plan.num_epochs}"
+        )
+        rows = [["document", "tokens", "of"]]
+        for document, start, end in found.dataset.parts(found.number):
+            if end > start:
+                rows.append([f"{document:,}", f"[{start:,}, {end:,})", f"{dataset.sizes[document]:,}"])
+        yield format_table(rows, left_align=())
+        if tokenizer is not None:
+            yield f"text\n{tokenizer.detokenize(found.dataset[found.number].tolist())}"
+
+
+def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Writes the page of --html about intact data sets. Raises UserError for a tokenizer that did not make
+    them, and for a file that cannot be written."""
+    tokenizer: Tokenizer | None = None
+    if tokenizer_settings(arguments):
+        tokenizer = build_tokenizer(arguments)
+        digest = vocabulary_digest(tokenizer)
+        for prefix in prefixes:
+            check_record(prefix, "PREFIX", digest)
+    data = dataset_statistics(
+        [IndexedDataset(prefix, "PREFIX", verify=False) for prefix in prefixes], tokenizer
+    )
+    command = shlex.join(["tools/verify_dataset.py", *arguments.prefixes, "--html", arguments.html])
+    write_page(Path(arguments.html), "data", command, data)
+    print(f"page        {arguments.html}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Verifies all data sets. Exits with code 2 if one is damaged, or for a user's mistake."""
+    """Verifies all data sets, or finds a sample. Exits with code 2 if a data set is damaged, or for a user's
+    mistake."""
     with exit_on_user_error():
-        prefixes = build_parser().parse_args(argv).prefixes
-    if not all([report(prefix) for prefix in prefixes]):
+        arguments = build_parser().parse_args(argv)
+        if arguments.sample is not None:
+            for text in sample_report(arguments.sample, arguments.subset, arguments.run):
+                print(printable(text))
+            return
+    intact = [prefix for prefix in arguments.prefixes if report(prefix)]
+    with exit_on_user_error():
+        if arguments.html is not None and intact:
+            write_statistics(intact, arguments)
+    if len(intact) < len(arguments.prefixes):
         sys.exit(USER_ERROR_EXIT_CODE)
 
 

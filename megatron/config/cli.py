@@ -24,7 +24,12 @@ from megatron.config.checkpoint_args import (
     check_branch_flags,
 )
 from megatron.config.config import SECTIONS, Config
-from megatron.config.data import SPLIT_NAMES, read_groups_file
+from megatron.config.data import (
+    SPLIT_NAMES,
+    read_data_args,
+    read_groups_file,
+    read_per_split_data_args,
+)
 from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, value_text
 from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
@@ -73,7 +78,7 @@ def read_command_line(
     given = _parse(argv)
     typed = set(given.settings)
     _apply_launcher_env(given.settings, env)
-    _read_groups_files(given.settings)
+    _read_data_files(given.settings)
     _use_hugging_face(given.settings)
     notes = [*given.notes, *_use_checkpoint_args(given.settings, read_saved_config)]
     notes += _use_branch_point(given.settings, read_saved_config)
@@ -371,20 +376,33 @@ def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> Non
         )
 
 
-def _read_groups_files(settings: dict[str, Any]) -> None:
-    """Reads the groups of weighted paths from their files, which may be missing in a dry run."""
-    for name in SPLIT_NAMES:
-        groups = f"data.{name}_weighted_split_paths"
-        option = option_name(f"{name}_weighted_split_paths_path")
-        file = settings.get(f"{groups}_path")
-        if file is None:
-            continue
-        if groups in settings:
+def _read_data_files(settings: dict[str, Any]) -> None:
+    """Reads the prefixes and weights from the files that name them, which may be missing in a dry run."""
+    words: dict[str, Any] = {}
+    for name in ("data_path", *(f"{split}_weighted_split_paths" for split in SPLIT_NAMES)):
+        field = "data_args_path" if name == "data_path" else f"{name}_path"
+        read = read_data_args if name == "data_path" else read_groups_file
+        if file := _file_to_read(settings, field, (name,)):
+            words[f"data.{name}"] = read(option_name(field), file)
+    per_split = "per_split_data_args_path"
+    if file := _file_to_read(settings, per_split, tuple(f"{split}_data_path" for split in SPLIT_NAMES)):
+        found = read_per_split_data_args(option_name(per_split), file)
+        words |= {f"data.{split}_data_path": value for split, value in found.items()}
+    settings |= words
+
+
+def _file_to_read(settings: dict[str, Any], field: str, replaced: tuple[str, ...]) -> str | None:
+    """Returns the file that a flag of the data names, if it is to be read. replaced: fields of the words in
+    the file."""
+    file: str | None = settings.get(f"data.{field}")
+    if file is None:
+        return None
+    for name in replaced:
+        if f"data.{name}" in settings:
             raise ConfigError(
-                f"{option} {file} and {option.removesuffix('-path')} are both given: remove one"
+                f"{option_name(field)} {file} and {option_name(name)} are both given: remove one"
             )
-        if os.path.exists(file) or not settings.get("training.dry_run"):
-            settings[groups] = read_groups_file(option, file)
+    return file if os.path.exists(file) or not settings.get("training.dry_run") else None
 
 
 def _use_hugging_face(settings: dict[str, Any]) -> None:

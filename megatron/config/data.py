@@ -1,10 +1,12 @@
 """The value of --split, blends of token files, and checks of the data flags.
 
-Blends are given by --data-path, and by the groups of the --*-weighted-split-paths flags.
+Blends are given by --data-path, by --train-data-path and its siblings, by the groups of the
+--*-weighted-split-paths flags, and by files with the values of these flags.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
@@ -19,8 +21,8 @@ from pathlib import Path
 from megatron.config.batch import BatchSchedule
 from megatron.config.config import Config
 from megatron.config.fields import option_name
-from megatron.config.registries import TOKENIZERS
-from megatron.config.sections.data import DataConfig, fitting_tokenizer_types, groups_option
+from megatron.config.registries import DATA_ORDERS, TOKENIZERS
+from megatron.config.sections.data import DataConfig, data_option, fitting_tokenizer_types
 from megatron.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -52,9 +54,10 @@ _MAX_FILE_BYTES = 1 << 23
 
 @dataclass(frozen=True)
 class WeightedPath:
-    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend."""
+    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend
+    (None: no weight was given)."""
 
-    weight: Fraction
+    weight: Fraction | None
     prefix: str
     start: float = 0.0
     end: float = 1.0
@@ -67,19 +70,35 @@ class PathGroup:
     name: str
     paths: tuple[WeightedPath, ...]
 
+    @property
+    def is_by_size(self) -> bool:
+        """Whether the data sets are read in proportion to their sizes, because they have no weights."""
+        return len(self.paths) > 1 and self.paths[0].weight is None
 
-def parse_data_path(words: Sequence[str]) -> tuple[WeightedPath, ...]:
-    """Parses a prefix, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError."""
-    if len(words) == 1:
-        return (WeightedPath(Fraction(1), words[0]),)
-    form = "expected one prefix, or alternating weights and prefixes, such as 0.3 A 0.7 B"
-    if not words or len(words) % 2:
-        raise ConfigError(f"--data-path has {len(words)} values: {form}")
-    where = f"--data-path {' '.join(words)}"
+
+def parse_data_path(words: Sequence[str], option: str = "--data-path") -> tuple[WeightedPath, ...]:
+    """Parses prefixes, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError.
+
+    Without weights, no word is a number.
+    """
+    if len(words) == 1 or not any(map(_is_number, words)):
+        return tuple(WeightedPath(None, prefix) for prefix in words)
+    form = "expected prefixes, or alternating weights and prefixes, such as 0.3 A 0.7 B"
+    if len(words) % 2:
+        raise ConfigError(f"{option} has {len(words)} values: {form}")
+    where = f"{option} {_shortened(' '.join(words))}"
     return tuple(
         WeightedPath(_weight(weight, where, form), prefix)
         for weight, prefix in zip(words[::2], words[1::2], strict=True)
     )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
@@ -97,17 +116,7 @@ def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
 def read_groups_file(option: str, file: str) -> tuple[str, ...]:
     """Returns the groups in a file, each in double quotes, unparsed. Raises ConfigError for an unreadable
     file."""
-    path = Path(file)
-    try:
-        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES):
-            raise ConfigError(
-                f"{option}: {file} is not a regular file of {_MAX_FILE_BYTES:,} bytes at most: correct it"
-            )
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{option}: there is no file {file}: correct the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option}: {file} cannot be read ({error})") from None
+    text = _read_text(option, file)
     try:
         groups = tuple(shlex.split(text))
     except ValueError:
@@ -118,6 +127,50 @@ def read_groups_file(option: str, file: str) -> tuple[str, ...]:
             f"quotes, in the form {GROUP_FORM[1:-1]}"
         )
     return groups
+
+
+def read_data_args(option: str, file: str) -> tuple[str, ...]:
+    """Returns the words of --data-path in a file. Raises ConfigError for an empty or unreadable file."""
+    words = tuple(_read_text(option, file).split())
+    if not words:
+        raise ConfigError(f"{option}: {file} is empty: expected weights and prefixes, such as 0.3 A 0.7 B")
+    return words
+
+
+def read_per_split_data_args(option: str, file: str) -> dict[str, tuple[str, ...]]:
+    """Returns split -> words of its --*-data-path, for the splits with data in a JSON file. Raises
+    ConfigError for a file of another form."""
+    form = 'expected JSON such as {"train": ["0.3", "A", "0.7", "B"], "valid": ["C"], "test": null}'
+    try:
+        content = json.loads(_read_text(option, file))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{option}: {file} is not JSON ({error}): {form}") from None
+    if not isinstance(content, dict) or not content.keys() <= set(SPLIT_NAMES):
+        raise ConfigError(f"{option}: {file} has other keys than train, valid and test: {form}")
+    splits = {}
+    for name, value in content.items():
+        words = value.split() if isinstance(value, str) else value or []
+        if not isinstance(words, list) or not {type(word) for word in words} <= {str, int, float}:
+            raise ConfigError(f"{option}: {file}: the value of '{name}' is no list of words: {form}")
+        if words:
+            splits[name] = tuple(str(word).strip() for word in words)
+    if "train" not in splits:
+        raise ConfigError(f"{option}: {file} names no training data: {form}")
+    return splits
+
+
+def _read_text(option: str, file: str) -> str:
+    path = Path(file)
+    try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES):
+            raise ConfigError(
+                f"{option}: {file} is not a regular file of {_MAX_FILE_BYTES:,} bytes at most: correct it"
+            )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{option}: there is no file {file}: correct the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {file} cannot be read ({error})") from None
 
 
 def _parse_group(option: str, text: str) -> PathGroup:
@@ -171,9 +224,9 @@ _INDEX_BYTES_PER_SAMPLE = 32
 
 def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
     """Returns (has validation data, has test data, why validation settings have no effect without data)."""
-    if _groups_given(data):
-        circumstance = "without --valid-weighted-split-paths"
-        return "valid" in _groups_given(data), "test" in _groups_given(data), circumstance
+    if given := splits_with_own_data(data):
+        circumstance = f"without {option_name(_words_field(data, 'valid'))}"
+        return "valid" in given, "test" in given, circumstance
     _, valid, test = parse_split(data.split)
     return valid > 0, test > 0, f"with --split {data.split}, which has no validation data"
 
@@ -182,10 +235,16 @@ def check_data(config: Config) -> None:
     """Raises ConfigError for data flags that contradict each other or cannot be parsed."""
     data = config.data
     parse_split(data.split)
-    if _groups_given(data):
-        _check_groups(data)
-    elif data.data_path:
-        parse_data_path(data.data_path)
+    if splits_with_own_data(data):
+        _check_own_data(data)
+    for split_name in SPLIT_NAMES:
+        for group in split_groups(data, split_name):
+            _check_blend(data, group, data_option(data, split_name))
+    if data.max_epochs_action == "renormalize" and data.data_order != "native":
+        raise ConfigError(
+            f"--max-epochs-action renormalize with --data-order {data.data_order}: only the native order "
+            "keeps exact shares; remove one of the two flags"
+        )
     fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
         raise ConfigError(
@@ -200,7 +259,7 @@ def check_data(config: Config) -> None:
                 )
     if config.training.dry_run:
         return
-    if not data.data_path and not _groups_given(data):
+    if not data.data_path and not splits_with_own_data(data):
         raise ConfigError(
             "--data-path is missing: set it to the prefix of a .bin/.idx pair (optional with --dry-run)"
         )
@@ -218,69 +277,97 @@ def check_data(config: Config) -> None:
             raise ConfigError("the size of the vocabulary is unknown: set --tokenizer-type or --vocab-size")
 
 
-def _groups_given(data: DataConfig) -> list[str]:
-    """Returns the splits that have groups, or a file of groups (which may be missing in a dry run)."""
+def splits_with_own_data(data: DataConfig) -> list[str]:
+    """Returns the splits whose data a flag of their own names, or a file (which may be missing in a dry run);
+    [] with --data-path, of which every split is a part."""
+    if data.per_split_data_args_path is not None and not data.train_data_path:
+        return list(SPLIT_NAMES)
     return [
         name
         for name in SPLIT_NAMES
-        if getattr(data, f"{name}_weighted_split_paths")
+        if getattr(data, f"{name}_data_path")
+        or getattr(data, f"{name}_weighted_split_paths")
         or getattr(data, f"{name}_weighted_split_paths_path") is not None
     ]
 
 
-def _groups_of(data: DataConfig) -> dict[str, tuple[PathGroup, ...]]:
-    """Returns split -> groups, for the splits that have groups."""
-    return {
-        name: parse_groups(groups_option(data, name), getattr(data, f"{name}_weighted_split_paths"))
-        for name in _groups_given(data)
-    }
+def split_groups(data: DataConfig, split_name: str) -> tuple[PathGroup, ...]:
+    """Returns the data of the split 'train', 'valid' or 'test': the weighted groups, or one group with the
+    name of the split; () if the flags name none. Raises ConfigError for flags that cannot be parsed."""
+    option = data_option(data, split_name)
+    if texts := getattr(data, f"{split_name}_weighted_split_paths"):
+        return parse_groups(option, texts)
+    words = getattr(data, f"{split_name}_data_path") if splits_with_own_data(data) else data.data_path
+    return (PathGroup(split_name, parse_data_path(words, option)),) if words else ()
 
 
-def _check_groups(data: DataConfig) -> None:
-    given = _groups_given(data)
-    option = groups_option(data, given[0])
-    if data.data_path:
-        raise ConfigError(
-            f"{option} with --data-path {' '.join(data.data_path)}: the groups contain their own prefixes; "
-            "remove one of the two flags"
+def _words_field(data: DataConfig, split_name: str) -> str:
+    """Returns the field for the data of a split, in a run whose splits have their own data."""
+    per_split = data.train_data_path or data.per_split_data_args_path is not None
+    return f"{split_name}_data_path" if per_split else f"{split_name}_weighted_split_paths"
+
+
+def _check_own_data(data: DataConfig) -> None:
+    given = splits_with_own_data(data)
+    option = data_option(data, given[0])
+    if data.data_path or data.data_args_path is not None:
+        other = (
+            "--data-args-path"
+            if data.data_args_path
+            else f"--data-path {_shortened(' '.join(data.data_path))}"
         )
-    if data.split != DataConfig.split:
         raise ConfigError(
-            f"{option} with --split {data.split}: the groups set the documents of each prefix as START:END; "
-            "remove --split"
+            f"{option} with {other}: {option} names its own prefixes; remove one of the two flags"
+        )
+    own = [name for name in SPLIT_NAMES if getattr(data, f"{name}_data_path")]
+    if data.split != DataConfig.split:
+        documents = (
+            "all documents of its prefixes are read"
+            if own
+            else "the groups set the documents of each prefix as START:END"
+        )
+        raise ConfigError(f"{option} with --split {data.split}: {documents}; remove --split")
+    ranges = [name for name in given if getattr(data, f"{name}_weighted_split_paths")]
+    if ranges and (own or data.per_split_data_args_path is not None):
+        raise ConfigError(
+            f"--{ranges[0]}-weighted-split-paths with "
+            f"{data_option(data, own[0]) if own else '--per-split-data-args-path'}: a run names its data in "
+            "one way; remove one of the two flags"
         )
     if given[0] != "train":
-        raise ConfigError(
-            f"{option} without --train-weighted-split-paths: set --train-weighted-split-paths too"
-        )
-    groups = _groups_of(data)
+        train = "--train-data-path" if own else "--train-weighted-split-paths"
+        raise ConfigError(f"{option} without {train}: set {train} too")
+    groups = {name: split_groups(data, name) for name in SPLIT_NAMES}
     if len(groups["train"]) > 1:
         raise ConfigError(
             f"{option} has {len(groups['train'])} groups: training uses one; put all prefixes into it, "
             "separated by commas"
         )
-    both = {group.name for group in groups.get("valid", ())} & {
-        group.name for group in groups.get("test", ())
-    }
+    both = {group.name for group in groups["valid"]} & {group.name for group in groups["test"]}
     if both:
         raise ConfigError(
-            f"{groups_option(data, 'valid')} and {groups_option(data, 'test')} both have a group named "
+            f"{data_option(data, 'valid')} and {data_option(data, 'test')} both have a group named "
             f"'{min(both)}': groups are logged under their names; rename one of them"
+        )
+
+
+def _check_blend(data: DataConfig, group: PathGroup, option: str) -> None:
+    if group.is_by_size and not DATA_ORDERS[data.data_order].blends_by_size:
+        raise ConfigError(
+            f"{option} has no weights: --data-order {data.data_order} has no blends without weights; set a "
+            "weight before each prefix, or choose native or megatron-core"
         )
 
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
     """Returns (flag, prefix) of all pairs of token files."""
-    if _groups_given(data):
-        return [
-            (groups_option(data, name), path.prefix)
-            for name, groups in _groups_of(data).items()
-            for group in groups
-            for path in group.paths
-        ]
-    return (
-        [("--data-path", path.prefix) for path in parse_data_path(data.data_path)] if data.data_path else []
-    )
+    # With --data-path, all splits have one group.
+    return [
+        (data_option(data, name), path.prefix)
+        for name in splits_with_own_data(data) or ["train"]
+        for group in split_groups(data, name)
+        for path in group.paths
+    ]
 
 
 def token_files(data: DataConfig) -> list[tuple[str, str, str]]:
@@ -320,12 +407,11 @@ def check_index_memory(config: Config, memory_bytes: int) -> None:
 
 def _largest_share(data: DataConfig) -> Fraction:
     """Returns the largest share of a prefix in the training data. Each prefix has its own index."""
-    paths = (
-        _groups_of(data)["train"][0].paths
-        if data.train_weighted_split_paths
-        else parse_data_path(data.data_path)
-    )
-    return max(path.weight for path in paths) / sum(path.weight for path in paths)
+    groups = split_groups(data, "train")
+    weights = [path.weight for path in groups[0].paths if path.weight is not None] if groups else []
+    if not weights:  # the sizes are not known yet: at least the mean
+        return Fraction(1, len(groups[0].paths) if groups else 1)
+    return max(weights) / sum(weights)
 
 
 def check_files(data: DataConfig) -> None:

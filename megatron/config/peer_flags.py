@@ -344,12 +344,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--pretrained-checkpoint": "set --load and --finetune",
     # Data.
     "--mock-data": "make token files with tools/preprocess_data.py and set --data-path",
-    "--data-args-path": "set --data-path",
-    "--train-data-path": "set --train-weighted-split-paths",
-    "--valid-data-path": "set --valid-weighted-split-paths",
-    "--test-data-path": "set --test-weighted-split-paths",
-    "--per-split-data-args-path": "set --train-weighted-split-paths-path, --valid-weighted-split-paths-path "
-    "and --test-weighted-split-paths-path",
     "--tiktoken-pattern": "set --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path",
     "--per-dataset-sequences-path": "token files contain their numbers of sequences; remove the flag",
     "--use-dataset-only": "data are read in the order of this program; remove the flag",

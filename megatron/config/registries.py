@@ -470,11 +470,18 @@ class DataOrder(Choice):
     """The rules that order the samples. Its implementation is a `data.blended_dataset.Blend`.
 
     last_epoch_threshold: share of the last epoch below which it is shuffled separately. is_core: whether
-    --split is rounded, and index files are read, as in Megatron-Core.
+    --split is rounded, and index files are read, as in Megatron-Core. blends_by_size: whether a blend may
+    have no weights. repeats_short: whether data with fewer tokens than a sample are repeated within it.
     """
 
     last_epoch_threshold: float = 0.95
     is_core: bool = False
+    blends_by_size: bool = True
+    repeats_short: bool = False
+
+    def shortest(self, seq_length: int) -> int:
+        """Returns the tokens that a split of a data set needs."""
+        return 1 if self.repeats_short else seq_length + 1
 
 
 DATA_ORDERS = Registry(
@@ -487,17 +494,21 @@ DATA_ORDERS = Registry(
         "megatron-deepspeed": DataOrder(
             "BigScience's Megatron-DeepSpeed: the last epoch is separate if less than 95 % of it is used",
             "megatron.data.greedy_blend:DeepSpeedBlend",
+            blends_by_size=False,
         ),
         "megatron-deepspeed-microsoft": DataOrder(
             "Microsoft's Megatron-DeepSpeed (deepspeedai): as megatron-deepspeed with 80 %",
             "megatron.data.greedy_blend:DeepSpeedBlend",
             last_epoch_threshold=0.80,
+            blends_by_size=False,
+            repeats_short=True,
         ),
         "megatron-core": DataOrder(
             "Megatron-Core and Megatron-LM: 80 %, and bounds of --split from cumulative fractions",
             "megatron.data.greedy_blend:CoreBlend",
             last_epoch_threshold=0.80,
             is_core=True,
+            repeats_short=True,
         ),
     },
 )

@@ -66,6 +66,10 @@ class Blend(Protocol):
     def from_fractions(cls, weights: Sequence[Fraction]) -> Blend:
         """Returns the blend of positive weights."""
 
+    @classmethod
+    def from_sizes(cls, sizes: Sequence[int]) -> Blend:
+        """Returns the blend of data sets without weights. sizes: their samples in one epoch."""
+
     def planned_samples(self, num_samples: int) -> list[int]:
         """Returns the samples over which the order of each component is planned, if the blend has
         `num_samples`."""
@@ -115,6 +119,11 @@ class BlendOrder:
     @classmethod
     def from_fractions(cls, weights: Sequence[Fraction]) -> BlendOrder:
         return cls(integer_weights(weights))
+
+    @classmethod
+    def from_sizes(cls, sizes: Sequence[int]) -> BlendOrder:
+        # The first sum(sizes) samples are exactly one epoch of each data set.
+        return cls.from_fractions([Fraction(size) for size in sizes])
 
     def planned_samples(self, num_samples: int) -> list[int]:
         return self.samples_of_components(num_samples)

@@ -28,18 +28,22 @@ class CoreCache:
 
     def index_files(self, request: IndexRequest) -> Iterator[IndexPaths]:
         """Yields the files of indices with the data set's name, and with the seed, sequence length and number
-        of samples of the request. Their contents may belong to other documents."""
+        of samples of the request (None: one epoch). Their contents may belong to other documents."""
         prefix = request.dataset.prefix
         folder = os.path.join(prefix, "cache", "GPTDataset_indices") if self._folder is None else self._folder
         wanted = {
             "class": "GPTDataset",
-            "num_samples": request.num_samples,
             "random_seed": request.seed,
             "sequence_length": request.seq_length,
         }
         for stem, description in self._described(folder):
             name = os.path.basename(str(description.get("dataset_path")))
-            if name == os.path.basename(prefix) and wanted.items() <= description.items():
+            samples = description.get("num_samples", 0)
+            if (
+                name == os.path.basename(prefix)
+                and samples in (None, request.num_samples)
+                and wanted.items() <= description.items()
+            ):
                 yield (
                     f"{stem}-document_index.npy",
                     f"{stem}-sample_index.npy",

@@ -22,6 +22,7 @@ from megatron.data.index_files import no_other_files, remove_leftovers
 from megatron.data.index_stamp import IndexStamp, statuses
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import (
+    EpochPlan,
     IndexPaths,
     IndexRequest,
     SampleIndex,
@@ -31,6 +32,9 @@ from megatron.data.indices import (
 )
 from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
 from megatron.errors import UserError
+
+# Per split (train, valid, test): pairs of a group and its number of samples.
+RequestedGroups = list[list[tuple[DocumentGroup, int]]]
 
 # Numbers of samples up to this one are exact in float64, and their sums fit 64 bits.
 _MOST_SAMPLES = 2**53
@@ -52,7 +56,7 @@ class GPTDataset:
         """load_index: called for the first sample. num_samples: those of the index."""
         self.name = name
         self.seq_length = seq_length
-        self._dataset = dataset
+        self.dataset = dataset
         self._load_index = load_index
         self._num_samples = num_samples
 
@@ -71,24 +75,29 @@ class GPTDataset:
         return self._num_samples
 
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]:
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample {i} of the {self.name} split, which has {len(self)}")
-        row = int(self._index.shuffle[i])
-        (first, offset), (last, end) = self._index.samples[row : row + 2].tolist()
-        # `end` is the offset of the sample's last token in document `last`. It is inclusive.
-        parts = []
-        for position in range(first, last + 1):
-            start = offset if position == first else 0
-            length = end + 1 - start if position == last else None
-            parts.append(self._dataset.get(int(self._index.documents[position]), start, length))
+        parts = [self.dataset.get(document, start, end - start) for document, start, end in self.parts(i)]
         sample = np.concatenate(parts, dtype=np.int64)
         if len(sample) != self.seq_length + 1:
             raise UserError(
-                f"{self._dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
+                f"{self.dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
                 f"tokens, expected {self.seq_length + 1}: delete the split's index files, "
                 "which were built from different data"
             )
         return sample
+
+    def parts(self, i: int) -> list[tuple[int, int, int]]:
+        """Returns (document, first token, end) of each part of sample i, in the order of its tokens."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of the {self.name} split, which has {len(self)}")
+        row = int(self._index.shuffle[i])
+        (first, offset), (last, final) = self._index.samples[row : row + 2].tolist()
+        parts = []
+        for position in range(first, last + 1):
+            document = int(self._index.documents[position])
+            # `final` is the offset of the sample's last token in the last document. It is inclusive.
+            end = final + 1 if position == last else int(self.dataset.sizes[document])
+            parts.append((document, offset if position == first else 0, end))
+        return parts
 
 
 class Datasets(NamedTuple):
@@ -127,7 +136,7 @@ def _requested(
 ) -> list[_Requested]:
     return [
         _Requested(group, wanted, index_requests(group, wanted, seq_length, seed, data.data_cache_path))
-        for group, wanted in chain(*requested_groups(data, num_samples, stamp))
+        for group, wanted in chain(*requested_groups(data, seq_length, num_samples, stamp))
     ]
 
 
@@ -253,9 +262,36 @@ def build_gpt_datasets(
             )
             for group, wanted in groups
         )
-        for groups in requested_groups(data, num_samples)
+        for groups in requested_groups(data, seq_length, num_samples)
     )
     return Datasets(train[0] if train else None, valid, test)
+
+
+class FoundSample(NamedTuple):
+    """A sample of a group: sample `number` of a data set."""
+
+    dataset: GPTDataset
+    number: int
+    plan: EpochPlan
+
+
+def find_sample(
+    data: DataConfig, group: DocumentGroup, num_samples: int, seq_length: int, seed: int, i: int
+) -> FoundSample:
+    """Returns the data set and the number of sample i of a group, from the index files of the run. Builds
+    missing files of only this data set. group, num_samples: of `requested_groups`."""
+    core_cache = CoreCache(data.data_cache_path)
+    indices = index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
+    requested = _Requested(group, num_samples, indices)
+    component, number = 0, i
+    if group.blend is not None:
+        if requested.table_paths:
+            _prepare_table(requested, IndexStamp(data), core_cache)
+        component, number = group.blend.load(requested.folder, num_samples).find(i)
+    request = indices[component]
+    prepare_sample_index(request, _other_files(request, core_cache))
+    dataset = GPTDataset.from_files(request)
+    return FoundSample(dataset, number, request.plan())
 
 
 def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: int, seed: int) -> GPTDataset:
@@ -274,15 +310,17 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
     Runs with equal fingerprints read equal samples in equal order. The fingerprint contains the number of
     epochs instead of `num_samples`: a longer run with an equal number of epochs has an equal order.
     """
-    (group,) = document_groups(data, "train", dataset_opener(IndexStamp(data)))
+    (group,) = document_groups(data, "train", dataset_opener(IndexStamp(data)), seq_length, num_samples)
     datasets = [component.dataset for component in group.components]
     requests = (
         [] if group.is_empty else index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
     )
     plans = [request.plan() for request in requests]
     order = {} if data.data_order == NATIVE_ORDER else {ORDER_KEY: data.data_order}
+    capped = {} if group.renormalized_over is None else {_RENORMALIZED_KEY: group.renormalized_over}
     return {
         **order,
+        **capped,
         "paths": [dataset.prefix for dataset in datasets],
         "weights": [1] if group.blend is None else list(group.blend.weights),
         "split": group.fractions,
@@ -297,6 +335,8 @@ def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: 
 
 # Key of --data-order in a fingerprint. Checkpoints of runs with the native order have none.
 ORDER_KEY, NATIVE_ORDER = "data_order", "native"
+# Key of `DocumentGroup.renormalized_over` in a fingerprint. A run of another length has other weights.
+_RENORMALIZED_KEY = "renormalized_over"
 # Key of `tokenizer.vocabulary_record.vocabulary_digest` in a fingerprint, if the run has a tokenizer. The
 # digest identifies the meaning of the token ids; the order of samples does not depend on it.
 VOCABULARY_KEY = "vocabulary_sha256"
@@ -326,15 +366,17 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
 
 
 def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Returns whether two fingerprints differ at most in the number of epochs. (That number also changes the
-    order of the samples.)"""
-    per_length = {"epochs": None, "last_epoch_apart": None}
+    """Returns whether two fingerprints differ at most in what the length of a run determines, such as the
+    number of epochs. (It also changes the order of the samples.)"""
+    per_length = dict.fromkeys(("epochs", "last_epoch_apart", _RENORMALIZED_KEY))
+    if saved.get(_RENORMALIZED_KEY) or current.get(_RENORMALIZED_KEY):
+        per_length["weights"] = None
     return not fingerprint_differences({**saved, **per_length}, {**current, **per_length})
 
 
 def requested_groups(
-    data: DataConfig, num_samples: tuple[int, int, int], stamp: IndexStamp | None = None
-) -> list[list[tuple[DocumentGroup, int]]]:
+    data: DataConfig, seq_length: int, num_samples: tuple[int, int, int], stamp: IndexStamp | None = None
+) -> RequestedGroups:
     """Returns, per split (train, valid, test), pairs of a group and its number of samples.
 
     Groups without documents and splits with 0 samples have no pairs. stamp: of the token files; None reads
@@ -342,7 +384,11 @@ def requested_groups(
     """
     open_dataset = dataset_opener(IndexStamp(data) if stamp is None else stamp)
     return [
-        [(group, wanted) for group in document_groups(data, name, open_dataset) if not group.is_empty]
+        [
+            (group, wanted)
+            for group in document_groups(data, name, open_dataset, seq_length, wanted)
+            if not group.is_empty
+        ]
         if wanted > 0
         else []
         for name, wanted in zip(SPLIT_NAMES, num_samples, strict=True)

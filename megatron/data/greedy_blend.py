@@ -171,8 +171,29 @@ class CoreBlend(GreedyBlend):
         given = np.array([float(weight) for weight in weights])
         return cls(tuple((given / np.sum(given)).tolist()))
 
+    @classmethod
+    def from_sizes(cls, sizes: Sequence[int]) -> CoreEpochBlend:
+        return CoreEpochBlend(tuple(float(size) for size in sizes))
+
     def planned_samples(self, num_samples: int) -> list[int]:
         return [math.ceil(math.ceil(num_samples * weight) * (1 + 0.005)) for weight in self.weights]
+
+
+class CoreEpochBlend(GreedyBlend):
+    """The blend of Megatron-Core without weights, which ends after one epoch of each data set. weights: their
+    samples in one epoch."""
+
+    def samples_of_components(self, num_samples: int) -> list[int]:
+        return [round(weight * num_samples / sum(self.weights)) for weight in self.weights]
+
+    def planned_samples(self, num_samples: int) -> list[int]:
+        if num_samples > sum(self.weights):
+            raise UserError(
+                f"the run reads {num_samples:,} samples of data sets without weights, which have "
+                f"{int(sum(self.weights)):,} samples in one epoch, and Megatron-Core ends there: set weights "
+                "or --data-order native, or reduce --train-iters, --train-samples or --eval-iters"
+            )
+        return [int(weight) for weight in self.weights]
 
 
 def continue_blend(weights: npt.NDArray[np.float64], table: BlendTable, first: int) -> None:

@@ -196,7 +196,7 @@ class IndexRequest:
         """Returns the number of epochs and samples. Raises UserError if an epoch has fewer tokens than one
         sample."""
         tokens = self.dataset.tokens_in(self.documents)
-        if tokens < self.seq_length + 1:
+        if tokens < self.order.shortest(self.seq_length):
             raise UserError(
                 f"{self.dataset.source}: the {self.split_name} split has {tokens:,} tokens in "
                 f"{len(self.documents):,} documents, expected at least {self.seq_length + 1:,} for a sample: "

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
-from megatron.config import DataConfig, parse_split
-from megatron.config.data import SPLIT_NAMES, WeightedPath, parse_data_path, parse_groups
+from megatron.config import ConfigError, DataConfig, parse_split
+from megatron.config.data import SPLIT_NAMES, PathGroup, WeightedPath, split_groups, splits_with_own_data
 from megatron.config.registries import DATA_ORDERS, DataOrder
-from megatron.config.sections.data import groups_option
-from megatron.data.blended_dataset import Blend
+from megatron.config.sections.data import data_option
+from megatron.data.blended_dataset import Blend, BlendOrder
 from megatron.data.index_stamp import IndexStamp, statuses
 from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path, sample_digest
 from megatron.errors import UserError
+from megatron.text_table import first_few
 from megatron.tokenizer.vocabulary_record import read_record, record_path
 
 # (prefix, flag that names it) -> dataset
@@ -35,9 +39,13 @@ class DocumentGroup:
     name: str
     components: tuple[Component, ...]
     blend: Blend | None
-    fractions: list[float] | list[list[float]]
-    """The user's flag as fractions: of train, valid and test (--split), or START and END per component."""
+    fractions: list[Any]
+    """The user's flag as fractions: of train, valid and test (--split), or [START, END] per component."""
     order: DataOrder
+    notes: tuple[str, ...] = ()
+    """What differs from the flags: components that are left out or capped."""
+    renormalized_over: int | None = None
+    """The samples over which --max-epochs-action renormalize has changed the weights; None if it has not."""
 
     @property
     def is_empty(self) -> bool:
@@ -87,69 +95,152 @@ def dataset_opener(stamp: IndexStamp) -> DatasetOpener:
 
 
 def document_groups(
-    data: DataConfig, split_name: str, open_dataset: DatasetOpener
+    data: DataConfig, split_name: str, open_dataset: DatasetOpener, seq_length: int, num_samples: int
 ) -> tuple[DocumentGroup, ...]:
     """Returns the document groups of the split 'train', 'valid' or 'test'.
 
-    With --data-path and --split there is one group with the name of the split; it may be empty. With
-    --{split_name}-weighted-split-paths there are the groups of that flag. Raises UserError for damaged data
-    and for a component without documents.
+    With weighted groups these are the groups of the flag, otherwise one group with the name of the split,
+    which may be empty. num_samples: samples that the run reads of each group.
+
+    A blend leaves out components without tokens, and those with fewer tokens than one sample unless the data
+    order repeats these. --max-epochs-action renormalize changes the weights of the training data. Raises
+    UserError for damaged data, and for a weighted group without documents.
     """
-    if data.train_weighted_split_paths:
-        option = groups_option(data, split_name)
-        texts = getattr(data, f"{split_name}_weighted_split_paths")
-        return tuple(
-            _weighted_group(group.name, group.paths, option, data.data_order, open_dataset)
-            for group in parse_groups(option, texts)
-        )
-    return (_split_group(data, split_name, open_dataset),)
+    return tuple(
+        _document_group(data, split_name, group, open_dataset, seq_length, num_samples)
+        for group in split_groups(data, split_name)
+    )
 
 
-def _weighted_group(
-    name: str, paths: tuple[WeightedPath, ...], option: str, order: str, open_dataset: DatasetOpener
+def _document_group(
+    data: DataConfig,
+    split_name: str,
+    named: PathGroup,
+    open_dataset: DatasetOpener,
+    seq_length: int,
+    num_samples: int,
 ) -> DocumentGroup:
-    components = []
-    for path in paths:
-        dataset = open_dataset(path.prefix, option)
-        # The bounds are rounded as in Megatron. Adjacent ranges share a bound.
-        documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
-        if not documents:
+    order, has_ranges = DATA_ORDERS[data.data_order], bool(splits_with_own_data(data))
+    components = [_component(data, split_name, path, open_dataset) for path in named.paths]
+    tokens = [component.dataset.tokens_in(component.documents) for component in components]
+    shortest = seq_length + 1 if named.is_by_size else order.shortest(seq_length)
+    used = [i for i, count in enumerate(tokens) if count >= shortest]
+    notes = _left_out_notes(named.name, components, tokens, shortest) if used else ()
+    if not used:  # an empty split, or one with too few tokens, which `IndexRequest.plan` rejects
+        used = list(range(len(components)))
+        if has_ranges and not any(component.documents for component in components):
+            path = named.paths[0]
             raise UserError(
-                f"{option}: the range {path.start:g}:{path.end:g} of {path.prefix} in the group '{name}' "
-                f"contains none of its {len(dataset):,} documents: widen the range, or remove it"
+                f"{data_option(data, split_name)}: the range {path.start:g}:{path.end:g} of {path.prefix} in "
+                f"the group '{named.name}' contains none of its {len(components[0].dataset):,} documents: "
+                "widen the range, or remove it"
             )
-        components.append(Component(dataset, documents))
-    blend = _blend_of(paths, order) if len(paths) > 1 else None
-    ranges = [[path.start, path.end] for path in paths]
-    return DocumentGroup(name, tuple(components), blend, ranges, DATA_ORDERS[order])
+    paths = [named.paths[i] for i in used]
+    blend = _blend_of(data, paths, [(tokens[i] - 1) // seq_length for i in used])
+    ranges: list[Any] = [[path.start, path.end] for path in paths]
+    fractions = ranges if has_ranges else list(parse_split(data.split))
+    group = DocumentGroup(
+        named.name, tuple(components[i] for i in used), blend, fractions, order, tuple(notes)
+    )
+    if split_name == "train" and data.max_epochs_action == "renormalize" and not group.is_empty:
+        return _renormalized(group, data, seq_length, max(num_samples, data.data_order_samples or 0))
+    return group
 
 
-def _blend_of(paths: tuple[WeightedPath, ...], order: str) -> Blend:
-    blend: Blend = DATA_ORDERS.load(order).from_fractions([path.weight for path in paths])
+def _blend_of(data: DataConfig, paths: Sequence[WeightedPath], sizes: Sequence[int]) -> Blend | None:
+    """Returns the blend of a group; None if it has one prefix. sizes: samples in one epoch of each prefix.
+
+    In other programs a single prefix with a weight is a blend, too, but not in a weighted group, and not in
+    Megatron-Core's --train-data-path.
+    """
+    kind: Any = DATA_ORDERS.load(data.data_order)
+    weights = [path.weight for path in paths if path.weight is not None]
+    not_blended = data.train_weighted_split_paths or (
+        splits_with_own_data(data) and DATA_ORDERS[data.data_order].is_core
+    )
+    if len(paths) == 1 and (not_blended or not weights or not kind.blends_one):
+        return None
+    blend: Blend = kind.from_fractions(weights) if weights else kind.from_sizes(sizes)
     return blend
 
 
-def _split_group(data: DataConfig, split_name: str, open_dataset: DatasetOpener) -> DocumentGroup:
-    paths = parse_data_path(data.data_path)
-    split_index = SPLIT_NAMES.index(split_name)
-    order = DATA_ORDERS[data.data_order]
-    components = []
-    for path in paths:
-        dataset = open_dataset(path.prefix, "--data-path")
-        documents = split_documents(data.split, len(dataset), order)[split_index]
-        components.append(Component(dataset, range(0) if documents is None else documents))
-    blends_one = DATA_ORDERS.load(data.data_order).blends_one and len(data.data_path) > 1
-    blend = _blend_of(paths, data.data_order) if blends_one or len(paths) > 1 else None
-    fractions = list(parse_split(data.split))
-    group = DocumentGroup(split_name, tuple(components), blend, fractions, order)
-    for component in group.components:
-        if not component.documents and not group.is_empty:
-            raise UserError(
-                f"--split {data.split} assigns none of the {len(component.dataset):,} documents of "
-                f"{component.dataset.source} to the {split_name} split, but the blend needs some: change "
-                "--split, remove the prefix, or set the documents with --train-weighted-split-paths"
+def _component(
+    data: DataConfig, split_name: str, path: WeightedPath, open_dataset: DatasetOpener
+) -> Component:
+    dataset = open_dataset(path.prefix, data_option(data, split_name))
+    if splits_with_own_data(data):
+        # The bounds are rounded as in Megatron. Adjacent ranges share a bound.
+        documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
+        return Component(dataset, documents)
+    splits = split_documents(data.split, len(dataset), DATA_ORDERS[data.data_order])
+    return Component(dataset, splits[SPLIT_NAMES.index(split_name)] or range(0))
+
+
+def _left_out_notes(
+    name: str, components: Sequence[Component], tokens: Sequence[int], shortest: int
+) -> Iterator[str]:
+    """Yields a note for each reason to leave components out of a group. shortest: tokens of a sample."""
+    prefixes = [part.dataset.prefix for part in components]
+    empty = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if count == 0]
+    short = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if 0 < count < shortest]
+    few = f"fewer tokens in it than a sample, {shortest:,}"
+    for found, what in ((short, few), (empty, "no tokens in it")):
+        if found:
+            yield (
+                f"note: {name} leaves out {len(found)} of {len(prefixes)} data sets, which have {what}: "
+                f"{first_few(found)}"
             )
-    return group
+
+
+def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_samples: int) -> DocumentGroup:
+    """Returns the group with weights by which no component has more than --max-epochs-per-dataset epochs
+    among the first `num_samples`.
+
+    A component that would exceed the limit has exactly the samples within it; the others share the rest by
+    their weights. The weights are the numbers of samples, so the order gives each component exactly these.
+    Raises ConfigError if all components together have too few samples.
+    """
+    limit = data.max_epochs_per_dataset
+    tokens = [part.dataset.tokens_in(part.documents) for part in group.components]
+    caps = [math.floor(Fraction(limit) * count / seq_length) for count in tokens]
+    counts = group.samples_of_components(num_samples)
+    if all(count <= cap for count, cap in zip(counts, caps, strict=True)):
+        return group
+    if sum(caps) < num_samples:
+        raise ConfigError(
+            f"--max-epochs-action renormalize: the run reads {num_samples:,} training samples, and all its "
+            f"data sets together have {sum(caps):,} in --max-epochs-per-dataset {limit:g}: add data, raise "
+            "the limit, or shorten the run"
+        )
+    wanted, capped = counts, set[int]()
+    weights = [1] if group.blend is None else group.blend.weights
+    while exceeding := {i for i, count in enumerate(counts) if i not in capped and count > caps[i]}:
+        capped |= exceeding
+        free = [i for i in range(len(counts)) if i not in capped]
+        rest = num_samples - sum(caps[i] for i in capped)
+        counts = list(caps)
+        shares = BlendOrder.from_fractions([Fraction(weights[i]) for i in free]) if free else None
+        for i, share in zip(free, shares.samples_of_components(rest) if shares else (), strict=True):
+            counts[i] = share
+    used = [i for i, count in enumerate(counts) if count > 0]
+    blend = BlendOrder.from_fractions([Fraction(counts[i]) for i in used]) if len(used) > 1 else None
+    names = [
+        f"{group.components[i].dataset.prefix} ({wanted[i]:,} -> {caps[i]:,} samples)" for i in sorted(capped)
+    ]
+    note = (
+        f"note: the {group.name} data are renormalized over {num_samples:,} samples: {len(capped)} of "
+        f"{len(counts)} data sets are read to --max-epochs-per-dataset {limit:g}, and the others share the "
+        f"rest by their weights: {first_few(names)}"
+    )
+    ranges = splits_with_own_data(data)
+    return replace(
+        group,
+        components=tuple(group.components[i] for i in used),
+        blend=blend,
+        fractions=[group.fractions[i] for i in used] if ranges else group.fractions,
+        notes=(*group.notes, note),
+        renormalized_over=num_samples,
+    )
 
 
 def split_documents(

@@ -59,11 +59,11 @@ def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> lis
         if command.processes is not None:
             words += ["--world-size", str(command.processes), "--node-size", str(command.processes_per_node)]
         words += command.flags
-    # Flags of other frameworks are translated first, so that `_without` finds the settings that they change.
+    # Flags of other frameworks are translated first, so that the settings that they change are found.
     words, flags = rewrite(words)[0], rewrite(flags)[0]
-    words = [*_without(words, _given(flags)), *flags]
+    words = [*without_settings(words, _given(flags)), *flags]
     if gpus is not None:
-        words = [*_without(words, {"parallel.world_size"}), "--world-size", str(gpus)]
+        words = [*without_settings(words, {"parallel.world_size"}), "--world-size", str(gpus)]
     return words if "training.dry_run" in _given(words) else ["--dry-run", *words]
 
 
@@ -112,7 +112,7 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
             flags.append(option)
         elif value is not None and value is not False:
             flags += [option, str(value)]
-    return [*_without(words, set(change)), *flags]
+    return [*without_settings(words, set(change)), *flags]
 
 
 @cache
@@ -134,7 +134,7 @@ def _given(words: Sequence[str]) -> set[str]:
     return {options[word.partition("=")[0]] for word in words if word.partition("=")[0] in options}
 
 
-def _without(words: Sequence[str], names: set[str]) -> list[str]:
+def without_settings(words: Sequence[str], names: set[str]) -> list[str]:
     """Returns the words without the flags of the settings `names`, and without their values."""
     options, kept, skips = _options(), [], False
     for word in words:

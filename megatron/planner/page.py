@@ -1,8 +1,9 @@
-"""The HTML page of `tools/plan.py --html` and `tools/sweep.py --html`: one file that loads nothing else.
+"""The HTML page of `--html` of tools/plan.py, tools/sweep.py and tools/verify_dataset.py: one file that loads
+nothing else.
 
 The data, page.css and the scripts are inserted into page.html. The scripts run in this order: base.js
 (elements, numbers, sortable tables), chart.js (stacked bars, axes, legends), timeline.js (the schedule),
-plan.js and sweep.js (the sections), main.js.
+plan.js, sweep.js and data.js (the sections), main.js.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any, Literal
 from megatron.errors import UserError
 from megatron.files import write_atomically
 
-Kind = Literal["plan", "search", "recipe", "sweep"]
+Kind = Literal["plan", "search", "recipe", "sweep", "data"]
 
 _SOURCES = Path(__file__).parent / "assets"
-_SCRIPTS = ("base.js", "chart.js", "timeline.js", "plan.js", "sweep.js", "main.js")
+_SCRIPTS = ("base.js", "chart.js", "timeline.js", "plan.js", "sweep.js", "data.js", "main.js")
 _TITLES: dict[Kind, str] = {
     "plan": "Plan of a run",
     "search": "Search for a layout",
     "recipe": "Recipe for a layout",
     "sweep": "Sweep",
+    "data": "Token files",
 }
 # Only these characters could end a <script> element or begin a comment in it.
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
@@ -35,7 +37,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) -> None:
     """Writes the page to `path`. Raises UserError if the file cannot be written. command: the command line
     that produced the data. data: for a plan `Plan.as_dict()`; for a search, a recipe or a sweep the object
-    that --json writes."""
+    that --json writes; for token files `data.statistics.dataset_statistics()`."""
     text = page_text(kind, command, data)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,18 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig, parse_split
 from megatron.config.batch import RunLength
-from megatron.config.data import SPLIT_NAMES, token_files
+from megatron.config.data import SPLIT_NAMES, splits_with_own_data, token_files
 from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
+    RequestedGroups,
     build_gpt_datasets,
     data_fingerprint,
     index_requests,
@@ -66,11 +68,27 @@ def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | 
 
 
 def data_report(config: Config, length: RunLength) -> str:
-    """Returns the table of the data that the run reads, with a warning above --max-epochs-per-dataset."""
-    samples = length.samples_read(config)
-    usages = dataset_usage(config.data, config.model.seq_length, config.training.seed, samples)
-    empty = splits_without_documents(config.data, samples)
-    return usage_table(usages, config.data.max_epochs_per_dataset, empty)
+    """Returns the table of the data that the run reads, with notes on data sets that are left out or capped,
+    and with a warning above --max-epochs-per-dataset.
+
+    Raises ConfigError above the limit with --max-epochs-action stop.
+    """
+    data, samples = config.data, length.samples_read(config)
+    groups = requested_groups(data, config.model.seq_length, samples)
+    usages = dataset_usage(groups, config.model.seq_length, config.training.seed, data.data_cache_path)
+    exceeding = [
+        usage for usage in usages if usage.is_training and usage.epochs > data.max_epochs_per_dataset
+    ]
+    if exceeding and data.max_epochs_action == "stop":
+        raise ConfigError(
+            f"--max-epochs-action stop: {_epochs_sentence(exceeding[0], data.max_epochs_per_dataset)}"
+            f"{f' ({len(exceeding)} data sets exceed it)' if len(exceeding) > 1 else ''}: add data, lower "
+            "its weight, raise the limit, or set --max-epochs-action renormalize"
+        )
+    notes = [note for group, _ in chain(*groups) for note in group.notes]
+    return usage_table(
+        usages, data.max_epochs_per_dataset, [*empty_split_notes(data, samples, groups), *notes]
+    )
 
 
 def index_notes(config: Config, length: RunLength) -> list[str]:
@@ -100,9 +118,9 @@ def index_notes(config: Config, length: RunLength) -> list[str]:
 
 def missing_token_file(config: Config) -> str:
     """Returns why this machine cannot read the data, for a dry run; "" if it can."""
-    if not (config.data.data_path or config.data.train_weighted_split_paths):
+    if not (files := token_files(config.data)):
         return "no --data-path"
-    for option, prefix, file in token_files(config.data):
+    for option, prefix, file in files:
         if not Path(file).is_file():
             return f"{option} {prefix}: {file} does not exist"
     return ""
@@ -187,18 +205,17 @@ class DatasetUsage:
 
 
 def dataset_usage(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+    groups: RequestedGroups, seq_length: int, seed: int, cache_folder: str | None = None
 ) -> list[DatasetUsage]:
-    """Returns an entry for each data set that the run reads. num_samples: of the train, valid and test split;
-    a split with 0 samples has no entry.
+    """Returns an entry for each data set that the run reads. groups: of `requested_groups`.
 
     Raises ConfigError for damaged data, for a split with fewer tokens than one sample, and for evaluations
     that repeat their data too often.
     """
     usages = []
-    for is_training, groups in zip((True, False, False), requested_groups(data, num_samples), strict=True):
-        for group, wanted in groups:
-            requests = index_requests(group, wanted, seq_length, seed, data.data_cache_path)
+    for is_training, requested in zip((True, False, False), groups, strict=True):
+        for group, wanted in requested:
+            requests = index_requests(group, wanted, seq_length, seed, cache_folder)
             counts = group.samples_of_components(wanted)
             for request, samples in zip(requests, counts, strict=True):
                 tokens = request.plan().tokens_per_epoch
@@ -230,35 +247,37 @@ def _check_evaluation(usage: DatasetUsage) -> None:
         )
 
 
-def splits_without_documents(data: DataConfig, num_samples: tuple[int, int, int]) -> list[str]:
-    """Returns the splits that a run reads and that have a weight in --split, but no documents. num_samples:
-    samples of the train, valid and test split."""
-    if data.train_weighted_split_paths:
+def empty_split_notes(
+    data: DataConfig, num_samples: tuple[int, int, int], groups: RequestedGroups
+) -> list[str]:
+    """Returns a note for each split that a run reads and that has a weight in --split, but no documents.
+    num_samples: samples of the train, valid and test split. groups: those of `requested_groups`."""
+    if splits_with_own_data(data):
         return []
-    found = requested_groups(data, num_samples)
     return [
-        name
-        for name, share, wanted, groups in zip(
-            SPLIT_NAMES, parse_split(data.split), num_samples, found, strict=True
+        f"{name}: no documents, so it is not evaluated"
+        for name, share, wanted, found in zip(
+            SPLIT_NAMES, parse_split(data.split), num_samples, groups, strict=True
         )
-        if wanted and share and not groups
+        if wanted and share and not found
     ]
 
 
-def usage_table(
-    usages: Sequence[DatasetUsage], max_epochs: float, without_documents: Sequence[str] = ()
-) -> str:
-    """Returns a row per data set and group, a line per split in `without_documents`, and a warning per data
-    set that training reads more than `max_epochs` times."""
+def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequence[str] = ()) -> str:
+    """Returns a row per data set and group, the notes, and a warning per data set that training reads more
+    than `max_epochs` times."""
     rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
     for usage in usages:
         counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]
         rows.append([usage.group, usage.prefix, *counts, f"{usage.share:.1%}", f"{usage.epochs:.3g}"])
     warnings = [
-        f"warning: training reads {usage.prefix} {usage.epochs:.2f} times, above --max-epochs-per-dataset "
-        f"{max_epochs:g}: add data, lower its weight, or raise the flag"
+        f"warning: {_epochs_sentence(usage, max_epochs)}: add data, lower its weight, or raise the flag"
         for usage in usages
         if usage.is_training and usage.epochs > max_epochs
     ]
-    empty = [f"{name}: no documents, so it is not evaluated" for name in without_documents]
-    return "\n".join([format_table(rows, left_align=(0, 1)), *empty, *warnings])
+    return "\n".join([format_table(rows, left_align=(0, 1)), *notes, *warnings])
+
+
+def _epochs_sentence(usage: DatasetUsage, max_epochs: float) -> str:
+    limit = f"--max-epochs-per-dataset {max_epochs:g}"
+    return f"training reads {usage.prefix} {usage.epochs:.2f} times, above {limit}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,15 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from megatron.config import read_command_line
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.statistics import dataset_statistics
 from megatron.planner.command import with_defaults
 from megatron.planner.plan_tool import plan_report, search_report
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import remarks
 from megatron.units import GIB
 from tests.browser.conftest import Show
+from tests.unit.data.token_files import write_documents
 from tests.unit.planner.sweep.made import make_record, make_result, make_row
 
 MODEL = (
@@ -224,3 +228,36 @@ def luminance(color: list[int]) -> float:
 def contrast(first: list[int], second: list[int]) -> float:
     low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
+
+
+def test_the_numbers_of_token_files_are_shown(show: Show, tmp_path: Path) -> None:
+    documents = {"a": [[5], [6, 6], [5], [8] * 9, []], HOSTILE: [[6, 6], [7] * 300]}
+    prefixes = [write_documents(tmp_path / str(n), content) for n, content in enumerate(documents.values())]
+    data = dataset_statistics([IndexedDataset(prefix) for prefix in prefixes])
+    data["sets"][1]["prefix"] = data["examples"][0]["text"] = HOSTILE
+    browser = show("data", data)
+    assert browser.execute_script("return window.broken") is None
+    figures = [element.text.split() for element in browser.find_elements(By.CLASS_NAME, "figure")]
+    assert [" ".join(words) for words in figures] == [
+        *("data sets 2", "documents 7", "tokens 315", "tokens per document 45.0"),
+        "duplicates within data sets 14.3 % of documents",
+    ]
+    assert cells(browser, "sets", "data") == [prefixes[0], HOSTILE]
+    assert cells(browser, "sets", "tokens") == ["13", "302"]
+    assert cells(browser, "sets", "share") == ["4.1", "95.9"]
+    assert cells(browser, "sets", "duplicates") == ["1", "0"] and cells(browser, "sets", "shared") == [
+        "1",
+        "1",
+    ]
+    assert cells(browser, "lengths", "documents") == ["1", "2", "2", "0", "1", "0", "0", "0", "0", "1"]
+    assert cells(browser, "lengths", "tokens") == ["0", "2", "4", "0", "9", "0", "0", "0", "0", "300"]
+    assert cells(browser, "repeated", "copies") == ["2", "2"]
+    # The heights of the columns are shares of the documents.
+    heights = [
+        float(bar.get_attribute("height") or 0) for bar in browser.find_elements(By.CSS_SELECTOR, "svg rect")
+    ]
+    counts = [1, 2, 2, 1, 1]
+    assert [height / heights[0] for height in heights[: len(counts)]] == pytest.approx(counts, rel=1e-3)
+    head(browser, "sets", "tokens").click()
+    head(browser, "sets", "tokens").click()
+    assert cells(browser, "sets", "tokens") == ["302", "13"]

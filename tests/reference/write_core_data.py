@@ -4,8 +4,9 @@
     python tests/reference/write_core_data.py core_data && tar -czf tests/assets/core_data.tar.gz core_data
 
 The folder has token files, the cache folder of a run with a blend, and `cases.json`: digests of the samples
-that Megatron-Core reads in 117 orders of one data set and in 20 blends, digests of longer tables of blends,
-and the samples that the run with the cache folder reads after a while.
+that Megatron-Core reads in 117 orders of one data set, in 20 blends, in blends without weights and in blends
+with a data set that is shorter than one sample; digests of longer tables of blends, and the samples that the
+run with the cache folder reads after a while.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from megatron.core.datasets.utils import normalize
 
 SEQ = 16
 DOCUMENTS = {"a": 1003, "b": 737, "c": 551}
+SHORT = [2, 3, 1]  # tokens of the documents of data set d: fewer than one sample
 SPLITS = ("949,50,1", "969,30,1", "8,1,1")
 # About 300, 220 and 160 samples per epoch: one to eight epochs, last epochs used by 1 to 100 %.
 SAMPLES = (1, 100, 150, 200, 260, 290, 330, 400, 444, 500, 640, 777, 1000)
@@ -40,6 +42,9 @@ BLENDS = [
     [1, "a", 2, "b", 3, "c", 4, "a", 5, "b", 6, "c", 7, "a", 8, "b", 9, "c"],
     [weight_or_name for i in range(1, 12) for weight_or_name in (1 / (3 * i), "abc"[i % 3])],
 ]
+SIZED = [["a", "b"], ["b", "c", "a"], ["c", "a", "b", "a", "c"]]
+SIZED_SAMPLES = ([100, 20, 10], [333, 30, 20], [10**6, 10**6, 10**6])  # the last: all samples of one epoch
+SHORT_BLENDS = [[0.3, "a", 0.01, "d", 0.7, "b"], [1, "d", 5, "c"]]
 TABLES = [[0.3, 0.7], [1, 1, 1, 1], [0.1] * 10, [1 / 3, 1 / 7, 1 / 11], [i**1.5 for i in range(1, 31)]]
 TABLE_SAMPLES = 100_000
 CACHED = {"blend": BLENDS[4], "samples": 700, "seed": 4321, "split": "8,1,1", "first": 333, "count": 8}
@@ -70,6 +75,11 @@ def write_tokens(folder: str) -> None:
             builder.add_document(np.arange(first, first + size), [size])
             first += size
         builder.finalize(f"{folder}/{name}.idx")
+    builder = IndexedDatasetBuilder(f"{folder}/d.bin", dtype=np.uint16)
+    for size in SHORT:
+        builder.add_document(np.arange(first, first + size), [size])
+        first += size
+    builder.finalize(f"{folder}/d.idx")
 
 
 def build(folder, seed, sizes, cache=None, **blend):
@@ -106,6 +116,35 @@ def tables(datasets):
 
 def prefixes_and_weights(folder, words):
     return [f"{folder}/{name}" for name in words[1::2]], [float(weight) for weight in words[::2]]
+
+
+def sized_cases(folder):
+    """Yields blends without weights, whose shares are the samples in one epoch of each data set. samples:
+    None if Megatron-Core stops, because its table needs more samples of a data set than there are."""
+    for names in SIZED:
+        blend = [f"{folder}/{name}" for name in names], None
+        for number, sizes in enumerate(SIZED_SAMPLES):
+            for given in ({"blend": blend, "split": "8,1,1"}, {"blend_per_split": [blend, blend, None]}):
+                temporary, seed = f"{folder}/sized-cache", 7 + number
+                case = {"blend": names, "split": given.get("split"), "sizes": sizes, "seed": seed}
+                try:
+                    found = build(folder, seed, sizes, temporary, **given)
+                    lengths = [0 if data is None else len(data) for data in found]
+                    yield {**case, "lengths": lengths, "samples": digests(found, lengths)}
+                except IndexError:
+                    yield {**case, "lengths": None, "samples": None}
+                remove(temporary)
+
+
+def short_cases(folder):
+    """Yields blends with data set d, whose documents are repeated within a sample."""
+    for words in SHORT_BLENDS:
+        blend, sizes, seed = prefixes_and_weights(folder, words), [400, 40, 0], 77
+        for given in ({"blend": blend, "split": "1,0,0"}, {"blend_per_split": [blend, blend, None]}):
+            found = build(folder, seed, sizes, f"{folder}/short-cache", **given)
+            case = {"blend": words, "split": given.get("split"), "sizes": sizes, "seed": seed}
+            yield {**case, "samples": digests(found, sizes)}
+            remove(f"{folder}/short-cache")
 
 
 def main(folder: str) -> None:
@@ -150,6 +189,7 @@ def main(folder: str) -> None:
     next_samples = [sample(run[0], i).tolist() for i in window]
     content = {
         "seq_length": SEQ, "single": single, "blends": blends, "tables": long_tables,
+        "sized": list(sized_cases(folder)), "short": list(short_cases(folder)),
         "cached": {**CACHED, "sizes": [CACHED["samples"], 20, 3], "next_samples": next_samples},
     }  # fmt: skip
     with open(f"{folder}/cases.json", "w") as file:

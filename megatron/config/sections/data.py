@@ -13,8 +13,12 @@ def _groups(help: str) -> Any:
     return flag((), nargs="+", metavar="GROUP", help=help)
 
 
-def _groups_file(help: str) -> Any:
+def _file(help: str) -> Any:
     return flag(None, metavar="FILE", help=help)
+
+
+def _blend_of_split(help: str) -> Any:
+    return flag((), nargs="+", metavar="PREFIX", help=help)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +32,11 @@ class DataConfig(Section):
         nargs="+",
         metavar="PREFIX",
         help="token files: the path of a .bin/.idx pair without suffix (made by tools/preprocess_data.py), "
-        "or a blend WEIGHT PREFIX WEIGHT PREFIX ...",
+        "or a blend WEIGHT PREFIX WEIGHT PREFIX ...; without weights (PREFIX PREFIX ...) each data set is "
+        "read in proportion to its size",
         group=COMMON_FLAGS,
     )
+    data_args_path: str | None = _file("file with the words of --data-path, separated by white space")
     split: str = flag(
         "969, 30, 1",
         strip_quotes=True,
@@ -47,14 +53,20 @@ class DataConfig(Section):
     test_weighted_split_paths: tuple[str, ...] = _groups(
         "groups of test data, evaluated at the end of the run"
     )
-    train_weighted_split_paths_path: str | None = _groups_file(
-        "file with the training group in double quotes"
-    )
-    valid_weighted_split_paths_path: str | None = _groups_file(
+    train_weighted_split_paths_path: str | None = _file("file with the training group in double quotes")
+    valid_weighted_split_paths_path: str | None = _file(
         "file with the validation groups, each in double quotes"
     )
-    test_weighted_split_paths_path: str | None = _groups_file(
-        "file with the test groups, each in double quotes"
+    test_weighted_split_paths_path: str | None = _file("file with the test groups, each in double quotes")
+    train_data_path: tuple[str, ...] = _blend_of_split(
+        "training data, which replaces --data-path and --split: all documents of the prefixes, in the form "
+        "of --data-path"
+    )
+    valid_data_path: tuple[str, ...] = _blend_of_split("validation data, with --train-data-path")
+    test_data_path: tuple[str, ...] = _blend_of_split("test data, with --train-data-path")
+    per_split_data_args_path: str | None = _file(
+        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under the "
+        "keys train, valid and test, each a list or one string"
     )
     data_cache_path: str | None = flag(
         None,
@@ -77,8 +89,16 @@ class DataConfig(Section):
     max_epochs_per_dataset: float = flag(
         4.0,
         above=0,
-        help="warn if training reads a data set for more than X epochs; up to 4 epochs are almost as good as "
-        "new data (arXiv:2305.16264)",
+        help="limit of the epochs for which training reads a data set, see --max-epochs-action; up to 4 "
+        "epochs are almost as good as new data (arXiv:2305.16264)",
+    )
+    max_epochs_action: str = flag(
+        "repeat",
+        choices=("repeat", "stop", "renormalize"),
+        help="what happens to a data set that training would read for more than --max-epochs-per-dataset\n"
+        "repeat: it is read as often as its weight asks for, with a warning\n"
+        "stop: the run stops before it starts\n"
+        "renormalize: it is read exactly to the limit, and the others share the rest by their weights",
     )
     data_order_samples: int | None = flag(
         None,
@@ -132,10 +152,18 @@ class DataConfig(Section):
         return derived
 
 
-def groups_option(data: DataConfig, split_name: str) -> str:
-    """Returns the flag that set the groups of 'train', 'valid' or 'test'."""
-    name = f"{split_name}_weighted_split_paths"
-    return option_name(name if getattr(data, f"{name}_path") is None else f"{name}_path")
+def data_option(data: DataConfig, split_name: str) -> str:
+    """Returns the flag that names the data of 'train', 'valid' or 'test'."""
+    for words, file in (
+        (f"{split_name}_weighted_split_paths", f"{split_name}_weighted_split_paths_path"),
+        (f"{split_name}_data_path", "per_split_data_args_path"),
+        ("data_path", "data_args_path"),
+    ):
+        if getattr(data, file) is not None:
+            return option_name(file)
+        if getattr(data, words):
+            return option_name(words)
+    return "--data-path"
 
 
 def fitting_tokenizer_types(flags: Any) -> list[str]:

@@ -7,6 +7,7 @@ function main() {
     search: () => layoutsSections(page.data, true),
     recipe: () => layoutsSections(page.data, false),
     sweep: () => sweepSections(page.data),
+    data: () => dataSections(page.data),
   };
   document.getElementById("page").replaceChildren(element("h1", {}, page.title), ...sections[page.kind](),
     element("section", {}, element("h2", {}, "Command"), element("pre", {}, ...prose(page.command))));

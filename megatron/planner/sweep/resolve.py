@@ -28,7 +28,7 @@ _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
     "parallel": None,  # all settings of the section
     "logging": None,
     "batch": ("micro_batch_size",),
-    "data": ("num_workers", "valid_num_workers", "data_cache_path", "max_epochs_per_dataset"),
+    "data": ("num_workers", "valid_num_workers", "data_cache_path"),
     "optimizer": ("use_apex",),
     "stability": ("check_invariants_interval", "sync_tp_duplicated_parameters"),
     "training": (

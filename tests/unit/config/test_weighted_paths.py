@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, parse_args, read_command_line
+from megatron.config import Config, ConfigError, parse_args, read_command_line
 from megatron.config.data import (
     PathGroup,
     WeightedPath,
+    available_eval_splits,
     parse_data_path,
     parse_groups,
     read_groups_file,
+    split_groups,
+    token_file_prefixes,
 )
 from tests.unit.config.command_lines import SMALL
 
@@ -29,11 +34,37 @@ def refusal(*words: str, dry_run: bool = True) -> str:
 
 
 def test_a_data_path_is_one_prefix_or_a_blend() -> None:
-    assert parse_data_path(["A"]) == (WeightedPath(Fraction(1), "A"),)
+    assert parse_data_path(["A"]) == (WeightedPath(None, "A"),)
     assert parse_data_path(["0.3", "A", "7e-1", "B"]) == (
         WeightedPath(Fraction(3, 10), "A"),
         WeightedPath(Fraction(7, 10), "B"),
     )
+    without = parse_data_path(["2024/01", "2024/02", "C"])
+    assert [(path.weight, path.prefix) for path in without] == [
+        (None, "2024/01"),
+        (None, "2024/02"),
+        (None, "C"),
+    ]
+
+
+def test_the_files_of_megatron_lm_equal_the_flags(tmp_path: Path) -> None:
+    """The formats of Megatron-LM's get_blend_and_blend_per_split."""
+    (tmp_path / "blend.txt").write_text("0.25 a\n0.75\tb\n")
+    (tmp_path / "splits.json").write_text('{"train": [0.25, "a", "0.75", "b"], "valid": "a b", "test": null}')
+    config = parse_args([*SMALL, "--data-args-path", str(tmp_path / "blend.txt"), "--split", "9,1"], {})
+    assert config.data.data_path == ("0.25", "a", "0.75", "b")
+    assert token_file_prefixes(config.data) == [("--data-args-path", "a"), ("--data-args-path", "b")]
+    by_file = parse_args([*SMALL, "--per-split-data-args-path", str(tmp_path / "splits.json")], {}).data
+    words = ["--train-data-path", "0.25", "a", "0.75", "b", "--valid-data-path", "a", "b"]
+    by_flags = parse_args([*SMALL, *words], {}).data
+    assert by_flags == replace(by_file, per_split_data_args_path=None)
+    for data in (by_file, by_flags):
+        assert [len(split_groups(data, name)) for name in ("train", "valid", "test")] == [1, 1, 0]
+        assert available_eval_splits(data) == (True, False, "without --valid-data-path")
+    # A checkpoint records the words, and the file may be gone.
+    (tmp_path / "splits.json").unlink()
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))).data == config.data
+    parse_args([*SMALL, "--per-split-data-args-path", str(tmp_path / "splits.json")], {})  # a dry run
 
 
 @pytest.mark.parametrize(
@@ -88,12 +119,26 @@ def test_a_group_of_another_form_is_quoted_with_what_was_expected(text: str, par
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ([TRAIN, "T: 1 0:1 a", "--data-path", "a"], (TRAIN, "--data-path a", "remove one")),
+        ([TRAIN, "T: 1 0:1 a", "--data-path", "a"], (TRAIN, "--data-path 'a'", "remove one")),
         ([TRAIN, "T: 1 0:1 a", "--split", "9,1"], (TRAIN, "--split 9,1", "START:END")),
         ([VALID, "V: 1 0:1 a"], (VALID, f"without {TRAIN}")),
         ([TRAIN, "T: 1 0:1 a", "U: 1 0:1 b"], (TRAIN, "2 groups", "commas")),
         ([TRAIN, "T: 1 0:1 a", VALID, "V: 1 0:1 a", "V: 1 0:1 b"], (VALID, "2 groups named 'V'")),
         ([TRAIN, "T: 1 0:1 a", VALID, "V: 1 0:1 a", TEST, "V: 1 0:1 b"], (VALID, TEST, "named 'V'")),
+        (
+            ["--train-data-path", "a", "--data-path", "a"],
+            ("--train-data-path", "--data-path 'a'", "remove one"),
+        ),
+        (["--train-data-path", "a", "--split", "9,1"], ("--split 9,1: all documents",)),
+        (["--valid-data-path", "a"], ("--valid-data-path without --train-data-path",)),
+        (["--train-data-path", "a", VALID, "V: 1 0:1 a"], (VALID, "--train-data-path", "one way")),
+        (["--data-path", "0.3", "a", "b"], ("--data-path has 3 values", "0.3 A 0.7 B")),
+        (["--train-data-path", "a", "0.3"], ("--train-data-path 'a 0.3': the weight 'a'",)),
+        (["--data-path", "a", "b", "--data-order", "megatron-deepspeed"], ("has no weights", "native")),
+        (
+            ["--data-path", "a", "--data-order", "megatron-core", "--max-epochs-action", "renormalize"],
+            ("renormalize with --data-order megatron-core",),
+        ),
     ],
 )
 def test_contradictions_are_refused(words: list[str], parts: tuple[str, ...]) -> None:
@@ -114,6 +159,27 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     file.write_text('"T: 1 0:1"')
     assert f"{option} 'T: 1 0:1': '1 0:1' has 2 words" in refusal(option, str(file))
     assert "both given" in refusal(option, str(file), TRAIN, "T: 1 0:1 a")
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "part"),
+    [
+        ("--data-args-path", " \n", "is empty"),
+        ("--data-args-path", "0.3 a b", "--data-args-path has 3 values"),
+        ("--per-split-data-args-path", "0.3 a", "is not JSON"),
+        ("--per-split-data-args-path", '{"training": ["a"]}', "other keys"),
+        ("--per-split-data-args-path", '{"train": {"a": 1}}', "'train' is no list of words"),
+        ("--per-split-data-args-path", '{"train": [["a"]]}', "'train' is no list of words"),
+        ("--per-split-data-args-path", '{"valid": ["a"]}', "names no training data"),
+    ],
+)
+def test_a_data_file_of_another_form_is_named(tmp_path: Path, flag: str, content: str, part: str) -> None:
+    file = tmp_path / "file"
+    file.write_text(content)
+    assert part in refusal(flag, str(file))
+    assert "both given" in refusal(
+        flag, str(file), flag.replace("args-path", "path").replace("per-split", "train"), "a"
+    )
 
 
 def test_a_run_needs_the_files_of_every_group(tmp_path: Path) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.config import DataConfig
-from megatron.data.blended_dataset import BlendedDataset, SampleDataset
+from megatron.config import ConfigError, DataConfig
+from megatron.data.blended_dataset import BlendedDataset, SampleDataset, integer_weights
 from megatron.data.gpt_dataset import (
     GPTDataset,
     data_fingerprint,
     fingerprint_differences,
     prepare_index_files,
+    requested_groups,
+    same_data,
 )
 from megatron.errors import UserError
 from tests.unit.data import token_files
@@ -97,12 +101,107 @@ def test_a_single_weighted_prefix_equals_the_prefix(a: str) -> None:
     assert contents(alone) == contents(build(data_config(a), (8, 0, 0)).train)
 
 
-def test_a_component_without_documents_in_a_split_is_named(a: str, tmp_path: Path) -> None:
+def notes_of(data: DataConfig, seq_length: int, num_samples: tuple[int, int, int]) -> list[str]:
+    return [
+        note
+        for found in requested_groups(data, seq_length, num_samples)
+        for group, _ in found
+        for note in group.notes
+    ]
+
+
+def test_components_too_small_for_a_split_are_left_out_of_it_with_a_note(
+    a: str, b: str, tmp_path: Path
+) -> None:
     tiny = write_documents(tmp_path / "tiny", [[1, 2, 3, 4, 5, 6, 7]])
-    data = data_config("1", a, "1", tiny, split="80,20,0")
-    assert len(build(data, (8, 0, 0)).train) == 8
-    with pytest.raises(UserError, match=rf"--split 80,20,0 .* 1 documents of --data-path {tiny} .*valid"):
-        prepare_index_files(data, SEQ, SEED, (8, 4, 0))
+    short = write_documents(tmp_path / "short", [[1, 2], [3], [], [4]])
+    data = data_config("1", a, "5", tiny, "2", short, "3", b, split="80,20,0")
+    train, (valid,), _ = build(data, (30, 4, 0))
+    # tiny has no document in valid, short has 3 tokens in train and 1 in valid; a sample has 5.
+    assert contents(train) == contents(
+        build(data_config("1", a, "5", tiny, "3", b, split="80,20,0"), (30, 0, 0)).train
+    )
+    assert contents(valid) == contents(
+        build(data_config("1", a, "3", b, split="80,20,0"), (0, 4, 0)).valid[0]
+    )
+    notes = notes_of(data, SEQ, (30, 4, 0))
+    few, none = "which have fewer tokens in it than a sample, 5", "which have no tokens in it"
+    assert notes == [
+        f"note: train leaves out 1 of 4 data sets, {few}: {short}",
+        f"note: valid leaves out 1 of 4 data sets, {few}: {short}",
+        f"note: valid leaves out 1 of 4 data sets, {none}: {tiny}",
+    ]
+    saved = data_fingerprint(data, SEQ, SEED, 30)
+    assert saved["paths"] == [a, tiny, b] and saved["weights"] == [1, 5, 3]
+    with pytest.raises(UserError, match="short: the train split has 3 tokens"):
+        build(data_config("1", short, "1", short, split="80,20,0"), (8, 0, 0))
+
+
+def test_without_weights_an_epoch_of_each_is_read_in_proportion_to_its_size(
+    a: str, b: str, tmp_path: Path
+) -> None:
+    c = write_documents(tmp_path / "c", [[token + 5000 for token in range(60 * 7)]])
+    data = data_config(a, b, c)
+    sizes = [(60 - 1) // SEQ, (67 - 1) // SEQ, (420 - 1) // SEQ]
+    blend = build(data, (2 * sum(sizes), 0, 0)).train
+    samples = contents(blend)
+    for epoch in (samples[: sum(sizes)], samples[sum(sizes) :]):
+        firsts = np.array(epoch)[:, 0]
+        assert [int(np.sum(firsts < 1000)), int(np.sum((firsts >= 1000) & (firsts < 5000)))] == sizes[:2]
+    first = np.array(contents(build(data, (sum(sizes), 0, 0)).train))
+    for tokens, size in ((first[first < 1000], sizes[0]), (first[first >= 5000], sizes[2])):
+        assert len(np.unique(tokens)) == size * SEQ + 1  # no token is in two samples, except at their ends
+    assert data_fingerprint(data, SEQ, SEED, 9)["weights"] == list(
+        integer_weights([Fraction(size) for size in sizes])
+    )
+    assert contents(build(data_config(a), (5, 0, 0)).train) == contents(
+        build(data_config(a, split="1,0,0"), (5, 0, 0)).train
+    )
+
+
+@pytest.mark.parametrize(("limit", "samples"), [(2.0, 120), (0.5, 40), (3.7, 213)])
+def test_renormalized_shares_equal_a_computation_by_bisection(
+    a: str, b: str, tmp_path: Path, limit: float, samples: int
+) -> None:
+    """Water filling: bisection finds the common factor of the weights of the components below their limit."""
+    c = write_documents(tmp_path / "c", [[7] * 9])
+    d = write_documents(tmp_path / "d", [list(range(900))])
+    paths, tokens, weights = [a, b, c, d], [60, 67, 9, 900], [5.0, 2.0, 0.7, 1.0]
+    words = [word for weight, path in zip(weights, paths, strict=True) for word in (str(weight), path)]
+    data = replace(data_config(*words), max_epochs_per_dataset=limit, max_epochs_action="renormalize")
+    caps = [int(limit * count / SEQ) for count in tokens]
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        middle = (low + high) / 2
+        filled = sum(min(cap, middle * weight) for cap, weight in zip(caps, weights, strict=True))
+        low, high = (middle, high) if filled < samples else (low, middle)
+    ((group, _),) = requested_groups(data, SEQ, (samples, 0, 0))[0]
+    counts = dict(
+        zip(
+            [part.dataset.prefix for part in group.components],
+            group.samples_of_components(samples),
+            strict=True,
+        )
+    )
+    assert sum(counts.values()) == samples
+    for path, cap, weight in zip(paths, caps, weights, strict=True):
+        assert counts.get(path, 0) == cap if low * weight >= cap else abs(counts[path] - low * weight) <= 1
+    blend = build(data, (samples, 0, 0)).train
+    assert sum(sample[0] == 7 for sample in contents(blend)) >= counts.get(c, 0)
+    (note,) = group.notes
+    assert (
+        f"renormalized over {samples} samples" in note
+        and f"{a} (" in note
+        and f"-> {caps[0]} samples)" in note
+    )
+    saved = data_fingerprint(data, SEQ, SEED, samples)
+    assert saved["renormalized_over"] == samples
+    longer = data_fingerprint(data, SEQ, SEED, samples + 8)
+    assert fingerprint_differences(saved, longer) and same_data(saved, longer)
+    below = replace(data, max_epochs_per_dataset=1000.0)
+    assert "renormalized_over" not in data_fingerprint(below, SEQ, SEED, samples)
+    with pytest.raises(ConfigError, match="all its data sets together have .* shorten the run"):
+        data_fingerprint(data, SEQ, SEED, sum(caps) + 1)
 
 
 def test_groups_read_their_ranges_under_their_names(a: str, b: str) -> None:

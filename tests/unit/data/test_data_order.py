@@ -106,7 +106,7 @@ def test_117_orders_of_one_data_set_equal_the_programs(
     for number, case in enumerate(cases["single"]):
         data = DataConfig(data_path=(str(core_data / case["data"]),), split=case["split"], data_order=order)
         found = []
-        for ((group, wanted),) in requested_groups(data, tuple(case["sizes"])):
+        for ((group, wanted),) in requested_groups(data, cases["seq_length"], tuple(case["sizes"])):
             (request,) = index_requests(group, wanted, cases["seq_length"], case["seed"], None)
             index = build_sample_order(
                 request.dataset.sizes, request.documents, request.seq_length, request.seed, request.plan()
@@ -133,6 +133,31 @@ def test_20_blends_equal_the_programs(
         if list(map(samples_digest, datasets)) != expected[order]["blends"][number]:
             different.append(number)
     assert len(cases["blends"]) == len(expected[order]["blends"]) == 20 and different == []
+
+
+def test_blends_without_weights_and_with_short_data_equal_megatron_core(
+    core_data: Path, cases: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last of three sizes is all samples of one epoch: Megatron-Core ends there."""
+    different = []
+    for number, case in enumerate([*cases["sized"], *cases["short"]]):
+        sizes = tuple(case.get("lengths", case["sizes"]))
+        words = [word if isinstance(word, float | int) else str(core_data / word) for word in case["blend"]]
+        one, each = tuple(map(str, words)), {"data_order": "megatron-core", "data_cache_path": str(tmp_path)}
+        data = (
+            DataConfig(data_path=one, split=case["split"], **each)
+            if case["split"]
+            else DataConfig(train_data_path=one, valid_data_path=one, **each)
+        )
+        found = build(data, cases["seq_length"], case["seed"], sizes)
+        datasets = [dataset for dataset in (found.train, *found.valid, *found.test) if dataset is not None]
+        if list(map(samples_digest, datasets)) != case["samples"]:
+            different.append(number)
+    assert (len(cases["sized"]), len(cases["short"])) == (18, 4) and different == []
+    with pytest.raises(UserError, match="Megatron-Core ends there"):
+        build(
+            replace(data, train_data_path=(str(core_data / "a"), str(core_data / "b"))), 16, 1, (10**6, 0, 0)
+        )
 
 
 def test_the_cases_tell_the_programs_apart(expected: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 
 from megatron.commands import merge_datasets, verify_dataset
+from megatron.config.batch import RunLength
+from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.planner.command import without_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
-from tests.unit.data.token_files import numbered_documents, write_documents
+from tests.unit.config.command_lines import BLOOM, GPT_104B
+from tests.unit.data.token_files import build, numbered_documents, write_documents
 
 SIZES = ([3, 0, 5], [4], [2, 6])
 
@@ -193,3 +198,79 @@ def test_negative_token_ids_are_damage_without_a_record_too(
 ) -> None:
     prefix = write_documents(tmp_path / "data", [[1, -2]], dtype="int32")
     assert "-2" in mistake(capsys, verify_dataset, prefix)
+
+
+def named_tokens(output: str, sets: dict[str, list[list[int]]]) -> list[list[int]]:
+    """Returns the tokens of each sample that --sample names, read from the documents that were written."""
+    samples = []
+    for line in output.splitlines():
+        if line.startswith("sample "):
+            prefix = line.partition(" of ")[2].partition(" of ")[2].partition(", in epoch")[0]
+            samples.append([])
+        elif match := re.fullmatch(r" *([\d,]+) +\[([\d,]+), ([\d,]+)\) +([\d,]+)", line):
+            document, start, end, size = (int(word.replace(",", "")) for word in match.groups())
+            assert size == len(sets[prefix][document])
+            samples[-1] += sets[prefix][document][start:end]
+    return samples
+
+
+@pytest.mark.parametrize("order", ["native", "megatron-core"])
+def test_a_sample_is_named_as_the_run_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str
+) -> None:
+    sets = {}
+    for number, name in enumerate("ab"):
+        documents = [
+            [1000 * number + token for token in one] for one in numbered_documents([5, 0, 9, 17, 4] * 9)
+        ]
+        sets[write_documents(tmp_path / name, documents)] = documents
+    a, b = sets
+    run = [*"--seq-length 16 --train-samples 60 --global-batch-size 4 --eval-iters 1 --seed 5".split()]
+    run += ["--data-order", order, "--data-cache-path", str(tmp_path / "cache")]
+    own = ["--train-data-path", a, "--valid-data-path", b, a]
+    ranges = [
+        *("--train-weighted-split-paths", f"T: 1 0:0.8 {a}, 2 0:0.8 {b}"),
+        *("--valid-weighted-split-paths", f"V: 1 0.8:1 {a}", f"W: 1 0.5:1 {a}, 1 0.8:1 {b}"),
+    ]
+    for given in (["--data-path", "0.3", a, "0.7", b, "--split", "8,2"], own, ranges):
+        config = verify_dataset.sampled_run([*run, *given])
+        length = RunLength.from_config(config)
+        datasets = build(config.data, 16, 5, length.samples_per_split(config))
+        for subset, groups, samples in (
+            ("train", [datasets.train], (0, 37, 59)),
+            ("valid", datasets.valid, (0, 3)),
+        ):
+            for i in samples:
+                verify_dataset.main(["--sample", str(i), "--subset", subset, *run, *given])
+                found = named_tokens(capsys.readouterr().out, sets)
+                assert found == [group[i].tolist() for group in groups if group is not None]
+    error = mistake(capsys, verify_dataset, "--sample", "60", *run, *own)
+    assert "--sample 60: the run reads 60 samples of train, expected 0 to 59" in error
+    assert "reads no test data" in mistake(
+        capsys, verify_dataset, "--sample", "1", "--subset", "test", *run, *own
+    )
+
+
+def test_flags_of_other_uses_are_refused(inputs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no data set" in mistake(capsys, verify_dataset)
+    assert "--subset valid is for --sample" in mistake(capsys, verify_dataset, inputs[0], "--subset", "valid")
+    assert "set --html" in mistake(capsys, verify_dataset, inputs[0], "--vocab-file", "x")
+    assert "--seq-length" in mistake(
+        capsys, verify_dataset, "--sample", "1", "--train-samples", "8", "--global-batch-size", "8"
+    )
+
+
+@pytest.mark.parametrize("flags", [BLOOM, GPT_104B], ids=["176B", "104B"])
+def test_the_flags_of_a_large_run_give_its_samples(
+    inputs: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], tmp_path: Path
+) -> None:
+    """The layout, the model and the files of an sbatch script need not fit this machine."""
+    words = [*without_settings(flags, {f"data.{name}" for name in TOKENIZER_FIELDS}), "--seq-length", "4"]
+    words += ["--data-path", inputs[0], "--train-samples", "4096", "--data-cache-path", str(tmp_path)]
+    words += ["--lr-warmup-samples", "9", "--seed", "3"]
+    verify_dataset.main(["--sample", "1", *words])
+    (found,) = named_tokens(capsys.readouterr().out, {inputs[0]: numbered_documents(SIZES[0])})
+    config = verify_dataset.sampled_run(words)
+    length = RunLength.from_config(config)
+    train = build(config.data, 4, 3, length.samples_per_split(config)).train
+    assert train is not None and found == train[1].tolist()

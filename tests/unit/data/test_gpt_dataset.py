@@ -76,9 +76,8 @@ def test_splits_without_weight_documents_or_samples_are_none(prefix: str) -> Non
 
 
 def test_a_prefix_or_pairs_are_expected(prefix: str) -> None:
-    for prefixes in ((), ("0.5", prefix, "0.5")):
-        with pytest.raises(UserError, match=f"--data-path has {len(prefixes)} values"):
-            prepare_index_files(data_config(*prefixes), 3, 7, (5, 0, 0))
+    with pytest.raises(UserError, match="--data-path has 3 values"):
+        prepare_index_files(data_config("0.5", prefix, "0.5"), 3, 7, (5, 0, 0))
 
 
 def test_fingerprint_is_equal_exactly_when_the_order_is(prefix: str, tmp_path: Path) -> None:

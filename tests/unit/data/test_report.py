@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-from megatron.config import DataConfig
+from megatron.config import ConfigError, DataConfig, parse_args
 from megatron.config.batch import RunLength
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
     prepare_index_files,
+    requested_groups,
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
-from megatron.training import data as report
-from megatron.training.data import dataset_usage, index_notes, splits_without_documents, usage_table
+from megatron.training import data as run_data
+from megatron.training.data import DatasetUsage, empty_split_notes, index_notes, usage_table
 from tests.support.layouts import Row, config_of
+from tests.unit.config.command_lines import SMALL
 from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents
 
 
@@ -34,6 +36,12 @@ def a(tmp_path: Path) -> str:
 def b(tmp_path: Path) -> str:
     """Writes 20 documents of 50 tokens."""
     return write_documents(tmp_path / "b", numbered_documents([50] * 20))
+
+
+def dataset_usage(
+    data: DataConfig, seq_length: int, seed: int, samples: tuple[int, int, int]
+) -> list[DatasetUsage]:
+    return run_data.dataset_usage(requested_groups(data, seq_length, samples), seq_length, seed)
 
 
 def test_every_split_is_counted(a: str) -> None:
@@ -61,8 +69,8 @@ def test_a_blend_is_counted_per_data_set(a: str, b: str) -> None:
 )
 def test_splits_with_a_weight_and_without_documents_are_named(a: str, split, samples, expected) -> None:
     data = data_config(a, split=split)
-    assert splits_without_documents(data, samples) == expected
-    lines = usage_table(dataset_usage(data, 4, 1234, samples), 9, expected).splitlines()
+    notes = empty_split_notes(data, samples, requested_groups(data, 4, samples))
+    lines = usage_table(dataset_usage(data, 4, 1234, samples), 9, notes).splitlines()
     assert [line.split(":")[0] for line in lines if "no documents" in line] == expected
 
 
@@ -77,6 +85,31 @@ def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None
     (warning,) = (line for line in usage_table(usages, 3.3).splitlines() if "warning" in line)
     assert a in warning and "3.33 times" in warning and "--max-epochs-per-dataset 3.3" in warning
     assert len(usage_table(usages, 10).splitlines()) == 1 + 3
+
+
+def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -> None:
+    flags = [
+        *SMALL,
+        "--data-path",
+        "1",
+        a,
+        "1",
+        b,
+        "--seq-length",
+        "4",
+        "--split",
+        "1",
+        "--vocab-size",
+        "100",
+    ]
+    for action, stops in (("repeat", False), ("stop", True)):
+        config = parse_args([*flags, "--max-epochs-action", action, "--max-epochs-per-dataset", "20"], {})
+        length = RunLength.from_config(config)
+        if stops:  # 400 samples of 4 tokens from 60
+            with pytest.raises(ConfigError, match=f"stop: training reads {a} 26.67 times"):
+                run_data.planned_data_report(config, length)
+        else:
+            assert f"warning: training reads {a} 26.67 times" in run_data.planned_data_report(config, length)
 
 
 def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:
@@ -113,7 +146,7 @@ def test_missing_indices_are_reported_with_the_command_that_prepares_them(
     config = config_of(Row(dp=4), data={"data_path": (a,), "split": "1"})
     length = RunLength.from_config(config)
     assert index_notes(config, length) == ["rank 0 builds 1 indices of the data order (0 MB)"]
-    monkeypatch.setattr(report, "_LARGE_INDEX_BYTES", 0)
+    monkeypatch.setattr(run_data, "_LARGE_INDEX_BYTES", 0)
     (note,) = index_notes(config, length)
     assert note.endswith("4 ranks wait for it. To build them before a job, run tools/prepare_indices.py "
                          "--world-size 4 with the flags of this run")  # fmt: skip
