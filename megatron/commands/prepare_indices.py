@@ -6,9 +6,9 @@
 All flags of pretrain_gpt.py are accepted, too: pass those of the run. --script executes an sbatch script as
 you, with DRY_RUN=1, and takes the flags and the number of processes that the script prints.
 
-The tool verifies the token files, builds the missing indices of all data sets and splits, and writes a stamp
-with size and time of change of each file. The start of a run trusts the stamp: it reads no index, and builds
-none. Repeat the command after a failure. In an array job, --shard shares the data sets out:
+The tool verifies the token files, builds and verifies the indices of all data sets and splits, and writes a
+stamp with size and time of change of each file. The start of a run trusts the stamp: it reads no index, and
+builds none. Repeat the command after a failure. In an array job, --shard shares the data sets out:
 
     python tools/prepare_indices.py --shard slurm --world-size 384 --data-path ...
 """
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stamp = verify_token_files(config.data, shard)
     samples = RunLength.from_config(config).samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)
-    found, built = prepare_index_files(*where, stamp, arguments.threads)
+    found, built = prepare_index_files(*where, stamp, arguments.threads, reads_back=True)
     if not stamp.write():
         raise UserError(f"{stamp.path} cannot be written: set --data-cache-path to a different folder")
     print(

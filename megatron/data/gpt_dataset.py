@@ -147,13 +147,15 @@ def prepare_index_files(
     num_samples: tuple[int, int, int],
     stamp: IndexStamp | None = None,
     threads: int = 1,
+    reads_back: bool = False,
 ) -> tuple[int, int]:
     """Builds the index files that `build_gpt_datasets` reads if it has equal arguments. Returns the number of
     indices and tables, and how many of them it has written.
 
     Valid files are kept; those that the stamp vouches for are not read. stamp: of a shard of the data sets,
-    whose indices are built; the first shard builds the tables of blends. One process per file system must
-    call this, and then all processes a barrier. Concurrent and repeated calls are safe.
+    whose indices are built; the first shard builds the tables of blends. reads_back: whether indices are
+    verified after they were written. One process per file system must call this, and then all processes a
+    barrier. Concurrent and repeated calls are safe.
     """
     stamp = IndexStamp(data) if stamp is None else stamp
     of_shard = {prefix for _, prefix in stamp.prefixes}
@@ -165,7 +167,7 @@ def prepare_index_files(
         if request.dataset.prefix in of_shard
     }
     core_cache = CoreCache(data.data_cache_path)
-    new = _prepare_indices(requests, stamp, core_cache, threads)
+    new = _prepare_indices(requests, stamp, core_cache, threads, reads_back)
     tables = [requested for requested in groups if requested.table_paths and stamp.shard[0] == 0]
     new += sum([_prepare_table(requested, stamp, core_cache) for requested in tables])
     stamp.write()
@@ -173,9 +175,14 @@ def prepare_index_files(
 
 
 def _prepare_indices(
-    requests: dict[IndexPaths, IndexRequest], stamp: IndexStamp, core_cache: CoreCache, threads: int
+    requests: dict[IndexPaths, IndexRequest],
+    stamp: IndexStamp,
+    core_cache: CoreCache,
+    threads: int,
+    reads_back: bool,
 ) -> int:
-    """Builds the indices that are not valid, several at a time. Returns their number."""
+    """Builds the indices that are not valid, several at a time. Returns their number. Raises UserError if one
+    is not valid after it was written."""
     unknown = [
         paths for paths, request in requests.items() if not stamp.vouches(request.dataset.prefix, paths)
     ]
@@ -185,6 +192,11 @@ def _prepare_indices(
     def prepare(paths: IndexPaths) -> bool:
         request, found = requests[paths], statuses(paths)
         is_new = prepare_sample_index(request, _other_files(request, core_cache))
+        if is_new and reads_back and prepare_sample_index(request):
+            raise UserError(
+                f"{paths[0]} is damaged after it was written: prepare the indices on a different machine, or "
+                "set --data-cache-path to a different folder"
+            )
         stamp.record(request.dataset.prefix, paths, statuses(paths) if is_new else found)
         return is_new
 

@@ -178,6 +178,17 @@ def test_other_tokens_under_a_record_are_refused_although_the_size_is_equal(
         verify_token_files(data)
 
 
+def test_an_index_that_is_not_valid_when_read_back_gets_no_stamp(
+    data: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = indices.build_sample_index
+    monkeypatch.setattr(indices, "build_sample_index", lambda *arguments: build(*arguments) + 1)
+    with pytest.raises(SystemExit):
+        prepare(data)
+    assert "_doc_idx.npy is damaged after it was written" in capsys.readouterr().err
+    assert not list(Path(data.data_cache_path or "").glob("prepared-*"))
+
+
 def test_moved_data_are_verified_once(tmp_path: Path, data: DataConfig) -> None:
     (tmp_path / "old").mkdir()
     words = write_sets(tmp_path / "old", 2)
