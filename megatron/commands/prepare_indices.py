@@ -3,8 +3,8 @@
     python tools/prepare_indices.py --world-size 384 --data-path tokens/a_text_document --train-iters 1000 ...
     python tools/prepare_indices.py --script examples/slurm/tr11-176B-ml.slurm
 
-All flags of pretrain_gpt.py are accepted, too: pass those of the run. --script executes an sbatch script as
-you, with DRY_RUN=1, and takes the flags and the number of processes that the script prints.
+All flags of pretrain_gpt.py are accepted, too: pass the flags of the run. --script executes an sbatch script
+as you, with DRY_RUN=1, and takes the flags and the number of processes that the script prints.
 
 The tool verifies the token files, builds and verifies the indices of all data sets and splits, and writes a
 stamp with size and time of change of each file. The start of a run trusts the stamp: it reads no index, and

@@ -53,7 +53,7 @@ class GPTDataset:
         num_samples: int,
         seq_length: int,
     ) -> None:
-        """load_index: called for the first sample. num_samples: those of the index."""
+        """load_index: called for the first sample. num_samples: number of samples in the index."""
         self.name = name
         self.seq_length = seq_length
         self.dataset = dataset

@@ -178,8 +178,8 @@ class IndexStamp:
         return True
 
     def _merge_parts(self) -> None:
-        """Merges the parts into the stamp if all of them exist, also those of an earlier command: each shard
-        that ends merges again, and once more if it finds that another shard has written in the meantime."""
+        """Merges the parts into the stamp if all of them exist, including parts of an earlier command:
+        each shard merges at its end, and once more if another shard has written in the meantime."""
         merged: dict[str, Any] | None = None
         while self._parts and all(map(os.path.exists, self._parts)):
             before, (merged, text) = merged, _read(self.path)
@@ -202,12 +202,12 @@ def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tupl
 
 
 def _merged(content: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Returns all entries; those of `other` replace those of `content`."""
+    """Returns the entries of both; an entry of `other` replaces an entry of `content`."""
     return {"version": _VERSION, **{key: content[key] | other[key] for key in ("data_sets", "blends")}}
 
 
 def _write(path: str, content: dict[str, Any], present: str) -> str:
-    """Writes a stamp unless its present text is that of the content. Returns the text. Raises OSError."""
+    """Writes a stamp unless its text equals `present`. Returns the text. Raises OSError."""
     text = _text_of(content)
     if text != present:
         with replaced_file(path) as file:

@@ -206,7 +206,7 @@ class IndexRequest:
 
     def paths(self) -> IndexPaths:
         """Returns the files of the document, sample and shuffle index, named by all that determines their
-        contents. A longer run with equal epochs finds them; so do groups that read the same documents."""
+        contents. A longer run with equal epochs finds them; groups with equal documents share them."""
         plan = self.plan()
         length = f"{plan.num_epochs}epochs{'-last-apart' if plan.separate_last_epoch else ''}"
         return self._named(
