@@ -66,8 +66,9 @@ class VerifyParser(ToolParser):
         if any(word.partition("=")[0] == "--sample" for word in words):
             own = ToolParser(None)
             _add_sample_flags(own)
-            parsed, parsed.run = own.parse_known_args(words)
-            return parsed
+            sampled, run = own.parse_known_args(words)
+            sampled.run = run
+            return sampled
         parsed = super().parse_args(words, namespace)
         if parsed.subset != "train":
             raise ConfigError(f"--subset {parsed.subset} is for --sample: set --sample, or remove it")
@@ -228,8 +229,8 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
             yield f"text\n{tokenizer.detokenize(found.dataset[found.number].tolist())}"
 
 
-def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Writes the page of --html about intact data sets. Raises UserError for a tokenizer that did not make
+def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Writes the page of --html about intact data sets. words: the command line. Raises UserError for a tokenizer that did not make
     them, and for a file that cannot be written."""
     tokenizer: Tokenizer | None = None
     if tokenizer_settings(arguments):
@@ -240,7 +241,7 @@ def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace) -> 
     data = dataset_statistics(
         [IndexedDataset(prefix, "PREFIX", verify=False) for prefix in prefixes], tokenizer
     )
-    command = shlex.join(["tools/verify_dataset.py", *arguments.prefixes, "--html", arguments.html])
+    command = shlex.join(["tools/verify_dataset.py", *words])
     write_page(Path(arguments.html), "data", command, data)
     print(f"page        {arguments.html}")
 
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     intact = [prefix for prefix in arguments.prefixes if report(prefix)]
     with exit_on_user_error():
         if arguments.html is not None and intact:
-            write_statistics(intact, arguments)
+            write_statistics(intact, arguments, sys.argv[1:] if argv is None else argv)
     if len(intact) < len(arguments.prefixes):
         sys.exit(USER_ERROR_EXIT_CODE)
 
