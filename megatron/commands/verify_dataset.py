@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.batch import RunLength
+from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.peer_flags import rewrite
@@ -49,7 +50,7 @@ from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_settings
 from megatron.tokenizer.vocabulary_record import check_record, read_record, record_path, vocabulary_digest
 
 BLOCK_TOKENS = 1 << 24
-# Flags that a run needs and that do not change its data. Those of the user come after them.
+# Flags that a run needs and that do not change its data. The user's flags come after them.
 _DEFAULT_FLAGS = (
     *("--dry-run", "--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "1", "--lr", "1"),
     *("--position-embedding-type", "rotary", "--micro-batch-size", "1"),
@@ -63,12 +64,13 @@ class VerifyParser(ToolParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         words = list(sys.argv[1:] if args is None else args)
-        if any(word.partition("=")[0] == "--sample" for word in words):
+        if "--help" not in words and any(word.partition("=")[0] == "--sample" for word in words):
             own = ToolParser(None)
             _add_sample_flags(own)
-            parsed, run = own.parse_known_args(words)
-            parsed.run = run
-            return parsed
+            sampled, run = own.parse_known_args(words)
+            make_parser().parse_args(run)
+            sampled.run = run
+            return sampled
         parsed = super().parse_args(words, namespace)
         if parsed.subset != "train":
             raise ConfigError(f"--subset {parsed.subset} is for --sample: set --sample, or remove it")
@@ -229,9 +231,9 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
             yield f"text\n{tokenizer.detokenize(found.dataset[found.number].tolist())}"
 
 
-def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Writes the page of --html about intact data sets. Raises UserError for a tokenizer that did not make
-    them, and for a file that cannot be written."""
+def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Writes the page of --html about intact data sets. words: the command line. Raises UserError for a
+    tokenizer that did not make the data, and for a file that cannot be written."""
     tokenizer: Tokenizer | None = None
     if tokenizer_settings(arguments):
         tokenizer = build_tokenizer(arguments)
@@ -241,7 +243,7 @@ def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace) -> 
     data = dataset_statistics(
         [IndexedDataset(prefix, "PREFIX", verify=False) for prefix in prefixes], tokenizer
     )
-    command = shlex.join(["tools/verify_dataset.py", *arguments.prefixes, "--html", arguments.html])
+    command = shlex.join(["tools/verify_dataset.py", *words])
     write_page(Path(arguments.html), "data", command, data)
     print(f"page        {arguments.html}")
 
@@ -258,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     intact = [prefix for prefix in arguments.prefixes if report(prefix)]
     with exit_on_user_error():
         if arguments.html is not None and intact:
-            write_statistics(intact, arguments)
+            write_statistics(intact, arguments, sys.argv[1:] if argv is None else argv)
     if len(intact) < len(arguments.prefixes):
         sys.exit(USER_ERROR_EXIT_CODE)
 

@@ -251,7 +251,7 @@ def empty_split_notes(
     data: DataConfig, num_samples: tuple[int, int, int], groups: RequestedGroups
 ) -> list[str]:
     """Returns a note for each split that a run reads and that has a weight in --split, but no documents.
-    num_samples: samples of the train, valid and test split. groups: those of `requested_groups`."""
+    num_samples: samples of the train, valid and test split. groups: of `requested_groups`."""
     if splits_with_own_data(data):
         return []
     return [

@@ -1,4 +1,4 @@
-// The sections about token files. The data are those of megatron.data.statistics.dataset_statistics.
+// The sections about token files. The data are the result of megatron.data.statistics.dataset_statistics.
 
 function dataSections(data) {
   return [dataFigures(data), ...lengthSections(data.lengths), section("Data sets", setsNote(data), setsTable(data)),

@@ -255,6 +255,33 @@ def test_a_shuffle_of_megatron_core_is_read(cases: dict[str, Any], cached: dict[
     assert next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"]) == expected
 
 
+def test_an_index_of_one_epoch_of_megatron_core_is_read(core_data: Path, tmp_path: Path) -> None:
+    """The index of a data set in a blend without weights. Two entries are exchanged: an order that can only
+    come from the cache."""
+    prefix = str(core_data / "a")
+    data = DataConfig(data_path=(prefix, str(core_data / "b")), split="1", data_order="megatron-core")
+    first, second, *others = (sample.tolist() for sample in one_component(data, tmp_path / "own"))
+    cache = tmp_path / "core"
+    cache.mkdir()
+    description = {"class": "GPTDataset", "dataset_path": f"/moved/{Path(prefix).name}", "num_samples": None}
+    description |= {"random_seed": 3, "sequence_length": 16}
+    (cache / "x-description.txt").write_text(json.dumps(description))
+    for name, theirs in (("doc", "document"), ("sample", "sample"), ("shuffle", "shuffle")):
+        (path,) = (tmp_path / "own").glob(f"a-*_{name}_idx.npy")
+        array = np.load(path)
+        if name == "shuffle":
+            array[[0, 1]] = array[[1, 0]]
+        np.save(cache / f"x-{theirs}_index.npy", array)
+    assert [sample.tolist() for sample in one_component(data, cache)] == [second, first, *others]
+
+
+def one_component(data: DataConfig, cache: Path) -> list[Any]:
+    """Returns the samples of the first data set in the order of a blend."""
+    train = build(replace(data, data_cache_path=str(cache)), 16, 3, (100, 0, 0)).train
+    assert isinstance(train, BlendedDataset)
+    return [train._components[0][i] for i in range(60)]
+
+
 def test_a_resume_in_another_order_is_rejected(core_data: Path) -> None:
     orders = {
         name: data_fingerprint(DataConfig(data_path=(str(core_data / "a"),), data_order=name), 16, 1, 100)
