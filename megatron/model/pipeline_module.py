@@ -118,7 +118,7 @@ class GPTModelPipe(PipelineModule):
         self.stage_bounds = list(bounds)
         self.cp_group = layout.make_cp_group()
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight, self.cp_group)
-        self._head_is_fused = False
+        self._head_is_fused, self._loss_gradient = False, 1.0
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics = StepMetrics()
@@ -173,9 +173,11 @@ class GPTModelPipe(PipelineModule):
             )
 
     @contextlib.contextmanager
-    def fused_head_loss(self) -> Iterator[None]:
+    def fused_head_loss(self, loss_gradient: float = 1.0) -> Iterator[None]:
         """With --loss-implementation fused: makes `forward` return the head's input instead of logits, and
-        `loss` compute the head. Within the block, only `loss` may use the outputs of `forward`."""
+        `loss` compute the head. Within the block, only `loss` may use the outputs of `forward`.
+        loss_gradient: see `CrossEntropy.from_hidden`."""
+        self._loss_gradient = loss_gradient
         self._head_is_fused = self.config.training.loss_implementation == "fused"
         try:
             yield
@@ -188,7 +190,9 @@ class GPTModelPipe(PipelineModule):
             return self.cross_entropy(outputs, labels_and_mask)
         untied = [layer for layer in self.forward_funcs if isinstance(layer, LMHeadPipe)]
         head = untied[0] if untied else self.tied_modules[TIED_EMBEDDING]
-        return self.cross_entropy.from_hidden(head_input(head, outputs), head.head_weight, labels_and_mask)
+        return self.cross_entropy.from_hidden(
+            head_input(head, outputs), head.head_weight, labels_and_mask, self._loss_gradient
+        )
 
     def functions_before_loss(self) -> list[Callable]:
         """Returns this stage's layers, without the layers that `loss` computes."""

@@ -200,11 +200,12 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
     model, optimizer, tokens = rank.model, rank.optimizer, rank.tokens()
     labels = (torch.zeros_like(tokens), torch.ones(tokens.shape, device=tokens.device))
     optimizer.unit_overlap.begin_micro_batch()
-    with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss():
+    scale = optimizer.scaler.scale
+    with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss(scale):
         outputs = model(tokens)
         loss = model.loss(outputs, labels)
     model.begin_backward(rank.simulated.host_memory.total)
-    (loss * optimizer.scaler.scale).backward()
+    (loss * scale).backward()
     if model.deferred_gradients is not None:
         model.recorder.begin("weight")
         accumulate(model.deferred_gradients.take())
