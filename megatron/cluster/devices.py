@@ -32,6 +32,12 @@ from megatron.units import GIB
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # The settings of PyTorch's allocator, by its current and former names.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# What --deterministic-mode needs: variable -> accepted values (Megatron-LM's), the first one by default.
+# In-switch reductions (NVLS) sum in an order that varies.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
@@ -99,6 +105,17 @@ def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] 
         f"{_CONNECTIONS} is {env[_CONNECTIONS]}: expected 1, so that tensor-parallel communication overlaps "
         "with GEMMs"
     )
+
+
+def set_deterministic_variables(env: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the variables of --deterministic-mode that are not set. Raises UserError for a value with which
+    cuBLAS or NCCL are not deterministic. Must be called before CUDA is initialized."""
+    for name, accepted in _DETERMINISTIC.items():
+        if env.setdefault(name, accepted[0]) not in accepted:
+            raise UserError(
+                f"{name} {env[name]}: not deterministic, as --deterministic-mode needs it. Expected one of "
+                f"{', '.join(accepted)}. Unset the variable, or remove the flag."
+            )
 
 
 def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:

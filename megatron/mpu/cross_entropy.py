@@ -287,8 +287,8 @@ def _check_gradient(gradient: torch.Tensor, expected: float) -> None:
     """Raises RuntimeError if the gradient of the losses is not the number that the forward pass was given."""
     if not torch.allclose(gradient, torch.tensor(expected, dtype=gradient.dtype), rtol=1e-5, atol=0.0):
         raise RuntimeError(
-            f"the losses have gradients of {gradient.min():g} to {gradient.max():g}: expected {expected:g}, the "
-            "loss_gradient with which the weight's gradient was added to main_grad"
+            f"the losses have gradients of {gradient.min():g} to {gradient.max():g}: expected {expected:g}, "
+            "the loss_gradient with which the weight's gradient was added to main_grad"
         )
 
 

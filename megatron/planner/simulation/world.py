@@ -117,6 +117,7 @@ def _simulated_config(config: Config, micro_batches: int) -> Config:
             "training.hang_timeout": 0.0,
             "training.deepspeed_config": None,
             "training.compile": False,
+            "training.deterministic_mode": False,
             "logging.tensorboard_dir": None,
             "logging.wandb_project": None,
             "logging.log_path": None,
