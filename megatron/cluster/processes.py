@@ -124,7 +124,7 @@ def _use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     # It would fill new tensors with NaN, which costs time. No operation reads them before they are written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_notes(config: Config) -> list[str]:

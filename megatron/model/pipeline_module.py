@@ -144,10 +144,12 @@ class GPTModelPipe(PipelineModule):
                 if isinstance(layer, ParallelTransformerLayerPipe):
                     compile_in_place(layer)
 
-    def initial_values(self, name: str) -> Tensor:
-        """Returns the initial values of this rank's shard of the parameter `name`, fp32, on the CPU."""
+    def initial_values(self, name: str, elements: range) -> Tensor:
+        """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
+        on the CPU."""
         spec = spec_of(self.get_parameter(name))
-        return self._values(spec, self.config.training.seed, name, self._tp_group)
+        shard = self._values(spec, self.config.training.seed, name, self._tp_group, elements)
+        return shard.view(-1)[elements.start : elements.stop]
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers by the layer index in their parameters' names."""

@@ -209,10 +209,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         grad_hidden = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         )
-        grad_weight, factor, largest_weight = None, 1.0, torch.ones(1)
+        relative, largest_weight = _normalized(token_weights)
+        grad_weight, factor = None, 1.0
         if needs_weight and main_grad is None:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-            relative, largest_weight = _normalized(token_weights)
         elif needs_weight:
             # Token weights of a mean are then about 1, within the range of fp16.
             mean = 1.0 / len(flat_labels) if token_weights is not None else 1.0

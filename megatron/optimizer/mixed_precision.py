@@ -141,7 +141,7 @@ class MixedPrecisionOptimizer:
             self.groups.dp_rank if self.partition_count > 1 else 0,
             self.groups.data,
             shards_gradients=in_unit,
-            initial_values=None if values_of is None else lambda p: values_of(self.names[p]),
+            initial_values=None if values_of is None else lambda p, part: values_of(self.names[p], part),
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
 

@@ -15,7 +15,7 @@ only while the layer runs (arXiv 1910.02054):
     before forward      all-gather weights                                          ZeRO-3
     after forward       free weights                                                ZeRO-3
     before backward     all-gather weights                                          ZeRO-3
-    during backward     allocate full gradients, accumulate into them               ZeRO-2, ZeRO-3
+    during backward     allocate full gradients, copy each parameter's into them    ZeRO-2, ZeRO-3
     after backward      reduce-scatter gradients, free them; free weights           ZeRO-2, ZeRO-3
 
 While a unit computes, the all-gather of the next unit and the reduce-scatter of the previous unit run
@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.compilation import not_compiled
-from megatron.optimizer.flat_group import FlatGroup, add_to_main_grad
+from megatron.optimizer.flat_group import FlatGroup, move_to_main_grad
 
 
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
@@ -225,7 +225,7 @@ class ShardedUnit(_HookedLayers):
         self._in_backward = False
         self._reducing: list[dist.Work] = []
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulate_grad)
+            parameter.register_post_accumulate_grad_hook(self._take_grad)
         if any(flat.shards_weights for flat in flats):
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward)
@@ -279,14 +279,14 @@ class ShardedUnit(_HookedLayers):
 
     # --- gradients ---
 
-    def _accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
+    def _take_grad(self, parameter: nn.Parameter) -> None:
+        """Copies a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
         if len(self._pending_params) == len(self._parameters):
             if self._reducing:  # the previous micro-batch's reduction uses these buffers
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
-        add_to_main_grad(parameter)
+        move_to_main_grad(parameter)
         self._pending_params.discard(parameter)
         if not self._pending_params:
             self._overlap.reduce(self)
