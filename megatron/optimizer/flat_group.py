@@ -227,7 +227,7 @@ class FlatGroup:
         self.reduced_grad_norms += norms
 
     def alloc_full_grads(self) -> None:
-        """Allocates the full gradients. Only their padding is set to zero: each parameter's gradient is copied
+        """Allocates the full gradients. Only their padding is set to zero: each gradient is copied
         into them. Only with `shards_gradients`."""
         _alloc_storage(self.gradients)
         ends = [offset + parameter.numel() for parameter, offset in self.offsets.items()]
