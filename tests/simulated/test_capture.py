@@ -29,7 +29,7 @@ RUNS = {
 
 
 class HostValues(TorchDispatchMode):
-    """Records the operations on the device: name, numbers and contents of host tensors among the arguments."""
+    """Records the operations on the device: name, numbers and contents of host tensors."""
 
     def __init__(self) -> None:
         super().__init__()
