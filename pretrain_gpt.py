@@ -11,7 +11,11 @@ import sys
 from contextlib import ExitStack
 
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.cluster.devices import set_library_defaults, set_max_connections
+from megatron.cluster.devices import (
+    set_deterministic_variables,
+    set_library_defaults,
+    set_max_connections,
+)
 from megatron.cluster.exit_codes import exit_code, exit_on_error
 from megatron.cluster.launch import init_from_slurm_env
 from megatron.cluster.node_processes import check_limits
@@ -37,6 +41,8 @@ def main() -> None:
         settings = read_deepspeed_config(command_line.config)
         notes = [*command_line.notes, *settings.notes]
         set_max_connections(settings.config.parallel)
+        if settings.config.training.deterministic_mode:
+            set_deterministic_variables()
         # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging

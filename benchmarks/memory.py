@@ -9,9 +9,9 @@
 loss: head and loss, fused (--loss-implementation fused, the default) and plain, side by side. The first table
 is the peak memory at a size at which users' last stages ran out of memory: micro-batch 8, sequence 2048,
 hidden 2048, vocabulary 250368 over 4 TP ranks, bf16. With an accelerator the memory is measured; without an
-accelerator it is counted tensor by tensor on the meta device. `gradients` are the gradients of hidden (16
-bits) and weight (fp32): the fused loss holds them at its peak, the plain loss makes them later. Both add the
-weight's gradient to `main_grad`, which does not count. The second table is the time of a micro-batch, forward
+accelerator it is counted tensor by tensor on the meta device. `gradient` is the gradient of hidden (16 bits):
+the fused loss holds it at its peak, the plain loss makes it later. Both add the weight's gradient to
+`main_grad`, which does not count. The second table is the time of a micro-batch, forward
 and backward, on a CPU at a smaller size, measured in turns. `products` is the time of the three GEMMs of head
 and loss alone, each at full size.
 
@@ -51,7 +51,7 @@ MIB = 2**20
 FULL = (8 * 2048, 250368 // 4, 2048)
 """(tokens, vocabulary rows on one rank, hidden size) with BLOOM's vocabulary on 4 TP ranks."""
 TARGET_MIB = 256
-"""Most memory that the fused loss may allocate at `FULL`, without the gradients that it returns."""
+"""Most memory that the fused loss may allocate at `FULL`, without the gradient that it returns."""
 ON_CPU = (1024, 32768, 768)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,12 +156,12 @@ def peak_mib(step: Callable[[], None], device: torch.device) -> float:
 def print_memory(size: tuple[int, int, int], device: torch.device) -> None:
     tokens, vocab, width = size
     print(f"\n{tokens} tokens, {vocab} rows of the vocabulary, hidden {width}, bf16, on {device.type}")
-    print(f"{'':6} {'peak, MiB':>10} {'gradients':>10} {'rest':>8} {'target':>8}")
+    print(f"{'':6} {'peak, MiB':>10} {'gradient':>10} {'rest':>8} {'target':>8}")
     for name, step in make_steps(size, torch.bfloat16, device).items():
         peak = peak_mib(step, device)
-        gradients = (tokens * width * 2 + vocab * width * 4) / MIB if name == "fused" else 0.0
+        gradient = tokens * width * 2 / MIB if name == "fused" else 0.0
         target = f"<= {TARGET_MIB}" if name == "fused" else ""
-        print(f"{name:6} {peak:10.0f} {gradients:10.0f} {peak - gradients:8.0f} {target:>8}")
+        print(f"{name:6} {peak:10.0f} {gradient:10.0f} {peak - gradient:8.0f} {target:>8}")
 
 
 def print_times(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device, rounds: int) -> None:

@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 
 from benchmarks.machine import benchmark_parser
 from megatron.cluster.devices import find_gpu
@@ -33,8 +34,10 @@ from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.planner.simulation.passes import Kernel
+from megatron.pipeline.stages import StagePlan
+from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
+from megatron.planner.simulation.stage_costs import rank_update
 from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
 from megatron.planner.simulation.world import find_stages
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
@@ -204,7 +207,14 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
     step = planned_step(config, plan, vocab.size)
     if step is not None:
         share = (step.reduction + step.gather) / step.total
+        gather = _gather_seconds(config, plan, vocab.size)
         rows += [
+            Row(
+                "exposed weight gather (predicted)",
+                f"{100 * step.gather / gather:.0f} % of {1e3 * gather:.1f} ms",
+                "<= 15 %",
+                step.gather <= 0.15 * gather,
+            ),
             Row(
                 "exposed data-parallel communication (predicted)",
                 f"{100 * share:.1f} % of {step.total:.2f} s",
@@ -219,6 +229,17 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
             ),
         ]
     return rows
+
+
+def _gather_seconds(config: Config, plan: StagePlan, vocab_size: int) -> float:
+    """Returns the predicted seconds of all all-gathers of the first pipeline rank's weights."""
+    cluster, update = find_cluster(config), rank_update(config, plan, vocab_size, 0)
+    assert cluster is not None
+    layout = ParallelLayout.from_config(config.parallel, 0)
+    calls = [action for action in chain(update.step, *update.gathers) if isinstance(action, Collective)]
+    return sum(
+        cluster.network.seconds(call, layout) for call in calls if call.operation == "_allgather_base_"
+    )
 
 
 class Roofline(Cluster):

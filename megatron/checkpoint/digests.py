@@ -188,7 +188,7 @@ def _keys_of_shard(
         for box in shard_boxes(spec, tp_group, first, end):
             positions = torch.zeros((), dtype=torch.int64, device=device)
             for offset, size, stride in zip(box.offsets, box.sizes, strides, strict=True):
-                along = torch.arange(offset, offset + size, device=device) * stride
+                along = torch.arange(offset * stride, (offset + size) * stride, stride, device=device)
                 positions = positions[..., None] + along
             yield box.first - start, _keys(positions.view(-1))
         first = end

@@ -32,6 +32,12 @@ from megatron.units import GIB
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # The settings of PyTorch's allocator, by its current and former names.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# What --deterministic-mode needs: variable -> accepted values (Megatron-LM's), the first one by default.
+# In-switch reductions (NVLS) sum in an order that varies.
+_DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
@@ -77,15 +83,21 @@ def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ)
     return f"{node_name(env)} {uuid} {env.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
+def needs_one_queue(parallel: ParallelConfig) -> bool:
+    """Returns whether the GPU must start kernels in the order of their launches (one hardware queue).
+
+    A tensor-parallel collective then starts before the GEMM that it overlaps with (Megatron-LM requires
+    this). With ZeRO-2 and ZeRO-3 the all-gathers of the weights would wait for the computation.
+    """
+    return parallel.tensor_model_parallel_size > 1 and parallel.zero_stage < 2
+
+
 def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:
     """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user's is not 1.
 
-    With one hardware queue the GPU starts kernels in the order of their launches, so a tensor-parallel
-    collective starts before the GEMM that it overlaps with (Megatron-LM requires this). With ZeRO-2 and
-    ZeRO-3 the variable is not set, because their all-gathers would wait for the computation. Must be called
-    before DeepSpeed is imported, since the import initializes the CUDA driver to count devices.
+    Must be called before DeepSpeed is imported: the import initializes the CUDA driver to count devices.
     """
-    if parallel.tensor_model_parallel_size == 1 or parallel.zero_stage >= 2:
+    if not needs_one_queue(parallel):
         return None
     if env.setdefault(_CONNECTIONS, "1") == "1":
         return None
@@ -93,6 +105,17 @@ def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] 
         f"{_CONNECTIONS} is {env[_CONNECTIONS]}: expected 1, so that tensor-parallel communication overlaps "
         "with GEMMs"
     )
+
+
+def set_deterministic_variables(env: MutableMapping[str, str] = os.environ) -> None:
+    """Sets the variables of --deterministic-mode that are not set. Raises UserError for a value with which
+    cuBLAS or NCCL are not deterministic. Must be called before CUDA is initialized."""
+    for name, accepted in _DETERMINISTIC.items():
+        if env.setdefault(name, accepted[0]) not in accepted:
+            raise UserError(
+                f"{name} {env[name]}: not deterministic, as --deterministic-mode needs it. Expected one of "
+                f"{', '.join(accepted)}. Unset the variable, or remove the flag."
+            )
 
 
 def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:

@@ -101,6 +101,8 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     disable_shm_comm_jit()
     set_default_group_timeout(_MAX_WAIT)
     set_max_connections(config.parallel)  # pretrain_gpt.py has already called it, benchmarks have not
+    if config.training.deterministic_mode:
+        _use_deterministic_algorithms()
     accelerator = get_accelerator()
     accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     backend = config.parallel.distributed_backend or accelerator.communication_backend_name()
@@ -111,6 +113,18 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=_MAX_WAIT
     )
     return rank
+
+
+def _use_deterministic_algorithms() -> None:
+    """Applies --deterministic-mode to PyTorch. An operation without a deterministic implementation then
+    raises RuntimeError. SDPA's flash and memory-efficient backward passes add in a fixed order, and cuDNN's
+    attention is not selected."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # It would fill new tensors with NaN, which costs time. No operation reads them before they are written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_notes(config: Config) -> list[str]:

@@ -331,7 +331,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--no-weight-decay-cond-type": "biases and norm parameters have no weight decay; remove the flag",
     "--grad-reduce-in-bf16": "gradients are accumulated and reduced in fp32; remove the flag",
     "--use-precision-aware-optimizer": "set --use-bnb-optimizer for 8-bit moments",
-    "--deterministic-mode": "PyTorch's kernels cannot be restricted to deterministic ones; remove the flag",
     # Checkpoints.
     "--no-save-optim": "checkpoints always hold the optimizer state; remove the flag, see --no-load-optim",
     "--load-tag": "set --load to the folder of one checkpoint",

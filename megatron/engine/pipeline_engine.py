@@ -200,7 +200,10 @@ class GPTEngine(ScheduleExecutor):
         self._heartbeat()
         self.optimizer.unit_overlap.begin_micro_batch()
         samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
-        head_loss = nullcontext() if self.eval_return_logits else self.module.fused_head_loss()
+        head_loss: AbstractContextManager[None] = nullcontext()
+        if not self.eval_return_logits:
+            # DeepSpeed divides the loss by the number of micro-batches before the backward pass.
+            head_loss = self.module.fused_head_loss(self.optimizer.scaler.scale / self.micro_batches)
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
             super()._exec_forward_pass(buffer_id, model_chunk_id)
 

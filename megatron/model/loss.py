@@ -44,11 +44,18 @@ class CrossEntropy:
         )
         return (losses * token_weights).sum()
 
-    def from_hidden(self, hidden: Tensor, weight: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+    def from_hidden(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels_and_mask: tuple[Tensor, Tensor],
+        loss_gradient: float = 1.0,
+    ) -> Tensor:
         """Returns the loss from the head's input [batch, seq / CP, hidden] and weight [padded_vocab / TP,
         hidden].
 
         If the weight has a `main_grad` (the optimizer sets it), its gradient is added to `main_grad` in fp32.
+        loss_gradient: the gradient of the loss in the backward pass, needed for that sum.
         """
         labels, token_weights = self._own_labels_and_weights(*labels_and_mask)
         return vocab_parallel_linear_cross_entropy(
@@ -60,6 +67,7 @@ class CrossEntropy:
             token_weights=token_weights,
             z_loss_weight=self.z_loss_weight if torch.is_grad_enabled() else 0.0,
             main_grad=main_grad_of(weight),
+            loss_gradient=loss_gradient,
         ).sum()
 
     def _own_labels_and_weights(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ class GPTModelPipe(PipelineModule):
         self.stage_bounds = list(bounds)
         self.cp_group = layout.make_cp_group()
         self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight, self.cp_group)
-        self._head_is_fused = False
+        self._head_is_fused, self._loss_gradient = False, 1.0
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics = StepMetrics()
@@ -144,10 +144,12 @@ class GPTModelPipe(PipelineModule):
                 if isinstance(layer, ParallelTransformerLayerPipe):
                     compile_in_place(layer)
 
-    def initial_values(self, name: str) -> Tensor:
-        """Returns the initial values of this rank's shard of the parameter `name`, fp32, on the CPU."""
+    def initial_values(self, name: str, elements: range) -> Tensor:
+        """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
+        on the CPU."""
         spec = spec_of(self.get_parameter(name))
-        return self._values(spec, self.config.training.seed, name, self._tp_group)
+        shard = self._values(spec, self.config.training.seed, name, self._tp_group, elements)
+        return shard.view(-1)[elements.start : elements.stop]
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers by the layer index in their parameters' names."""
@@ -173,9 +175,11 @@ class GPTModelPipe(PipelineModule):
             )
 
     @contextlib.contextmanager
-    def fused_head_loss(self) -> Iterator[None]:
+    def fused_head_loss(self, loss_gradient: float = 1.0) -> Iterator[None]:
         """With --loss-implementation fused: makes `forward` return the head's input instead of logits, and
-        `loss` compute the head. Within the block, only `loss` may use the outputs of `forward`."""
+        `loss` compute the head. Within the block, only `loss` may use the outputs of `forward`.
+        loss_gradient: see `CrossEntropy.from_hidden`."""
+        self._loss_gradient = loss_gradient
         self._head_is_fused = self.config.training.loss_implementation == "fused"
         try:
             yield
@@ -188,7 +192,9 @@ class GPTModelPipe(PipelineModule):
             return self.cross_entropy(outputs, labels_and_mask)
         untied = [layer for layer in self.forward_funcs if isinstance(layer, LMHeadPipe)]
         head = untied[0] if untied else self.tied_modules[TIED_EMBEDDING]
-        return self.cross_entropy.from_hidden(head_input(head, outputs), head.head_weight, labels_and_mask)
+        return self.cross_entropy.from_hidden(
+            head_input(head, outputs), head.head_weight, labels_and_mask, self._loss_gradient
+        )
 
     def functions_before_loss(self) -> list[Callable]:
         """Returns this stage's layers, without the layers that `loss` computes."""

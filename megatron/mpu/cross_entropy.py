@@ -8,8 +8,9 @@ sum(exp(logit - m)), and the logit of the label. Then
 
 The fused function computes the logits of a chunk of tokens, turns them into their gradient in the same
 buffer, and adds the chunk to the gradients of hidden and weight (as Liger Kernel does, arXiv 2410.10989). So
-the full logits [tokens, V] are never stored. This needs the gradient of the loss in the forward pass, which
-assumes 1 per token, times token_weights; the backward pass rescales.
+the full logits [tokens, V] are never stored. This needs the gradient of the loss in the forward pass. For
+hidden it is assumed to be 1 per token, times token_weights, and the backward pass rescales. For the weight
+the caller gives it in advance: the forward pass then adds to `main_grad`, without a gradient of its own.
 
 Invariant: the losses of both functions are bitwise equal on all tensor-parallel ranks. Padding columns do not
 influence the loss, and their gradient is zero.
@@ -59,6 +60,7 @@ def vocab_parallel_linear_cross_entropy(
     token_weights: torch.Tensor | None = None,
     z_loss_weight: float = 0.0,
     main_grad: torch.Tensor | None = None,
+    loss_gradient: float = 1.0,
 ) -> torch.Tensor:
     """Returns the fp32 loss per token, shape [...], of the logits hidden @ weight.T; equal on all TP ranks.
 
@@ -68,13 +70,15 @@ def vocab_parallel_linear_cross_entropy(
     token_weights: [...], constant factors of the losses: a mask, or 1 / number of tokens for a mean.
     z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, Z = sum(exp(logits)). This keeps
         log(Z) close to 0 (PaLM, arXiv 2204.02311, section 5).
-    main_grad: fp32, of weight's shape. If given, the backward pass adds the weight's gradient to it in fp32,
+    main_grad: fp32, of weight's shape. If given, the forward pass adds the weight's gradient to it in fp32,
         and autograd gets None.
+    loss_gradient: with main_grad, the gradient that the backward pass will have for each loss, before
+        token_weights. A CPU checks it in the backward pass; a GPU would have to synchronize.
 
-    The forward pass also computes the gradients of the summed losses: three matrix products in all. The
-    gradients are exact for any function of the losses. But if their gradient differs between tokens, the
-    weight's gradient is recomputed with two more matrix products. So pass known factors as token_weights.
-    Without autograd only the losses are computed. The backward pass can run only once.
+    The forward pass also computes the gradients of the summed losses: three matrix products in all. Without
+    main_grad they are exact for any function of the losses. But if the gradient of the losses differs between
+    tokens, the weight's gradient is recomputed with two more matrix products. So pass known factors as
+    token_weights. Without autograd only the losses are computed. The backward pass can run only once.
     Raises ValueError for shapes and dtypes that do not match.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
@@ -98,6 +102,7 @@ def vocab_parallel_linear_cross_entropy(
         labels,
         None if token_weights is None else token_weights.detach().reshape(-1).float(),
         main_grad,
+        loss_gradient,
         tp_group,
         vocab_size,
         z_loss_weight,
@@ -191,6 +196,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         token_weights: torch.Tensor | None,
         main_grad: torch.Tensor | None,
+        loss_gradient: float,
         tp_group: TPGroup,
         vocab_size: int,
         z_loss_weight: float,
@@ -203,8 +209,16 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         grad_hidden = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         )
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         relative, largest_weight = _normalized(token_weights)
+        grad_weight, factor = None, 1.0
+        if needs_weight and main_grad is None:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        elif needs_weight:
+            # Token weights of a mean are then about 1, within the range of fp16.
+            mean = 1.0 / len(flat_labels) if token_weights is not None else 1.0
+            relative = None if token_weights is None else token_weights / mean
+            factor = loss_gradient * mean / (chunks.gradient_scale * chunks.hidden_scale)
+            grad_weight = main_grad
         pending = []
         for chunk in chunks.chunks:
             losses[chunk], largest[chunk], exp_sum[chunk], gradient = chunks.losses(
@@ -215,12 +229,14 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                 if tp_group.size > 1:
                     pending.append(dist.all_reduce(part, group=tp_group.group, async_op=True))
             if grad_weight is not None:
-                chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative)
+                chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, factor)
         for work in pending:
             work.wait()
 
         ctx.save_for_backward(hidden, weight, flat_labels, token_weights, largest, exp_sum)
-        ctx.gradients, ctx.main_grad = (grad_hidden, grad_weight), main_grad
+        is_added = needs_weight and main_grad is not None
+        ctx.gradients = grad_hidden, None if is_added else grad_weight
+        ctx.loss_gradient = loss_gradient if is_added else None
         ctx.largest_weight = largest_weight
         ctx.chunk_settings = (tp_group, vocab_size, z_loss_weight)
         ctx.scales = (chunks.gradient_scale, chunks.gradient_scale * chunks.hidden_scale)
@@ -241,6 +257,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         per_token = grad_losses.reshape(-1)
         if token_weights is not None:
             per_token = per_token * token_weights
+        if ctx.loss_gradient is not None and grad_losses.device.type == "cpu":
+            _check_gradient(grad_losses, ctx.loss_gradient)
         if grad_hidden is not None:
             grad_hidden.mul_((per_token / hidden_made_for).unsqueeze(-1))
         if grad_weight is not None:
@@ -252,14 +270,9 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                 grad_weight.zero_()
                 for chunk in chunks.chunks:
                     gradient = chunks.gradient(chunk, largest[chunk], exp_sum[chunk])
-                    chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative)
-            factor = factor / weight_made_for
-            if ctx.main_grad is None:
-                grad_weight = grad_weight.mul_(factor).to(weight.dtype)
-            else:
-                ctx.main_grad.addcmul_(grad_weight, factor)
-                grad_weight = None
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+                    chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, 1.0)
+            grad_weight = grad_weight.mul_(factor / weight_made_for).to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None, None
 
 
 def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:
@@ -268,6 +281,15 @@ def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torc
         return weights, 1.0
     largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
     return weights / largest, largest
+
+
+def _check_gradient(gradient: torch.Tensor, expected: float) -> None:
+    """Raises RuntimeError if the gradient of the losses is not the number that the forward pass was given."""
+    if not torch.allclose(gradient, torch.tensor(expected, dtype=gradient.dtype), rtol=1e-5, atol=0.0):
+        raise RuntimeError(
+            f"the losses have gradients of {gradient.min():g} to {gradient.max():g}: expected {expected:g}, "
+            "the loss_gradient with which the weight's gradient was added to main_grad"
+        )
 
 
 def _is_uniform(gradient: torch.Tensor) -> bool:

@@ -193,19 +193,26 @@ class LogitChunks:
         return logits
 
     def add_to_weight_gradient(
-        self, total: torch.Tensor, chunk: slice, gradient: torch.Tensor, relative: torch.Tensor | None
+        self,
+        total: torch.Tensor,
+        chunk: slice,
+        gradient: torch.Tensor,
+        relative: torch.Tensor | None,
+        factor: float,
     ) -> None:
-        """Adds gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32). relative <= 1: [tokens]."""
+        """Adds factor * gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32).
+
+        relative: [tokens], about 1 or less, within the range of fp16."""
         hidden = self.hidden[chunk]
         if relative is not None:
             hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)
         elif self.hidden_scale != 1.0:
             hidden = hidden * self.hidden_scale
         if total.dtype == hidden.dtype:
-            total.addmm_(gradient.t(), hidden)
+            total.addmm_(gradient.t(), hidden, alpha=factor)
             return
         if self.fuses_accumulation:
-            weight_gradient.add_product(total, gradient.t(), hidden)
+            weight_gradient.add_product(total, gradient.t(), hidden, factor)
             return
         # The product is rounded to 16 bits. It is computed in parts, and each is added to the fp32 total.
         columns, width = total.shape
@@ -216,7 +223,7 @@ class LogitChunks:
             part = slice(first, min(first + per_part, columns))
             product = self.product[: part.stop - first]
             torch.mm(gradient[:, part].t(), hidden, out=product)
-            total[part].add_(product)
+            total[part].add_(product, alpha=factor)
 
     def _make_logits(self, chunk: slice) -> torch.Tensor:
         logits = self.buffer[: chunk.stop - chunk.start]

@@ -58,7 +58,7 @@ class ParameterSpec:
         return (self.num_valid_rows, *self.global_shape[1:])
 
 
-InitialValues = Callable[[ParameterSpec, int, str, TPGroup], torch.Tensor]
+InitialValues = Callable[[ParameterSpec, int, str, TPGroup, range | None], torch.Tensor]
 """(spec, seed, name, TP group) -> the initial values of this rank's shard, fp32, on the CPU."""
 
 
@@ -299,13 +299,18 @@ def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "is_sequence_parallel_grad", False)
 
 
-def initial_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> torch.Tensor:
-    """Returns this rank's shard of the initial values of the parameter `name`, fp32, on the CPU."""
+def initial_values(
+    spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range | None = None
+) -> torch.Tensor:
+    """Returns this rank's shard of the initial values of the parameter `name`, fp32, on the CPU.
+
+    elements: the elements of the flat shard that the caller reads; the others may be undefined. This saves
+    time only if no dimension after the first one is sharded over TP."""
     shard = np.empty(local_shape(spec, tp_group), dtype=np.float32)
     if spec.init_std is None:
         shard.fill(spec.init_value)
     else:
-        _fill_normal(shard, spec, seed, name, tp_group)
+        _fill_normal(shard, spec, seed, name, tp_group, elements or range(shard.size))
     if spec.num_valid_rows is not None:
         _zero_padding(shard, spec, tp_group)
     return torch.from_numpy(shard)
@@ -322,11 +327,14 @@ def initialize_parameters(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.untyped_storage().nbytes():
-                parameter.copy_(values(spec_of(parameter), seed, name, tp_group))
+                parameter.copy_(values(spec_of(parameter), seed, name, tp_group, None))
 
 
-def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> None:
+def _fill_normal(
+    shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range
+) -> None:
     dim = spec.shard_dim or 0
+    inner = math.prod(shard.shape[1:])
     units = spec.global_shape[dim]
     std = np.float32(spec.init_std)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -336,6 +344,10 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
         for stream in range(part.start // _UNITS_PER_STREAM, -(-part.stop // _UNITS_PER_STREAM)):
             first = stream * _UNITS_PER_STREAM
             last = min(first + _UNITS_PER_STREAM, units)
+            start, stop = max(first, part.start), min(last, part.stop)
+            own = range(offset + start - part.start, offset + stop - part.start)
+            if dim == 0 and (own.stop * inner <= elements.start or elements.stop <= own.start * inner):
+                continue
             shape = list(spec.global_shape)
             shape[dim] = last - first
             # The highest word of the counter is the stream's number, so streams do not overlap.
@@ -343,9 +355,8 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
             values = scratch[: math.prod(shape)].reshape(shape)
             generator.standard_normal(out=values, dtype=np.float32)
             # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
-            start, stop = max(first, part.start), min(last, part.stop)
             kept = _slice_along_dim(dim, slice(start - first, stop - first))
-            place = _slice_along_dim(dim, slice(offset + start - part.start, offset + stop - part.start))
+            place = _slice_along_dim(dim, slice(own.start, own.stop))
             np.multiply(values[kept], std, out=shard[place])
 
 

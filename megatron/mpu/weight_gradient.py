@@ -61,9 +61,9 @@ def _supports_fused_accumulation(device: torch.device, dtype: torch.dtype) -> bo
     return bool((total == 17).all())
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Computes total += a b for 16-bit [n, k] and [k, m], fp32 [n, m]."""
-    torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+def add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
+    """Computes total += factor a b for 16-bit [n, k] and [k, m], fp32 [n, m]."""
+    torch.addmm(total, a, b, alpha=factor, out_dtype=torch.float32, out=total)
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:

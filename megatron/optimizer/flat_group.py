@@ -60,13 +60,13 @@ class FlatGroup:
         dp_group: dist.ProcessGroup | None = None,
         *,
         shards_gradients: bool = False,
-        initial_values: Callable[[nn.Parameter], Tensor] | None = None,
+        initial_values: Callable[[nn.Parameter, range], Tensor] | None = None,
         master_on_host: bool = False,
     ) -> None:
         """`partitions`, `partition`: number of partitions and index of this rank's. `dp_group`: the ranks
         that hold the partitions, None for one partition. `shards_gradients`: the full gradients are allocated
         only while in use. `initial_values`: the full weights, too, are allocated only while in use; the
-        parameters have no memory yet, and this function returns their values (fp32, on the host).
+        parameters have no memory yet, and this function returns some of their elements (fp32, on the host).
         `master_on_host`: master weights and optimizer state are kept in host memory (--cpu-offload)."""
         if partitions > 1 and dp_group is None:
             raise ValueError(f"{partitions} partitions without the process group of the ranks that hold them")
@@ -133,13 +133,12 @@ class FlatGroup:
         partition."""
         return max(self.start + start - self.offsets[parameter], 0)
 
-    def _make_local_weights(self, initial_values: Callable[[nn.Parameter], Tensor]) -> Tensor:
+    def _make_local_weights(self, initial_values: Callable[[nn.Parameter, range], Tensor]) -> Tensor:
         """Returns this rank's partition of the weights, made one parameter at a time; padding is zero."""
         weights = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)
         for parameter, start, length in self.fragments():
             offset = self.first_element(parameter)
-            values = initial_values(parameter).view(-1)
-            weights[start : start + length].copy_(values[offset : offset + length])
+            weights[start : start + length].copy_(initial_values(parameter, range(offset, offset + length)))
         return weights
 
     @property
@@ -228,9 +227,13 @@ class FlatGroup:
         self.reduced_grad_norms += norms
 
     def alloc_full_grads(self) -> None:
-        """Allocates the full gradients and sets them to zero. Only with `shards_gradients`."""
+        """Allocates the full gradients. Only their padding is set to zero: each gradient is copied
+        into them. Only with `shards_gradients`."""
         _alloc_storage(self.gradients)
-        self.gradients.zero_()
+        ends = [offset + parameter.numel() for parameter, offset in self.offsets.items()]
+        for end, start in zip(ends, [*self.offsets.values(), len(self.gradients)][1:], strict=True):
+            if end < start:
+                self.gradients[end:start].zero_()
 
     def reduce_scatter_grads(self) -> dist.Work:
         """Starts the reduce-scatter of the full gradients. After `wait()` this rank's partition is the
@@ -275,6 +278,14 @@ def add_to_main_grad(parameter: Tensor) -> None:
         assert total is not None  # set by FlatGroup
         total.add_(parameter.grad)
         parameter.grad = None
+
+
+def move_to_main_grad(parameter: Tensor) -> None:
+    """Copies a micro-batch's gradient to `main_grad`, which has no value yet, and frees it."""
+    total = main_grad_of(parameter)
+    assert total is not None and parameter.grad is not None  # set by FlatGroup; called when it is there
+    total.copy_(parameter.grad)
+    parameter.grad = None
 
 
 def wait_for_copies(groups: Sequence[FlatGroup]) -> None:

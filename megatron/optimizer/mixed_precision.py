@@ -15,7 +15,7 @@ saved in fp32: any optimizer of the Adam family can load them, on any layout.
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -98,6 +98,7 @@ class MixedPrecisionOptimizer:
         # The ranks' largest exit code when the last step computed the grad norm; None without `exit_code_fn`.
         self.exit_code: int | None = None
         self.buckets: list[Bucket] = []
+        self._not_gathered: deque[Bucket] = deque()
         self.begin_step()
         self._loss: Tensor | None = None
         self._loading: list[LoadedGroup] = []
@@ -127,7 +128,8 @@ class MixedPrecisionOptimizer:
                 parameter.register_post_accumulate_grad_hook(add_to_main_grad)
         start = self._reduction.start if zero.overlap_grad_reduce else None
         self.buckets = [
-            Bucket(modules, self._flats_of(unit), start) for unit, modules in zero.buckets.items()
+            Bucket(modules, self._flats_of(unit), start, self._not_gathered)
+            for unit, modules in zero.buckets.items()
         ]
 
     def _flat_group(self, group: dict[str, Any], zero: ZeroConfig) -> FlatGroup:
@@ -139,7 +141,7 @@ class MixedPrecisionOptimizer:
             self.groups.dp_rank if self.partition_count > 1 else 0,
             self.groups.data,
             shards_gradients=in_unit,
-            initial_values=None if values_of is None else lambda p: values_of(self.names[p]),
+            initial_values=None if values_of is None else lambda p, part: values_of(self.names[p], part),
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
         )
 
@@ -276,16 +278,19 @@ class MixedPrecisionOptimizer:
             in_buckets = {id(flat) for bucket in self.buckets for flat in bucket.flats}
             rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
             pending = [flat.all_gather_params() for flat in rest]
-            for bucket in self.buckets:
-                bucket.start_gather()
             for work in pending:
                 work.wait()
+        self._not_gathered.clear()
+        self._not_gathered.extend(self.buckets)
         if not self._overlaps_gather:
             self.wait_for_params()
+        elif self.buckets:
+            self._not_gathered.popleft().start_gather()
 
     def wait_for_params(self) -> None:
-        """Waits until all weights of the last step have arrived. Call it before reading weights."""
-        for bucket in self.buckets:
+        """Waits until all weights of the last step have arrived. Call it before reading weights.
+        Collective."""
+        for bucket in reversed(self.buckets):  # the last one first: it starts all all-gathers
             bucket.wait_for_gather()
 
     @property

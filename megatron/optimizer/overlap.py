@@ -4,8 +4,10 @@ Both consist of transformer layers, and their flat groups hold only the paramete
 
 A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
 micro-batch. As soon as a bucket's gradients are final, its reduce-scatter starts, while the backward pass
-continues; `GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights
-start; a layer's forward pass waits for its bucket's all-gather.
+continues; `GradientReduction.run` waits for it. After the update the all-gather of the first bucket's weights
+starts. A layer's forward pass waits for its bucket's all-gather, then the next bucket's starts. If all
+started at once, a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) would start no later kernel
+before the last all-gather has started, so no forward pass would hide the others.
 
 A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
 only while the layer runs (arXiv 1910.02054):
@@ -13,7 +15,7 @@ only while the layer runs (arXiv 1910.02054):
     before forward      all-gather weights                                          ZeRO-3
     after forward       free weights                                                ZeRO-3
     before backward     all-gather weights                                          ZeRO-3
-    during backward     allocate full gradients, accumulate into them               ZeRO-2, ZeRO-3
+    during backward     allocate full gradients, copy each parameter's into them    ZeRO-2, ZeRO-3
     after backward      reduce-scatter gradients, free them; free weights           ZeRO-2, ZeRO-3
 
 While a unit computes, the all-gather of the next unit and the reduce-scatter of the previous unit run
@@ -31,6 +33,7 @@ autograd, and the fused loss reads the head's weight outside of any module's for
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -41,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.compilation import not_compiled
-from megatron.optimizer.flat_group import FlatGroup, add_to_main_grad
+from megatron.optimizer.flat_group import FlatGroup, move_to_main_grad
 
 
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
@@ -66,7 +69,9 @@ class _HookedLayers:
     """What buckets and units share. `flats`: the groups that hold the layers' parameters and no others."""
 
     def __init__(self, flats: Sequence[FlatGroup]) -> None:
-        self.flats = list(flats)
+        # The shortest message first: with one hardware queue, kernels that are launched after two collectives
+        # of a process group start only when the first one has ended.
+        self.flats = sorted(flats, key=lambda flat: flat.size)
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._gathering: list[dist.Work] = []
 
@@ -89,11 +94,15 @@ class Bucket(_HookedLayers):
         modules: Sequence[nn.Module],
         flats: Sequence[FlatGroup],
         start_reduction: Callable[[Sequence[FlatGroup]], None] | None,
+        not_gathered: deque[Bucket],
     ) -> None:
         """`start_reduction`: called with `flats` when their gradients are final; None: gradients are reduced
-        after the backward pass. Make the bucket after registering the hooks that accumulate gradients."""
+        after the backward pass. `not_gathered`: one for all buckets; holds those whose all-gather has not
+        started since the last update, in the order of their layers. Make the bucket after registering the
+        hooks that accumulate gradients."""
         super().__init__(flats)
         self._start = start_reduction
+        self._not_gathered = not_gathered
         self._micro_batches_left: dict[nn.Parameter, int] = {}
         self._parameters_left = 0
         for module in modules:
@@ -119,10 +128,25 @@ class Bucket(_HookedLayers):
         if left == 0 and self._parameters_left == 0:
             self.start_reduction()
 
+    def wait_for_gather(self) -> None:
+        """Waits for the all-gather of the weights, which it starts if necessary, after the buckets before it.
+        Collective."""
+        while self in self._not_gathered:
+            self._not_gathered.popleft().start_gather()
+        super().wait_for_gather()
+
+    def begin_forward(self) -> None:
+        """Waits for the all-gather of the weights. If this is their first use since the update, starts the
+        all-gather of the next bucket's. Collective."""
+        is_first_use = self in self._not_gathered or bool(self._gathering)
+        self.wait_for_gather()
+        if is_first_use and self._not_gathered:
+            self._not_gathered.popleft().start_gather()
+
     # With --compile the layer is compiled; hooks with collectives are not.
     @not_compiled
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.wait_for_gather()
+        self.begin_forward()
 
 
 class UnitOverlap:
@@ -201,7 +225,7 @@ class ShardedUnit(_HookedLayers):
         self._in_backward = False
         self._reducing: list[dist.Work] = []
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulate_grad)
+            parameter.register_post_accumulate_grad_hook(self._take_grad)
         if any(flat.shards_weights for flat in flats):
             module.register_forward_pre_hook(self._before_forward)
             module.register_forward_hook(self._after_forward)
@@ -255,14 +279,14 @@ class ShardedUnit(_HookedLayers):
 
     # --- gradients ---
 
-    def _accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Adds a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
+    def _take_grad(self, parameter: nn.Parameter) -> None:
+        """Copies a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
         if len(self._pending_params) == len(self._parameters):
             if self._reducing:  # the previous micro-batch's reduction uses these buffers
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
-        add_to_main_grad(parameter)
+        move_to_main_grad(parameter)
         self._pending_params.discard(parameter)
         if not self._pending_params:
             self._overlap.reduce(self)

@@ -53,9 +53,9 @@ class ZeroConfig:
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
     parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
-    initial_values: Callable[[str], Tensor] | None = None
-    """With ZeRO-3: returns the initial values of a parameter by name (fp32, on the host). Parameters of units
-    have no memory before the optimizer is made."""
+    initial_values: Callable[[str, range], Tensor] | None = None
+    """With ZeRO-3: returns the initial values of some elements of a parameter by name (fp32, on the host).
+    Parameters of units have no memory before the optimizer is made."""
     buckets: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
     """Layers whose gradients are reduced, and weights gathered, together (ZeRO-1). The key is the 'unit' of
     their parameter groups. Empty if nothing overlaps, and if the data-parallel size is 1."""

@@ -130,7 +130,9 @@ def build_engine(
     return GPTEngine(config, layout, tp_group, build_model(config, layout, tp_group, vocab, bounds, values))
 
 
-def zeros(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> torch.Tensor:
+def zeros(
+    spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range | None = None
+) -> torch.Tensor:
     """Returns the initial values of a parameter that a checkpoint overwrites: zeros are the fastest."""
     return torch.zeros(local_shape(spec, tp_group))
 

@@ -14,6 +14,7 @@ from megatron.optimizer import flat_group
 from megatron.optimizer.flat_group import ALIGNMENT
 from megatron.optimizer.gradient_norm import NORM_CHUNK, accurate_norm
 from megatron.optimizer.mixed_precision import NonFiniteError
+from megatron.optimizer.overlap import Bucket
 from tests.distributed.parity import assert_same_numbers
 from tests.reference.plain_gpt import plain_gpt_logits
 from tests.support.layouts import (
@@ -416,6 +417,32 @@ def test_both_zero_stages_take_the_same_steps(precision, overlap):
     expected = run_world(4, train_a_little, row, {})
     found = run_world(4, train_a_little, replace(row, zero=1), OVERLAP[overlap])
     check_same_steps(expected, found)
+
+
+def gathers_and_layers(row):
+    """In which order buckets are gathered ('gather 3') and layers run ('3') in a step and after it."""
+    engine = build_engine(config_of(row, model={"num_layers": 4}, parallel=BUCKETS))
+    train(engine, [0])
+    seen = []
+    for index, layer in engine.module.transformer_layers().items():
+        layer.register_forward_pre_hook(lambda *_, index=index: seen.append(index))
+    start = Bucket.start_gather
+
+    def noted(bucket):
+        seen.append(bucket.flats[0].unit.replace("layers", "gather"))
+        start(bucket)
+
+    with mock.patch.object(Bucket, "start_gather", noted):
+        train(engine, [1])
+        engine.optimizer.wait_for_params()
+    return seen
+
+
+def test_each_bucket_starts_the_all_gather_of_the_next_one():
+    """With one hardware queue, all all-gathers at once would delay the first layer."""
+    first = ["gather 4", "3", "gather 5", "4", "gather 6", "5", "6"]
+    found = run_world(2, gathers_and_layers, Row(dp=2, zero=1, micro_batch=2, precision="bf16"))
+    assert found == [[*first, "3", "4", "5", "6", "gather 3", "gather 4", "gather 5", "gather 6"]] * 2
 
 
 def weights_after_steps(row):

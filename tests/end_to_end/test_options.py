@@ -34,6 +34,19 @@ def test_16_bit_formats_follow_fp32_over_a_pipeline(precision: list[str], fp32: 
         assert step.get("loss_scale") == (1024.0 if "--fp16" in precision else None)
 
 
+def test_deterministic_algorithms_train_the_same_model(
+    fp32: Run, data: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every operation of a step has a deterministic implementation on a CPU."""
+    flags = [*FLAGS, "--deterministic-mode", *data]
+    run = pretrain(flags).ok()
+    losses = [step["lm_loss"] for step in fp32.steps]
+    assert [step["lm_loss"] for step in run.steps] == pytest.approx(losses, rel=1e-6)
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    refused = pretrain(flags)
+    assert refused.exit_code == 2 and "Expected one of Ring, Tree" in refused.stderr
+
+
 def test_a_loss_scale_that_overflows_skips_steps_and_halves(data: list[str]) -> None:
     flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, "--fp16", "--hysteresis", "1"]
     run = pretrain([*flags, "--initial-loss-scale", str(2.0**30), "--train-iters", "16", *data]).ok()

@@ -175,6 +175,16 @@ class TrainingConfig(Section):
         help="compile the transformer layers with torch.compile, which needs a C++ compiler. The first "
         "iteration and the first evaluation take up to a minute longer, or less with a warm compile cache",
     )
+    deterministic_mode: bool = flag(
+        False,
+        help="use only deterministic algorithms of PyTorch, cuBLAS and NCCL, as in Megatron-LM: two runs on "
+        "equal GPUs and layouts, or a resumed and an uninterrupted run, then have bitwise equal losses. "
+        "Slower. Sets NCCL_ALGO=Ring and CUBLAS_WORKSPACE_CONFIG=:4096:8, unless the environment has other "
+        "deterministic values",
+        excludes={
+            "training.compile": "the compiler chooses kernels by their measured times; remove one of the two"
+        },
+    )
     require_kernels: bool = flag(
         False,
         help="exit at startup if a rank cannot run the Triton kernels. By default, all ranks then use "

@@ -71,8 +71,9 @@ class UpdateCosts:
 
     host: bytes of the state in host memory. reductions: gradient reductions of the buckets of layers, which
     start in the last backward pass, last layers first. reduce: the reductions after that pass. step: the rest
-    of the step. gathers: all-gathers of the buckets' weights, in the order of the layers, for which the next
-    forward pass waits. peak: maximum of the bytes that the step allocates in addition to the state.
+    of the step. gathers: starts of the all-gathers of the buckets' weights at the end of the step, then, for
+    each bucket, the waits and starts before its first layer's next forward pass. peak: maximum of the bytes
+    that the step allocates in addition to the state.
     """
 
     parameters: int
@@ -111,7 +112,11 @@ class UpdateCosts:
         return replace(
             self,
             reductions=tuple(_scaled(self.reductions[-1], count) for count in reversed(layers)),
-            gathers=tuple(_scaled(self.gathers[-1], count) for count in layers),
+            # Each entry but the last starts the all-gather of the bucket after it.
+            gathers=(
+                *(_scaled(self.gathers[min(index, 1)], count) for index, count in enumerate(layers)),
+                self.gathers[-1],
+            ),
         )
 
     def between_stages(self, last: int) -> UpdateCosts:

@@ -12,10 +12,10 @@ The process that calls this module cannot be used for anything else afterwards: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -200,11 +200,12 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
     model, optimizer, tokens = rank.model, rank.optimizer, rank.tokens()
     labels = (torch.zeros_like(tokens), torch.ones(tokens.shape, device=tokens.device))
     optimizer.unit_overlap.begin_micro_batch()
-    with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss():
+    scale = optimizer.scaler.scale
+    with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss(scale):
         outputs = model(tokens)
         loss = model.loss(outputs, labels)
     model.begin_backward(rank.simulated.host_memory.total)
-    (loss * optimizer.scaler.scale).backward()
+    (loss * scale).backward()
     if model.deferred_gradients is not None:
         model.recorder.begin("weight")
         accumulate(model.deferred_gradients.take())
@@ -241,13 +242,15 @@ def record_update(
         optimizer.step()
         for index, bucket in enumerate(optimizer.buckets):
             recorder.begin("gather", index)
-            bucket.wait_for_gather()
+            bucket.begin_forward()
         recorder.end()
         mark_state(simulated, optimizer)
         now = memory.current_memory()
         count = len(optimizer.buckets)
-        waits = [len(recorder.cost("gather", index).actions) for index in range(count)]
-        step, gathers = _without_gathers(recorder.cost("step").actions, waits)
+        gathers = [recorder.cost("gather", index).actions for index in range(count)]
+        step = recorder.cost("step").actions
+        # The step ends with the starts for which the first bucket waits.
+        end = len(step) - sum(isinstance(action, Wait) for action in chain(*gathers[:1]))
         return UpdateCosts(
             now.parameters,
             now.gradients,
@@ -255,27 +258,10 @@ def record_update(
             simulated.host_memory.total,
             tuple(recorder.cost("reduction", index).actions for index in range(count)),
             recorder.cost("reduce").actions,
-            step,
-            gathers,
+            step[:end],
+            (step[end:], *gathers),
             max(recorder.cost("reduce").peak, recorder.cost("step").peak),
         )
-
-
-def _without_gathers(
-    actions: Sequence[Action], waits: Sequence[int]
-) -> tuple[tuple[Action, ...], tuple[tuple[Action, ...], ...]]:
-    """Splits the actions of an optimizer step: returns all actions but the buckets' all-gathers, which start
-    last, and the all-gathers of each bucket. waits: number of all-gathers per bucket."""
-    starts = [action for action in actions if isinstance(action, Collective)]
-    first = len(starts) - sum(waits)
-    later = starts[first:]
-    rest = [
-        Wait(action.age - len(later)) if isinstance(action, Wait) and action.age >= len(later) else action
-        for action in actions
-        if not any(action is one for one in later)
-    ]
-    gathers = iter(later)
-    return tuple(rest), tuple(tuple(islice(gathers, count)) for count in waits)
 
 
 def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:

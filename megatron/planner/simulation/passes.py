@@ -5,6 +5,9 @@ kernels run one after the other; the collectives of one process group also run o
 concurrently with the kernels; a wait delays the kernels until its collective is complete. So a collective
 costs only the time that is not hidden by kernels between its start and its wait.
 
+With one hardware queue (`devices.needs_one_queue`) the device also starts all of them in the order of their
+launches: a collective that waits for the previous one of its process group delays the kernels after it.
+
 `layer_costs` records the lists of a run's layers on the simulated device. The lists of other programs can be
 written by hand.
 """
@@ -70,7 +73,7 @@ Action = Kernel | Collective | Wait | Busy
 @dataclass(frozen=True)
 class PassTime:
     """Seconds of a pass. products: in matrix products and attention. others: in other kernels, and in waits
-    for kernel launches. waits: in waits for collectives."""
+    for kernel launches. waits: in waits for collectives, and for their starts with one hardware queue."""
 
     products: float = 0.0
     others: float = 0.0
@@ -90,10 +93,11 @@ def pass_time(
     collective_seconds: Callable[[Collective], float],
     launch_seconds: float,
     contention: float = 0.0,
+    one_queue: bool = False,
 ) -> PassTime:
     """Returns the time of a pass. launch_seconds: host time per kernel. The host runs ahead of the device, so
     this time limits only a pass of many short kernels. contention: seconds that one second of a concurrent
-    collective adds to the kernels."""
+    collective adds to the kernels. one_queue: whether the device has one hardware queue."""
     communication = clock = products = others = waits = 0.0
     free: dict[Group, float] = {}
     ends: list[float] = []
@@ -110,9 +114,12 @@ def pass_time(
         elif isinstance(action, Collective):
             seconds = collective_seconds(action)
             communication += seconds
-            end = max(clock, free.get(action.group, 0.0)) + seconds
-            free[action.group] = end
-            ends.append(end)
+            start = max(clock, free.get(action.group, 0.0))
+            if one_queue:
+                waits += start - clock
+                clock = start
+            free[action.group] = start + seconds
+            ends.append(start + seconds)
         elif isinstance(action, Busy):
             clock += action.seconds
         elif action.age < len(ends) and (until := ends[-1 - action.age]) > clock:

@@ -175,7 +175,9 @@ def _register() -> None:
     dist.Backend.register_backend(_BACKEND, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 
 
-def no_values(spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup) -> Tensor:
+def no_values(
+    spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range | None = None
+) -> Tensor:
     """Returns a parameter of the right shape without initial values."""
     return torch.empty(local_shape(spec, tp_group))
 

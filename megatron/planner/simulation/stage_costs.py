@@ -54,6 +54,7 @@ _NEUTRAL: dict[str, Any] = {
     "training.gpu": None,
     "training.device_memory": None,
     "training.compile": False,
+    "training.deterministic_mode": False,
     "training.simulate": False,
     "training.deepspeed_config": None,
 }

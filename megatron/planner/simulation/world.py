@@ -1,8 +1,8 @@
 """Simulates one rank of a run on the simulated device, with the run's own code.
 
 `simulate_rank` makes the process group, the model, the engine and the trainer as `megatron.training.run`
-does, and runs two iterations of the trainer's loop. The second one is recorded, since optimizer state and
-tables then exist. No other rank exists: the backend's collectives return at once.
+does, and takes two of the trainer's steps. The second one is recorded, since optimizer state and tables then
+exist. No other rank exists: the backend's collectives return at once.
 
 The process that calls `simulate_rank` cannot be used for anything else afterwards: see `processes`.
 """
@@ -87,21 +87,23 @@ def simulate_rank(
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
-    config = _simulated_config(config, count, first + _STEPS)
+    config = _simulated_config(config, count)
     neighbors = _Neighbors(config, layout, inputs_of_stages)
     with simulated_process(neighbors.fill, layout, run_uses_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: mark_state(simulated, optimizer)
         start_peak = simulated.memory.peak
-        trainer.train(TrainingState(first, 0, 0))
+        state = TrainingState(first, 0, 0)
+        for _ in range(_STEPS):  # not `train`: at its end it gathers weights that the next step would gather
+            state = trainer.advance(state)
         return _record(simulated, trainer.engine, layout, count, start_peak)
 
 
-def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -> Config:
-    """Returns the run's configuration with `micro_batches` per step and an exit after `last_iteration`,
-    without evaluation, logs, and files that a run reads or writes. The first of the two steps only makes the
-    state and is not recorded, so it has as few micro-batches as the layout allows."""
+def _simulated_config(config: Config, micro_batches: int) -> Config:
+    """Returns the run's configuration with `micro_batches` per step, without logs, and files that a run reads
+    or writes. The first of the two steps only makes the state and is not recorded, so it has as few
+    micro-batches as the layout allows."""
     batch, parallel = config.batch, config.parallel
     unit = batch.micro_batch_size * parallel.data_parallel_size
     size, first = micro_batches * unit, max(parallel.min_micro_batches, parallel.micro_batch_multiple) * unit
@@ -112,15 +114,10 @@ def _simulated_config(config: Config, micro_batches: int, last_iteration: int) -
             "checkpoint.save": None,
             "checkpoint.load": None,
             "parallel.distributed_backend": None,
-            "training.eval_iters": 0,
-            "training.eval_harness_tasks": (),
-            "training.eval_harness_interval": None,
-            "training.exit_interval": last_iteration,
-            "training.exit_duration_in_mins": None,
             "training.hang_timeout": 0.0,
-            "training.kill_switch_path": None,
             "training.deepspeed_config": None,
             "training.compile": False,
+            "training.deterministic_mode": False,
             "logging.tensorboard_dir": None,
             "logging.wandb_project": None,
             "logging.log_path": None,

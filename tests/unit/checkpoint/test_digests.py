@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.digests import CHUNK, fragment_digests
 from megatron.mpu.layout import TPGroup
@@ -27,6 +28,32 @@ def digest(spec, full):
 
 def values(spec, seed=0):
     return torch.randn(spec.global_shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a device, and answers when the host reads a number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_digests_of_a_7b_model_take_few_launches_on_a_device():
+    width = 4096
+    layer = [ParameterSpec((rows * width, width), shard_dim=0) for rows in (3, 4)]
+    layer += [ParameterSpec((width, columns * width), shard_dim=1) for columns in (1, 4)]
+    layer += [ParameterSpec((width,))] * 2
+    with Launches() as launches:
+        total = 0
+        for spec in [*layer * 32, ParameterSpec((50304, width), shard_dim=0)]:
+            shard = torch.empty(spec.global_shape, device="meta").view(-1)
+            fragment_digests(spec, TPGroup(), 0, {"fp32": shard})
+            total += shard.numel()
+    assert total > 6.6e9 and launches.count <= 10_000
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.cluster.devices import (
     H100_80GB,
@@ -18,10 +19,11 @@ from megatron.cluster.devices import (
     device_index,
     device_memory_bytes,
     find_gpu,
+    set_deterministic_variables,
     set_library_defaults,
     set_max_connections,
 )
-from megatron.cluster.processes import _check_backend
+from megatron.cluster.processes import _check_backend, _use_deterministic_algorithms
 from megatron.config import ParallelConfig
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
@@ -69,6 +71,35 @@ def test_max_connections_follow_the_layout_unless_set(parallel, given, expected,
     env = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
     note = set_max_connections(ParallelConfig(**parallel), env)
     assert env.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected and bool(note) is noted
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        ({"NCCL_ALGO": "^NVLS"}, {"NCCL_ALGO": "^NVLS", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        ({"NCCL_ALGO": "NVLS"}, "NCCL_ALGO NVLS: .* Expected one of Ring, Tree,"),
+        ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG :0:0: .* Expected one of :4096:8,"),
+    ],
+)
+def test_deterministic_mode_sets_variables_and_refuses_others(given, expected) -> None:
+    env = dict(given)
+    with nullcontext() if isinstance(expected, dict) else pytest.raises(UserError, match=expected):
+        set_deterministic_variables(env)
+        assert env == expected
+
+
+def test_deterministic_mode_refuses_operations_that_are_not() -> None:
+    values, index = torch.zeros(3), torch.tensor([0, 0])
+    values.put_(index, torch.ones(2))
+    try:
+        _use_deterministic_algorithms()
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            values.put_(index, torch.ones(2))
+        assert not torch.empty(1000).isnan().all(), "new tensors are not filled"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

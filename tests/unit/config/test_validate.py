@@ -82,6 +82,7 @@ REFUSED = """
 --optimizer muon --use-bnb-optimizer => --use-bnb-optimizer without --optimizer adam
 --optimizer muon --mup => --mup without --optimizer adam
 --use-bnb-optimizer --optimizer sgd => --use-bnb-optimizer without --optimizer adam
+--deterministic-mode --compile => --deterministic-mode with --compile; measured times; remove one
 --use-bnb-optimizer --use-apex => --use-bnb-optimizer with --use-apex
 --spike-policy rollback --save there => --spike-policy rollback without --save and --save-interval
 --skip-train-iteration-range 200-101 => --skip-train-iteration-range 200-101: expected FIRST-LAST

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -46,6 +47,25 @@ def test_every_tensor_degree_starts_from_the_same_full_parameter(spec, size):
     for tp_group, shard in zip(ranks(size), shards, strict=True):
         assert torch.equal(shard, shard_of(spec, full, tp_group))
     assert torch.equal(merge_shards(spec, shards), full)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_rank_can_make_only_some_elements_of_its_shard(spec, monkeypatch):
+    """As with ZeRO-3. It generates no more rows than its own and the rest of two streams."""
+    tp_group = TPGroup(rank=1, size=2)
+    full = initial_values(spec, 1234, "3.mlp.weight", tp_group).view(-1)
+    generated = []
+    philox = np.random.Philox
+    monkeypatch.setattr(np.random, "Philox", lambda **given: generated.append(1) or philox(**given))
+    step = -(-full.numel() // 3)
+    for first in range(0, full.numel(), step):
+        part = range(first, min(first + step, full.numel()))
+        own = initial_values(spec, 1234, "3.mlp.weight", tp_group, part).view(-1)
+        assert torch.equal(own[part.start : part.stop], full[part.start : part.stop])
+    wanted = len(generated)
+    generated.clear()
+    initial_values(spec, 1234, "3.mlp.weight", tp_group)
+    assert wanted <= (3 * len(generated) if spec.shard_dim else len(generated) + 2 * 2)
 
 
 def test_each_fused_part_is_sharded_separately():

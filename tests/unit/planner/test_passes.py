@@ -7,10 +7,17 @@ import pytest
 from megatron.planner.simulation.passes import Action, Busy, Collective, Kernel, PassTime, Wait, pass_time
 
 
-def time_of(*actions: Action, launch: float = 0.0, contention: float = 0.0) -> PassTime:
+def time_of(
+    *actions: Action, launch: float = 0.0, contention: float = 0.0, one_queue: bool = False
+) -> PassTime:
     """Replays actions: a kernel takes a second per FLOP or byte, a collective a second per byte."""
     return pass_time(
-        actions, lambda kernel: kernel.flops or kernel.bytes, lambda call: call.bytes, launch, contention
+        actions,
+        lambda kernel: kernel.flops or kernel.bytes,
+        lambda call: call.bytes,
+        launch,
+        contention,
+        one_queue,
     )
 
 
@@ -42,6 +49,16 @@ def test_collectives_of_a_group_queue_and_those_of_two_groups_do_not() -> None:
     assert one.waits == 6
     two = time_of(gather(4, "data"), gather(3), other(1), Wait(0), Wait(1))
     assert two.waits == 2 + 1
+
+
+def test_with_one_hardware_queue_a_collective_that_queues_delays_the_kernels_after_it() -> None:
+    at_once = [*[gather(5)] * 8, *[step for age in reversed(range(8)) for step in (Wait(age), other(5))]]
+    chained = [gather(5), *[step for _ in range(7) for step in (Wait(0), gather(5), other(5))], Wait(0)]
+    assert time_of(*at_once).waits == time_of(*chained).waits == 5
+    assert time_of(*at_once, one_queue=True).waits == 35
+    assert time_of(*chained, one_queue=True).waits == 5
+    # A collective of a different group starts at once, and so do the kernels after it.
+    assert time_of(gather(4, "data"), gather(3), other(4), Wait(0), Wait(1), one_queue=True).waits == 0
 
 
 def test_waits_name_collectives_by_their_age() -> None:

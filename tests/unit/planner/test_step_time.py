@@ -261,6 +261,17 @@ def test_layers_are_gathered_and_reduced_while_others_compute() -> None:
         assert overlapped.exposed_communication < plain.exposed_communication
 
 
+def test_the_forward_pass_hides_the_gather_of_all_buckets_but_the_first() -> None:
+    """With TP the GPU has one hardware queue, so the program starts one all-gather after the other."""
+    flags = (
+        "--world-size 64 --tensor-model-parallel-size 4 --zero-stage 1 --num-layers 40 --hidden-size 5120 "
+        "--num-attention-heads 40 --micro-batch-size 4 --global-batch-size 1024 --gpu h100-80gb"
+    )
+    overlapped, plain = predicted(flags), predicted(f"{flags} --no-overlap-param-gather")
+    assert overlapped.micro_batches == 16
+    assert 0 < overlapped.gather < 0.15 * plain.gather
+
+
 def test_a_plan_that_no_published_run_reached_says_so() -> None:
     fast = predicted("--world-size 1 --micro-batch-size 8")
     assert ("no published run has reached" in time_lines(fast)) == (100 * fast.mfu > 60.7)
