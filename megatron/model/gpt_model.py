@@ -49,6 +49,9 @@ from torch import Tensor, nn
 
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
+from megatron.kernels.gated import ACTIVATIONS as GLU_KERNELS
+from megatron.kernels.gated import gated_activation
+from megatron.kernels.selection import uses_kernels
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
@@ -337,24 +340,30 @@ class ParallelSelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
-        query, key, value = self._project(hidden)
-        if self.has_qk_norms:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if self.rotary is not None:
-            positions = positions_within_documents(document_ids) if self.reset_position_ids else None
-            query, key = self.rotary.rotate(query, key, positions)
-        return self.dense(self.core_attention(query, key, value, document_ids))
-
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the query [seq, batch, heads / TP, head_dim], and key and value of this rank's groups."""
         projected = self.query_key_value(hidden)
         if self.ranks_per_group > 1:
             projected = self._rows_of_own_heads(
                 gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
             )
-        projected = projected.unflatten(-1, (self.groups, -1, self.head_dim))
-        query, key, value = projected.split((self.heads // self.groups, 1, 1), dim=3)
-        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        query, key, value = self._split(projected, document_ids)
+        return self.dense(self.core_attention(query, key, value, document_ids))
+
+    def _split(self, projected: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the query [seq, batch, heads / TP, head_dim], and key and value of this rank's groups, with
+        norms and rotary positions."""
+        group = self.heads // self.groups
+        positions = positions_within_documents(document_ids) if self.reset_position_ids else None
+        fuses = self.rotary is not None and not self.has_qk_norms and not torch.compiler.is_compiling()
+        if self.rotary is not None and fuses and uses_kernels(projected):
+            return self.rotary.split_and_rotate(projected, self.groups, group, positions)
+        shape = (*projected.shape[:2], self.groups, group + 2, self.head_dim)
+        query, key, value = projected.view(shape).split((group, 1, 1), dim=3)
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        if self.has_qk_norms:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.rotary is not None:
+            query, key = self.rotary.rotate(query, key, positions)
+        return query, key, value
 
     def _rows_of_own_heads(self, group: Tensor) -> Tensor:
         """Selects this rank's query heads, the key and the value from the projections of a whole group."""
@@ -374,7 +383,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         model = context.config.model
         self.gated = model.glu_activation is not None
-        gate = model.glu_activation
+        self.glu_activation = gate = model.glu_activation
         self.activation = ACTIVATIONS.load(model.activation) if gate is None else GLU_ACTIVATIONS.load(gate)
         parts = 2 if self.gated else 1
         first, second = _linear_layer_settings(context)
@@ -389,6 +398,8 @@ class ParallelMLP(nn.Module):
         wide = self.dense_h_to_4h(hidden)
         if not self.gated:
             return self.dense_4h_to_h(self.activation(wide))
+        if self.glu_activation in GLU_KERNELS and not torch.compiler.is_compiling() and uses_kernels(wide):
+            return self.dense_4h_to_h(gated_activation(wide, self.glu_activation))
         value, gate = wide.chunk(2, dim=-1)
         return self.dense_4h_to_h(value * self.activation(gate))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.mpu import weight_gradient
+from megatron.mpu import layers, weight_gradient
 from tests.distributed.parity import assert_near, one_process
 from tests.support.layouts import Row, train_layout
 from tests.support.pool import run_world
@@ -103,7 +103,8 @@ def test_products_that_are_not_compiled_add(row, parallel, columns_add, rows_add
 
 
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):
-    monkeypatch.setattr(weight_gradient, "fuses_accumulation", lambda weight: hasattr(weight, "main_grad"))
+    for module in (layers, weight_gradient):
+        monkeypatch.setattr(module, "fuses_accumulation", lambda weight: hasattr(weight, "main_grad"))
     monkeypatch.setattr(
         weight_gradient, "add_product", lambda total, a, b: total.add_(a.double() @ b.double())
     )
@@ -115,7 +116,7 @@ def test_the_sum_is_that_of_unrounded_products(monkeypatch):
     expected = torch.zeros(6, 8, dtype=torch.float64)
     for _ in range(3):
         x, grad = torch.randn(5, 2, 8).bfloat16().requires_grad_(), torch.randn(5, 2, 6).bfloat16()
-        y = weight_gradient.linear(x, weight, bias)
+        y = layers.linear(x, weight, bias)
         assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
         y.backward(grad)
         expected += grad.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
