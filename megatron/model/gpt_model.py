@@ -48,10 +48,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config.model import padded_vocab_size
-from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
-from megatron.kernels.gated import ACTIVATIONS as GLU_KERNELS
-from megatron.kernels.gated import gated_activation
-from megatron.kernels.selection import uses_kernels
+from megatron.config.registries import ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
+from megatron.model.activations import gated_by
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
@@ -353,8 +351,7 @@ class ParallelSelfAttention(nn.Module):
         norms and rotary positions."""
         group = self.heads // self.groups
         positions = positions_within_documents(document_ids) if self.reset_position_ids else None
-        fuses = self.rotary is not None and not self.has_qk_norms and not torch.compiler.is_compiling()
-        if self.rotary is not None and fuses and uses_kernels(projected):
+        if self.rotary is not None and not self.has_qk_norms and self.rotary.in_kernel(projected):
             return self.rotary.split_and_rotate(projected, self.groups, group, positions)
         shape = (*projected.shape[:2], self.groups, group + 2, self.head_dim)
         query, key, value = projected.view(shape).split((group, 1, 1), dim=3)
@@ -382,10 +379,9 @@ class ParallelMLP(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         model = context.config.model
-        self.gated = model.glu_activation is not None
-        self.glu_activation = gate = model.glu_activation
-        self.activation = ACTIVATIONS.load(model.activation) if gate is None else GLU_ACTIVATIONS.load(gate)
-        parts = 2 if self.gated else 1
+        gate = model.glu_activation
+        self.activation = ACTIVATIONS.load(model.activation) if gate is None else gated_by(gate)
+        parts = 1 if gate is None else 2
         first, second = _linear_layer_settings(context)
         self.dense_h_to_4h = ColumnParallelLinear(
             model.hidden_size, parts * model.ffn_hidden_size, context.tp_group, num_fused_parts=parts, **first
@@ -395,13 +391,7 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = self.dense_h_to_4h(hidden)
-        if not self.gated:
-            return self.dense_4h_to_h(self.activation(wide))
-        if self.glu_activation in GLU_KERNELS and not torch.compiler.is_compiling() and uses_kernels(wide):
-            return self.dense_4h_to_h(gated_activation(wide, self.glu_activation))
-        value, gate = wide.chunk(2, dim=-1)
-        return self.dense_4h_to_h(value * self.activation(gate))
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
 
 
 def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.kernels.rotary import Heads, split_and_rotate
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
@@ -247,7 +248,10 @@ class RotaryEmbedding:
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
 
-    @not_compiled  # launches a kernel
+    def in_kernel(self, projected: Tensor) -> bool:
+        """Returns whether `split_and_rotate` computes with this tensor."""
+        return not torch.compiler.is_compiling() and uses_kernels(projected)
+
     def split_and_rotate(
         self, projected: Tensor, groups: int, group: int, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from megatron.config.cli import parse_args
-from megatron.model import gpt_model
+from megatron.model import position
 from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG
 
 FLAGS = (
-    "--dry-run --attention-dropout 0 --vocab-size 100 --num-layers 1 --micro-batch-size 1 --global-batch-size 1 --seq-length 6 "
-    "--lr 1 --train-iters 1 --max-position-embeddings 6 --position-embedding-type rotary "
+    "--dry-run --attention-dropout 0 --vocab-size 100 --num-layers 1 --micro-batch-size 1 --lr 1 "
+    "--global-batch-size 1 --seq-length 6 --train-iters 1 --max-position-embeddings 6 "
+    "--position-embedding-type rotary "
 )
 # Heads of 16 and padded ones of 24; one group, several tiles of heads, and a head per group.
 LAYERS = {
@@ -44,7 +45,7 @@ def test_query_key_and_value_and_the_gradient_are_those_of_the_reference(
     upstream = None
     results = []
     for kernels in (False, True):
-        monkeypatch.setattr(gpt_model, "uses_kernels", lambda _, answer=kernels: answer)
+        monkeypatch.setattr(position, "uses_kernels", lambda _, answer=kernels: answer)
         x = projected.clone().requires_grad_()
         parts = attention._split(x, ids)
         upstream = upstream or [torch.randn(part.shape).to(dtype) for part in parts]
