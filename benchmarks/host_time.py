@@ -3,14 +3,15 @@
 
     python benchmarks/host_time.py     a minute, no GPU needed
 
-A GPU waits for the host if a pass takes the host longer than the device. Tensors are tiny and on the CPU, so a call's
-time is the time of Python, PyTorch's dispatcher and autograd, and of a small kernel for each operation. Triton kernels
-take all of triton's path to the launch, with a driver that launches nothing. Weight gradients are added to `main_grad`
-by one matrix product, as on a GPU. The table has plain PyTorch modules with equal work beside each row; both run in
-turns, and each figure is the least of all rounds, since other work only adds time. In plain modules attention has no
-dropout: without a GPU PyTorch has no fused kernel with dropout.
+A GPU waits for the host if a pass takes the host longer than the device. Tensors are tiny and on the CPU, so
+a call's time is the time of Python, of PyTorch's dispatcher and autograd, and of a small kernel for each
+operation. Triton kernels take all of triton's path to the launch, with a driver that launches nothing. Weight
+gradients are added to `main_grad` by one matrix product, as on a GPU. Layers are measured as a stack, so that
+the dropout keys are made once for all, as in a run.
 
-A forward pass makes the dropout keys of its layer, which a run makes once per micro-batch for all layers.
+The table has plain PyTorch modules with equal work beside each row. Both run in turns, and each figure is the
+least of all rounds, since other work only adds time. In plain modules attention has no dropout: without a GPU
+PyTorch has no fused kernel with dropout.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from megatron.text_table import format_table
 from tests.support.layouts import Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
-SEQ, HIDDEN, HEADS, GROUPS, VOCAB = 8, 32, 4, 2, 64
+SEQ, HIDDEN, HEADS, GROUPS, VOCAB, LAYERS = 8, 32, 4, 2, 64, 4
 LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
     f"--group-query-attention --num-query-groups {GROUPS} "
@@ -100,7 +101,8 @@ def launches_without_device() -> Iterator[None]:
         yield
 
 
-def both_passes(forward: Callable[[], Tensor]) -> Call:
+def both_passes(forward: Callable[[], Tensor], layers: int = 1) -> Call:
+    """Returns a call that measures the passes of this many equal layers, per layer."""
     gradient = torch.ones_like(forward())
 
     def call() -> Times:
@@ -108,24 +110,22 @@ def both_passes(forward: Callable[[], Tensor]) -> Call:
         output = forward()
         middle = perf_counter()
         output.backward(gradient)
-        return middle - start, perf_counter() - middle
+        return (middle - start) / layers, (perf_counter() - middle) / layers
 
     return call
 
 
-def own_layer(flags: str) -> Call:
-    """A transformer layer, with the optimizer's hooks."""
-    config = parse_args(
-        (
-            f"--dry-run --num-layers 1 --hidden-size {HIDDEN} --num-attention-heads {HEADS} --vocab-size {VOCAB} "
-            f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 1 --lr 1 "
-            f"--train-iters 1 {flags}"
-        ).split(),
-        {},
+def own_layers(flags: str) -> Call:
+    """Transformer layers, with the optimizer's hooks."""
+    sizes = (
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --vocab-size {VOCAB} "
+        f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 1 "
     )
+    config = parse_args(f"--dry-run --lr 1 --train-iters 1 {sizes} {flags}".split(), {})
     rng = DropoutRNG(1)
-    layer = ParallelTransformerLayerPipe(LayerContext(config, TPGroup(), rng), 3)
-    for parameter in layer.parameters():
+    context = LayerContext(config, TPGroup(), rng)
+    layers = nn.Sequential(*(ParallelTransformerLayerPipe(context, 3 + index) for index in range(LAYERS)))
+    for parameter in layers.parameters():
         nn.init.constant_(parameter, 0.1)
         set_main_grad(parameter, torch.zeros(parameter.shape), stays_allocated=True)
         parameter.register_post_accumulate_grad_hook(add_to_main_grad)
@@ -133,13 +133,14 @@ def own_layer(flags: str) -> Call:
 
     def forward() -> Tensor:
         with rng.use_samples((5,)):
-            return layer(hidden)
+            return layers(hidden)
 
-    return both_passes(forward)
+    return both_passes(forward, LAYERS)
 
 
 class PlainLayer(nn.Module):
-    """The layer of PyTorch's modules: layer norms, GELU and biases, or RMS norms, rotary positions and SwiGLU."""
+    """A layer of PyTorch's modules, with layer norms, GELU and biases. llama: with RMS norms, rotary
+    positions, SwiGLU and grouped queries."""
 
     def __init__(self, dropout: float, llama: bool) -> None:
         super().__init__()
@@ -177,9 +178,10 @@ class PlainLayer(nn.Module):
         return self.add(self.down(F.gelu(wide, approximate="tanh")), x)
 
 
-def plain_layer(dropout: float = 0.0, llama: bool = False) -> Call:
-    layer, hidden = PlainLayer(dropout, llama), torch.randn(SEQ, 1, HIDDEN, requires_grad=True)
-    return both_passes(lambda: layer(hidden))
+def plain_layers(dropout: float = 0.0, llama: bool = False) -> Call:
+    layers = nn.Sequential(*(PlainLayer(dropout, llama) for _ in range(LAYERS)))
+    hidden = torch.randn(SEQ, 1, HIDDEN, requires_grad=True)
+    return both_passes(lambda: layers(hidden), LAYERS)
 
 
 def own_loss() -> Call:
@@ -209,10 +211,10 @@ def head() -> tuple[nn.Parameter, Tensor]:
 def comparisons() -> list[Comparison]:
     no_dropout = "--attention-dropout 0 --hidden-dropout 0"
     return [
-        Comparison("layer, no dropout", own_layer(no_dropout), plain_layer()),
-        Comparison("layer, hidden dropout", own_layer("--attention-dropout 0"), plain_layer(0.1)),
-        Comparison("layer, both dropouts", own_layer(""), plain_layer(0.1)),
-        Comparison("Llama layer", own_layer(LLAMA + no_dropout), plain_layer(llama=True)),
+        Comparison("layer, no dropout", own_layers(no_dropout), plain_layers()),
+        Comparison("layer, hidden dropout", own_layers("--attention-dropout 0"), plain_layers(0.1)),
+        Comparison("layer, both dropouts", own_layers(""), plain_layers(0.1)),
+        Comparison("Llama layer", own_layers(LLAMA + no_dropout), plain_layers(llama=True)),
         Comparison("head and loss", own_loss(), plain_loss()),
     ]
 
@@ -298,7 +300,7 @@ def cells(what: str, own: float, plain: float, goal: float | None = GOAL) -> tup
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=30, help="calls of each row in a round")
+    parser.add_argument("--calls", type=int, default=10, help="calls of each row in a round")
     arguments = parser.parse_args()
     rounds, calls = arguments.rounds, arguments.calls
     torch.set_num_threads(1)

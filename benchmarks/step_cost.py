@@ -29,8 +29,9 @@ from benchmarks.machine import benchmark_parser
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
-from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
+from megatron.model.flops import layer_matrix_elements
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.simulation.passes import Kernel
@@ -152,9 +153,16 @@ def layer_rows(simulated: Simulated) -> list[Row]:
     more = costs["dropout"].kept_bytes - costs["no attention dropout"].kept_bytes
     kept = more + 4 * rows  # PyTorch's flash attention keeps one fp32 number per row
     launches, without = costs["dropout"].launches, costs["no dropout"].launches
+    moved, least = costs["dropout"].bytes, least_layer_bytes(config)
     return [
         Row("kernel launches per transformer layer, forward", f"{launches:g}", "<= 30", launches <= 30),
         Row("kernel launches without dropout", f"{without:g}", "<= 15", without <= 15),
+        Row(
+            "bytes moved per transformer layer, forward, and their minimum",
+            f"{moved / 1e6:,.0f} MB, {moved / least:.2f} x",
+            "<= 1.25 x",
+            moved <= 1.25 * least,
+        ),
         Row(
             "bytes moved per hidden dropout with bias and residual, forward",
             f"{hidden:.1f} per element",
@@ -168,6 +176,32 @@ def layer_rows(simulated: Simulated) -> list[Row]:
             kept / rows < model.kv_channels,
         ),
     ]
+
+
+def least_layer_bytes(config: Config) -> float:
+    """Returns the bytes that a transformer layer's forward pass moves if each operation reads its operands
+    once and writes its result once: two norms, four matrix products with their weights, the split of the
+    projection with its rotation (without rotary positions it is a view), attention, the MLP's activation and
+    two residual additions with their dropouts and skipped biases."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    hidden, shards = model.hidden_size, tp_size if config.parallel.sequence_parallel else 1
+    parts = 1 if model.glu_activation is None else 2
+    query, key, ffn = (n / tp_size for n in (model.query_width, model.key_width, model.ffn_hidden_size))
+    rotates = POSITION_EMBEDDINGS.load(model.position_embedding_type).rotary is not None
+    per_token = (
+        2 * 2 * hidden / shards
+        + 2 * 3 * hidden / shards
+        + (hidden + query + 2 * key)
+        + rotates * 2 * (query + 2 * key)
+        + (2 * query + 2 * key)
+        + (query + hidden)
+        + (hidden + parts * ffn)
+        + (parts * ffn + ffn)
+        + (ffn + hidden)
+    )
+    tokens = config.batch.micro_batch_size * model.seq_length
+    size = 4 if config.precision.name == "fp32" else 2
+    return size * (tokens * per_token + layer_matrix_elements(model) / tp_size)
 
 
 def synchronization_rows(simulated: Simulated) -> list[Row]:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron.kernels.dropout import drop_threshold
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import first_order, operator
 
 # Larger heads do not fit in a GPU's registers and shared memory.
 MAX_HEAD_DIM = 128
@@ -61,6 +60,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mas
     return _FlashAttention.apply(query, key, value, scale, mask)
 
 
+@first_order
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -85,7 +85,6 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import first_order, operator
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
 # Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
@@ -37,6 +37,7 @@ class ShardOffsets(NamedTuple):
     second_first_row: int = 0
 
 
+@lru_cache(maxsize=1024)
 def shard_offsets(
     shape: torch.Size, batch_dim: int, shard_dim: int | None, rank: int, size: int
 ) -> ShardOffsets | None:
@@ -55,7 +56,10 @@ def shard_offsets(
     return None
 
 
-def part_offsets(shape: torch.Size, batch_dim: int, dim: int, ranges: Sequence[range]) -> ShardOffsets | None:
+@lru_cache(maxsize=1024)
+def part_offsets(
+    shape: torch.Size, batch_dim: int, dim: int, ranges: tuple[range, ...]
+) -> ShardOffsets | None:
     """Returns the offsets of an activation that holds one or two ranges of dimension `dim`; None if the
     kernel does not support it: the activation has other dimensions than this one, the batch and the last."""
     if len(shape) != 3 or batch_dim + dim != 1 or not 1 <= len(ranges) <= 2:
@@ -138,6 +142,7 @@ def _(
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
+@first_order
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -166,7 +171,6 @@ class _DropoutAdd(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_bias = grad_residual = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import first_order, operator
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "liglu")
 """The values of --glu-activation that the kernels compute."""
@@ -24,6 +23,7 @@ def gated_activation(wide: Tensor, activation: str) -> Tensor:
     return _GatedActivation.apply(wide, activation)
 
 
+@first_order
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Tensor, activation: str) -> Tensor:
@@ -33,7 +33,6 @@ class _GatedActivation(torch.autograd.Function):
         return gated_activation_op(wide, activation)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (wide,) = ctx.saved_tensors
         return gated_activation_backward_op(grad.contiguous(), wide, ctx.activation), None

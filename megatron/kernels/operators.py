@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import update_wrapper
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=type[torch.autograd.Function])
 
 
 class Operator(Generic[Arguments, Result]):
@@ -37,3 +38,19 @@ def operator(
 ) -> Callable[[Callable[Arguments, Result]], Operator[Arguments, Result]]:
     """Makes an `Operator` of the decorated function. mutates_args: names of the arguments that it changes."""
     return lambda launch: Operator(launch, name, mutates_args)
+
+
+def first_order(function: Function) -> Function:
+    """Makes an autograd function that has no second derivative and ignores the transforms of torch.func (a
+    class decorator). It replaces `once_differentiable` and the Python part of `apply`, which take 4 and 5 us
+    of host time (measured 2026-11-26)."""
+    compute = function.backward
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{function.__name__} has no second derivative: remove create_graph=True")
+        return compute(ctx, *grads)
+
+    function.apply = staticmethod(super(torch.autograd.Function, function).apply)  # type: ignore[method-assign]
+    function.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return function

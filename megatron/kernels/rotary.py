@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import first_order, operator
 
 # Heads of a tile; its columns are the pairs of a head.
 BLOCK_HEADS = 16
@@ -44,6 +43,7 @@ def split_and_rotate(
     return _SplitAndRotate.apply(projected, cosine, sine, heads)
 
 
+@first_order
 class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -53,7 +53,6 @@ class _SplitAndRotate(torch.autograd.Function):
         return split_and_rotate_op(projected.contiguous(), cosine, sine, heads)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         query, key, value = (grad.contiguous() for grad in grads)
         return rotate_back_and_join_op(query, key, value, *ctx.tables, ctx.heads), None, None, None

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
@@ -202,8 +203,10 @@ def linear(
     if tp_group.size == 1:
         if not torch.is_grad_enabled():
             return F.linear(x, weight, bias)
-        if deferred is None and (torch.compiler.is_compiling() or not fuses_accumulation(weight)):
-            return F.linear(x, weight, bias)
+        if deferred is None:
+            if torch.compiler.is_compiling() or not fuses_accumulation(weight):
+                return F.linear(x, weight, bias)
+            return _Linear.apply(x, weight, bias, tp_group, None)
     return _apply_linear(function or _Linear, x, weight, bias, deferred, tp_group)
 
 
@@ -240,6 +243,7 @@ def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) 
     )
 
 
+@first_order
 class _Linear(torch.autograd.Function):
     """F.linear. The input's gradient is all-reduced while the backward pass computes the weight's gradient,
     or passes that computation to `defer`."""
@@ -264,7 +268,6 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.saved_tensors:
             (x,) = ctx.saved_tensors
@@ -276,7 +279,9 @@ class _Linear(torch.autograd.Function):
             grad_x = rows.mm(ctx.weight).view(x.shape)
             if ctx.tp_group.size > 1:
                 pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        others = _weight_and_bias_gradients(ctx, rows, partial(weight_gradient, x=x.detach()))
+        others = _weight_and_bias_gradients(
+            ctx, rows, partial(weight_gradient, x=x.detach() if ctx.defer else x)
+        )
         if pending is not None:
             pending.wait()
         return grad_x, *others, None, None

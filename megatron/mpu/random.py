@@ -78,8 +78,11 @@ class DropoutRNG:
         keys of all salts that were ever asked for, asynchronously from pinned memory."""
         row, keys = self._salts.setdefault(salt, len(self._salts)), self.samples.keys
         if keys is None or row >= len(keys) or keys.device.type != device.type:
-            table = torch.tensor([self.sample_keys(each) for each in self._salts], dtype=torch.int64)
-            keys = self.samples.keys = get_accelerator().pin_memory(table).to(device, non_blocking=True)
+            # Rows of multiples of 16 bytes: triton compiles another kernel for an address that is none.
+            padding = [0] * (len(self.samples) % 2)
+            table = torch.tensor([self.sample_keys(each) + padding for each in self._salts])
+            table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
+            keys = self.samples.keys = table[:, : len(self.samples)]
         return keys[row]
 
 
