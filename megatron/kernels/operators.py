@@ -51,6 +51,6 @@ def first_order(function: Function) -> Function:
             raise RuntimeError(f"{function.__name__} has no second derivative: remove create_graph=True")
         return compute(ctx, *grads)
 
-    function.apply = staticmethod(super(torch.autograd.Function, function).apply)  # type: ignore[method-assign]
+    function.apply = staticmethod(super(torch.autograd.Function, function).apply)  # type: ignore[misc, method-assign]
     function.backward = staticmethod(backward)  # type: ignore[method-assign]
     return function

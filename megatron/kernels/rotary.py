@@ -55,7 +55,8 @@ class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         query, key, value = (grad.contiguous() for grad in grads)
-        return rotate_back_and_join_op(query, key, value, *ctx.tables, ctx.heads), None, None, None
+        cosine, sine = ctx.tables
+        return rotate_back_and_join_op(query, key, value, cosine, sine, ctx.heads), None, None, None
 
 
 @operator("split_and_rotate")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu import layers, weight_gradient
 from tests.distributed.parity import assert_near, one_process
@@ -100,6 +101,26 @@ def test_products_that_are_not_compiled_add(row, parallel, columns_add, rows_add
     expected = (columns if columns_add else set()) | (rows if rows_add else set())
     for added in run_world(row.world_size, weights_added_when_compiled, row, changes):
         assert added - {(HEAD_ROWS[size], 32)} == expected
+
+
+def test_recomputation_ends_before_the_last_product(monkeypatch):
+    """Nothing after the last product's input is saved, so only the first product is recomputed."""
+    monkeypatch.setattr(layers, "fuses_accumulation", lambda weight: True)
+    first, second = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+    x, products = torch.randn(3, 8, requires_grad=True), []
+    original = layers.F.linear
+    monkeypatch.setattr(layers.F, "linear", lambda *args: products.append(args[1]) or original(*args))
+    y = checkpoint(
+        lambda x: layers.linear(layers.linear(x, first, None), second, None),
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
+    expected = torch.autograd.grad((x @ first.t() @ second.t()).sum(), (x, first, second))
+    y.sum().backward()
+    assert [weight is first for weight in products] == [True, False, True]
+    for tensor, gradient in zip((x, first, second), expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
 
 
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):

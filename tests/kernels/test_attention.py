@@ -244,7 +244,7 @@ def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_p
     needed, masked = blocks("forward")
     assert 2 * needed <= calls["create_dot"] <= 1.1 * 2 * needed
     assert masked <= calls["create_select"] <= 1.1 * masked
-    assert masked < needed
+    assert masked < needed or kind == "window and documents"
     calls.clear()
     output.sum().backward()
     (of_query, _), (of_key, _) = blocks("query"), blocks("key")
