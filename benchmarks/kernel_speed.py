@@ -218,7 +218,7 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
 
 
 def plain_attention_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Returns plain causal attention, for which runs use PyTorch. Shows whether the kernel would be faster."""
+    """Returns plain causal attention, for which runs use PyTorch. Shows which implementation is faster."""
     q, k, v = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
     (grad,) = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 1, dtype, device)
 

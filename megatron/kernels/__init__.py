@@ -13,5 +13,6 @@ CPUs and GPUs without triton:
     rotary         split projection, rotary positions   `model.position.RotaryEmbedding.rotate`
     gated          activation of a gated MLP            `model.activations.gated_by`
 
-`operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and reference implementation; for attention, `model.attention_choice` does.
+`operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and
+reference implementation; for attention, `model.attention_choice` does.
 """
