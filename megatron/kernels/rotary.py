@@ -49,6 +49,7 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(
         ctx: Any, projected: Tensor, cosine: Tensor, sine: Tensor, heads: Heads
     ) -> tuple[Tensor, Tensor, Tensor]:
+        cosine, sine = cosine.contiguous(), sine.contiguous()
         ctx.tables, ctx.heads = (cosine, sine), heads
         return split_and_rotate_op(projected.contiguous(), cosine, sine, heads)
 
