@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every measurement that needs a GPU, for one H100 or H200: meant to take less than 40 minutes, the limits of its parts
-# add up to 60. Needs no network and no data.
+# add up to 65. Needs no network and no data.
 #
 #   benchmarks/gpu.sh                            writes runs/gpu/table.md, and a log of each part beside it
 #   PARTS="kernels nccl" benchmarks/gpu.sh       only these parts
@@ -11,8 +11,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/gpu}
 PYTHON=${PYTHON:-.venv/bin/python}
-known="data machine-code kernels loss nccl resumed cpu bf16 adam-8bit 125M 1.3B 1.3B-dropout 1.3B-compiled 6.7B-slice"
-known+=" 6.7B 13B-slice last-stage"
+known="data machine-code host-time kernels loss nccl resumed cpu bf16 adam-8bit 125M 1.3B 1.3B-dropout 1.3B-compiled"
+known+=" 6.7B-slice 6.7B 13B-slice last-stage"
 PARTS=${PARTS:-$known}
 for name in $PARTS; do
     case " $known " in *" $name "*) ;; *)
@@ -66,6 +66,7 @@ export PYTHON OUT text tokenizer
 [ -n "${DRY_RUN:-}" ] || mkdir -p "$OUT"
 part data 300 bash -c prepare_data
 part machine-code 180 "$PYTHON" benchmarks/kernels.py --compile-only
+part host-time 120 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/host_time.py
 part kernels 360 "$PYTHON" benchmarks/kernel_speed.py
 part loss 240 "$PYTHON" benchmarks/memory.py loss
 part nccl 180 "${train[@]}" --save "$checkpoints" --exit-interval 10

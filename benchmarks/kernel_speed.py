@@ -28,8 +28,11 @@ from torch import Tensor
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.cluster.launch import temporary_environment
+from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.selection import forget_decisions, reason_against_kernels, uses_kernels
+from megatron.model.activations import gated_by
 from megatron.model.core_attention import CoreAttention
+from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
@@ -162,6 +165,9 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
     ):
         yield attention_case(name, flags, sizes, dtype, device)
+    yield plain_attention_case(sizes, dtype, device)
+    yield rotary_case(sizes, dtype, device)
+    yield gated_case(sizes, dtype, device)
     yield weight_gradient_case(sizes, dtype, device)
     yield loss_case(sizes, dtype, device)
     yield embedding_case(sizes, dtype, device)
@@ -209,6 +215,67 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
     # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
     flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
     return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
+
+
+def plain_attention_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    """Returns plain causal attention, for which runs use PyTorch. Shows which implementation is faster."""
+    q, k, v = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
+    (grad,) = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 1, dtype, device)
+
+    def library() -> list[Tensor]:
+        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
+
+    def work() -> list[Tensor]:
+        if not uses_kernels(q):
+            return library()
+        y = flash_attention(q, k, v, sizes.head_dim**-0.5, AttentionMask())
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
+
+    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
+    return Case("attention, plain causal", work, "torch SDPA, plain causal", library, 0, flops)
+
+
+def rotary_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    config = config_of(
+        f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
+        f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
+        "--global-batch-size 1 --position-embedding-type rotary"
+    )
+    with torch.device(device):
+        attention = ParallelSelfAttention(LayerContext(config, TPGroup(), DropoutRNG(1)), 3)
+    (projected,) = some((sizes.seq, 1, 3 * sizes.hidden), 1, dtype, device)
+    grads = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
+
+    def work() -> list[Tensor]:
+        parts = attention._split(projected, None)
+        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, projected, grads)]
+
+    def library() -> list[Tensor]:
+        return [projected.detach().clone(), projected.detach().clone()]
+
+    moved = 4 * projected.numel() * projected.element_size()
+    return Case("split and rotary positions", work, "torch clone, twice", library, moved)
+
+
+def gated_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    (wide,) = some((sizes.seq, 1, 8 * sizes.hidden), 1, dtype, device)
+    (grad,) = some((sizes.seq, 1, 4 * sizes.hidden), 1, dtype, device)
+    swiglu = gated_by("swiglu")
+
+    def work() -> list[Tensor]:
+        y = swiglu(wide)
+        return [y.detach(), *torch.autograd.grad(y, wide, grad)]
+
+    def library() -> list[Tensor]:
+        value, gate = wide.chunk(2, dim=-1)
+        y = value * F.silu(gate)
+        return [y.detach(), *torch.autograd.grad(y, wide, grad)]
+
+    # Values, gates and output; these and the gradient of the output, and the gradients of values and gates.
+    moved = (3 + 5) * grad.numel() * grad.element_size()
+    return Case("gated activation, SwiGLU", work, "torch silu, *", library, moved)
 
 
 def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles the Triton kernels for each GPU architecture; prints registers, shared memory and spills.
 
-    python benchmarks/kernels.py --compile-only     no GPU needed; half a minute
+    python benchmarks/kernels.py     no GPU needed; two minutes
 
 Registers, stack and spills (bytes of local memory, which should be 0) are per thread. They are read from the
 compiled code with cuobjdump and nvdisasm of the triton package. Shared memory is per block, from the
@@ -20,7 +20,7 @@ from tests.support.compiled_kernels import ARCHITECTURES, compile_variant, varia
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--compile-only", action="store_true", required=True, help="compile, run nothing")
+    parser.add_argument("--compile-only", action="store_true", help="compile, run nothing: the only mode")
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose names begin with TEXT")
     arguments = parser.parse_args()

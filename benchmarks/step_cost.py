@@ -30,8 +30,9 @@ from benchmarks.machine import benchmark_parser
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
-from megatron.config.registries import LAYER_ARRANGEMENTS
+from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
+from megatron.model.flops import layer_matrix_elements
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import StagePlan
@@ -67,6 +68,9 @@ RANKS, MICRO_BATCHES = 8, 16
 PASSES = ("ForwardPass", "BackwardPass", "WeightGradPass")  # the last only with zero-bubble
 # (schedule, stages per rank) -> goal.
 SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117, ("zero-bubble", 1): 110}
+
+
+_COPY = "copy to device"
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,14 @@ def simulate(config: Config) -> Simulated:
 def _forward_cost(record: StepRecord) -> tuple[float, float, float]:
     """Returns launches and bytes of the forward pass of a micro-batch, and the bytes that are kept for its
     backward pass."""
-    works = [work for kind, work in record.rest.items() if kind.kind == "ForwardPass"]
-    moved = sum(_moved(count) for work in works for count in work.operations.values())
-    return sum(work.launched for work in works), moved, max(record.peak.activations)
+    counts = [
+        count
+        for kind, work in record.rest.items()
+        for name, count in work.operations.items()
+        if kind.kind == "ForwardPass" and name != _COPY  # of the dropout keys, once for all layers
+    ]
+    launches = sum(count.calls for count in counts)
+    return launches, sum(map(_moved, counts)), max(record.peak.activations)
 
 
 def _moved(count: OperationCount) -> int:
@@ -155,9 +164,16 @@ def layer_rows(simulated: Simulated) -> list[Row]:
     more = costs["dropout"].kept_bytes - costs["no attention dropout"].kept_bytes
     kept = more + 4 * rows  # PyTorch's flash attention keeps one fp32 number per row
     launches, without = costs["dropout"].launches, costs["no dropout"].launches
+    moved, least = costs["dropout"].bytes, least_layer_bytes(config)
     return [
         Row("kernel launches per transformer layer, forward", f"{launches:g}", "<= 30", launches <= 30),
         Row("kernel launches without dropout", f"{without:g}", "<= 15", without <= 15),
+        Row(
+            "bytes moved per transformer layer, forward, and their minimum",
+            f"{moved / 1e6:,.0f} MB, {moved / least:.2f} x",
+            "<= 1.25 x",
+            moved <= 1.25 * least,
+        ),
         Row(
             "bytes moved per hidden dropout with bias and residual, forward",
             f"{hidden:.1f} per element",
@@ -171,6 +187,32 @@ def layer_rows(simulated: Simulated) -> list[Row]:
             kept / rows < model.kv_channels,
         ),
     ]
+
+
+def least_layer_bytes(config: Config) -> float:
+    """Returns the bytes that a transformer layer's forward pass moves if each operation reads its operands
+    once and writes its result once: two norms, four matrix products with their weights, the split of the
+    projection with its rotation (without rotary positions it is a view), attention, the MLP's activation and
+    two residual additions with their dropouts and skipped biases."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    hidden, shards = model.hidden_size, tp_size if config.parallel.sequence_parallel else 1
+    parts = 1 if model.glu_activation is None else 2
+    query, key, ffn = (n / tp_size for n in (model.query_width, model.key_width, model.ffn_hidden_size))
+    rotates = POSITION_EMBEDDINGS.load(model.position_embedding_type).rotary is not None
+    per_token = (
+        2 * 2 * hidden / shards
+        + 2 * 3 * hidden / shards
+        + (hidden + query + 2 * key)
+        + rotates * 2 * (query + 2 * key)
+        + (2 * query + 2 * key)
+        + (query + hidden)
+        + (hidden + parts * ffn)
+        + (parts * ffn + ffn)
+        + (ffn + hidden)
+    )
+    tokens = config.batch.micro_batch_size * model.seq_length
+    size = 4 if config.precision.name == "fp32" else 2
+    return size * (tokens * per_token + layer_matrix_elements(model) / tp_size)
 
 
 def synchronization_rows(simulated: Simulated) -> list[Row]:

@@ -10,6 +10,9 @@ CPUs and GPUs without triton:
     attention      flash attention with hash dropout    `model.core_attention.CoreAttention`
     cross_entropy  loss and gradient of logits          `mpu.logit_chunks.LogitChunks`
     embedding      gradient of an embedding             `mpu.embedding._add_rows`
+    rotary         split projection, rotary positions   `model.position.RotaryEmbedding.rotate`
+    gated          activation of a gated MLP            `model.activations.gated_by`
 
-`selection` chooses between kernel and reference implementation; for attention, `model.attention_choice` does.
+`operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and
+reference implementation; for attention, `model.attention_choice` does.
 """

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron.kernels.dropout import drop_threshold
+from megatron.kernels.operators import first_order, operator
 
 # Larger heads do not fit in a GPU's registers and shared memory.
 MAX_HEAD_DIM = 128
@@ -60,6 +60,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mas
     return _FlashAttention.apply(query, key, value, scale, mask)
 
 
+@first_order
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -84,7 +85,6 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
@@ -158,7 +158,7 @@ def tiles(kernel: str, dtype: torch.dtype, head_dim: int) -> Tiles:
     return (_FP32_TILES if dtype == torch.float32 else _TILES)[kernel][head_dim > 64]
 
 
-@torch.library.custom_op("megatron::attention_forward", mutates_args=())
+@operator("attention_forward")
 def attention_forward_op(
     query: Tensor,
     key: Tensor,
@@ -198,7 +198,7 @@ def _(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return _like(query), _per_row(query, torch.float32)
 
 
-@torch.library.custom_op("megatron::attention_backward_query", mutates_args=())
+@operator("attention_backward_query")
 def attention_backward_query_op(
     query: Tensor,
     key: Tensor,
@@ -246,7 +246,7 @@ def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _like(query), _per_row(query, torch.float32), _row_keys(query, p)
 
 
-@torch.library.custom_op("megatron::attention_backward_key", mutates_args=())
+@operator("attention_backward_key")
 def attention_backward_key_op(
     query: Tensor,
     key: Tensor,
@@ -335,13 +335,13 @@ def _common(
 
 
 def _like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_empty(x.shape)
 
 
 def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocates [batch, heads, queries]."""
     queries, batch, heads, _ = query.shape
-    return torch.empty(batch, heads, queries, dtype=dtype, device=query.device)
+    return query.new_empty((batch, heads, queries), dtype=dtype)
 
 
 def _row_keys(query: Tensor, p: float) -> Tensor:

@@ -66,8 +66,8 @@ def attention_forward_kernel(
     value += sample.to(tl.int64) * value_batch + head // group * value_head
     q = _load_rows(query, first_row, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
-    firsts, first_block = _first_keys(
-        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_KEYS
+    firsts, first_block, last_first = _first_keys(
+        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_QUERIES, BLOCK_KEYS
     )
     if HAS_DROPOUT:
         row_keys = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
@@ -86,6 +86,7 @@ def attention_forward_kernel(
             firsts,
             scale,
             slope,
+            (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
             HAS_SLOPES,
             HAS_RANGES,
         )
@@ -171,8 +172,8 @@ def attention_backward_query_kernel(
     q = _load_rows(query, first_row, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
     slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
-    firsts, first_block = _first_keys(
-        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_KEYS
+    firsts, first_block, last_first = _first_keys(
+        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_QUERIES, BLOCK_KEYS
     )
     if HAS_DROPOUT:
         hashes = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
@@ -189,6 +190,7 @@ def attention_backward_query_kernel(
             firsts,
             scale,
             slope,
+            (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
             HAS_SLOPES,
             HAS_RANGES,
         )
@@ -258,10 +260,12 @@ def attention_backward_key_kernel(
     v = _load_rows(value, first_column, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
     # The first query is at position `past`. Rows from `begin` to `end` attend to some of the keys.
     past = keys - queries
-    begin, end = tl.maximum(first_column - past, 0), queries
+    # Rows before `full_end` attend to all of them, if these precede the rows.
+    begin, end, full_end = tl.maximum(first_column - past, 0), queries, queries
     if HAS_RANGES:
         last = tl.minimum(first_column + BLOCK_KEYS, keys) - 1
         end = tl.minimum(tl.load(end_queries + sample.to(tl.int64) * seq + last) - past, queries)
+        full_end = tl.load(end_queries + sample.to(tl.int64) * seq + first_column) - past
 
     acc_k = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
     acc_v = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
@@ -286,6 +290,7 @@ def attention_backward_key_kernel(
                 firsts[None, :],
                 scale,
                 slope,
+                (first_column + BLOCK_KEYS > past + start + 1) | (start + BLOCK_QUERIES > full_end),
                 HAS_SLOPES,
                 HAS_RANGES,
             )
@@ -352,29 +357,36 @@ def _first_keys(
     keys,
     seq,
     HAS_RANGES: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Returns each query's first key [queries, 1], and the first key of the tile's first block of keys."""
-    firsts, first_block = positions, 0
+    """Returns each query's first key [queries, 1], the first key of the tile's first block of keys, and the
+    first key of the tile's last query. A block of keys from this one on, and not after the tile's first
+    query, has no masked score."""
+    firsts, first_block, last_first = positions, 0, 0
     if HAS_RANGES:
         first_keys += sample.to(tl.int64) * seq
         firsts = tl.load(first_keys + positions, mask=positions < keys, other=0)
         first_block = tl.load(first_keys + first_position) // BLOCK_KEYS * BLOCK_KEYS
-    return firsts[:, None], first_block
+        last_first = tl.load(first_keys + tl.minimum(first_position + BLOCK_QUERIES, keys) - 1)
+    return firsts[:, None], first_block, last_first
 
 
 @triton.jit
 def _masked_scores(
-    scores, rows, columns, firsts, scale, slope, HAS_SLOPES: tl.constexpr, HAS_RANGES: tl.constexpr
+    scores, rows, columns, firsts, scale, slope, has_mask, HAS_SLOPES: tl.constexpr, HAS_RANGES: tl.constexpr
 ):
-    """Returns scaled scores with ALiBi's bias, times log2(e); -inf where a query does not attend to a key."""
+    """Returns scaled scores with ALiBi's bias, times log2(e); -inf where a query does not attend to a key.
+    has_mask: whether the block has such a pair. Most blocks have none."""
     scores *= scale * LOG2_E
     if HAS_SLOPES:
         scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
-    allowed = columns <= rows
-    if HAS_RANGES:
-        allowed &= columns >= firsts
-    return tl.where(allowed, scores, -float("inf"))
+    if has_mask:
+        allowed = columns <= rows
+        if HAS_RANGES:
+            allowed &= columns >= firsts
+        scores = tl.where(allowed, scores, -float("inf"))
+    return scores
 
 
 @triton.jit

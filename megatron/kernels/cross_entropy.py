@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.kernels.operators import operator
+
 BLOCK = 4096
 OPTIONS = {"num_warps": 8}
 
 
-@torch.library.custom_op("megatron::logit_statistics", mutates_args=())
+@operator("logit_statistics")
 def logit_statistics_op(logits: Tensor, targets: Tensor, num_valid_columns: int) -> Tensor:
     """Returns fp32 [3, rows]: each row's largest logit, sum(exp(logit - largest)), and its target's logit.
 
@@ -31,7 +33,7 @@ def _(logits: Tensor, *_others: Any) -> Tensor:
     return _per_row(logits)
 
 
-@torch.library.custom_op("megatron::logit_statistics_and_gradient", mutates_args=("logits",))
+@operator("logit_statistics_and_gradient", mutates_args=("logits",))
 def logit_statistics_and_gradient_op(
     logits: Tensor, targets: Tensor, num_valid_columns: int, gradient_scale: float, z_loss_weight: float
 ) -> Tensor:
@@ -77,7 +79,7 @@ def _per_row(logits: Tensor) -> Tensor:
     return torch.empty(3, logits.shape[0], dtype=torch.float32, device=logits.device)
 
 
-@torch.library.custom_op("megatron::write_logit_gradient", mutates_args=("logits",))
+@operator("write_logit_gradient", mutates_args=("logits",))
 def write_logit_gradient_op(
     logits: Tensor,
     targets: Tensor,

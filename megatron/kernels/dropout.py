@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from megatron.kernels.operators import first_order, operator
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
 # Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@dataclass(frozen=True)
-class ShardOffsets:
+class ShardOffsets(NamedTuple):
     """Where this rank's shard lies in the mask of the full activation.
 
     The activation is read as [outer, batch, inner, columns]. Row (o, b, i) of the shard is row
@@ -37,6 +37,7 @@ class ShardOffsets:
     second_first_row: int = 0
 
 
+@lru_cache(maxsize=1024)
 def shard_offsets(
     shape: torch.Size, batch_dim: int, shard_dim: int | None, rank: int, size: int
 ) -> ShardOffsets | None:
@@ -55,7 +56,10 @@ def shard_offsets(
     return None
 
 
-def part_offsets(shape: torch.Size, batch_dim: int, dim: int, ranges: Sequence[range]) -> ShardOffsets | None:
+@lru_cache(maxsize=1024)
+def part_offsets(
+    shape: torch.Size, batch_dim: int, dim: int, ranges: tuple[range, ...]
+) -> ShardOffsets | None:
     """Returns the offsets of an activation that holds one or two ranges of dimension `dim`; None if the
     kernel does not support it: the activation has other dimensions than this one, the batch and the last."""
     if len(shape) != 3 or batch_dim + dim != 1 or not 1 <= len(ranges) <= 2:
@@ -86,20 +90,21 @@ def fused_dropout_add(
     return _DropoutAdd.apply(x, bias, residual, sample_keys, p, offsets)
 
 
-@torch.library.custom_op("megatron::dropout_add", mutates_args=())
+@operator("dropout_add")
 def dropout_add_op(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     sample_keys: torch.Tensor,
     p: float,
-    offsets: list[int],
+    offsets: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Launches the kernel. dtype: of the output. The product has x's dtype, or without a residual `dtype`."""
+    """Launches the kernel. offsets: the fields of `ShardOffsets`. dtype: of the output. The product has x's
+    dtype, or without a residual `dtype`."""
     from megatron.kernels.triton_kernels import dropout_add_kernel  # triton is optional
 
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty_like(x, dtype=dtype)
     columns = x.shape[-1]
     rows = x.numel() // max(columns, 1)
     if x.numel():
@@ -131,12 +136,13 @@ def _(
     residual: torch.Tensor | None,
     sample_keys: torch.Tensor,
     p: float,
-    offsets: list[int],
+    offsets: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
+@first_order
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,8 +154,9 @@ class _DropoutAdd(torch.autograd.Function):
         p: float,
         offsets: ShardOffsets,
     ) -> torch.Tensor:
-        ctx.save_for_backward(sample_keys)
-        ctx.p, ctx.offsets, ctx.x_dtype = p, list(astuple(offsets)), x.dtype
+        # Not saved by autograd: activation recomputation ends when the last tensor is saved, and so before
+        # the matrix product whose output this is.
+        ctx.sample_keys, ctx.p, ctx.offsets, ctx.x_dtype = sample_keys, p, offsets, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -159,18 +166,16 @@ class _DropoutAdd(torch.autograd.Function):
             None if residual is None else residual.contiguous(),
             sample_keys,
             p,
-            ctx.offsets,
+            offsets,
             dtype,
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (sample_keys,) = ctx.saved_tensors
         grad_x = grad_bias = grad_residual = None
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_x = dropout_add_op(
-                grad.contiguous(), None, None, sample_keys, ctx.p, ctx.offsets, ctx.x_dtype
+                grad.contiguous(), None, None, ctx.sample_keys, ctx.p, ctx.offsets, ctx.x_dtype
             )
         if ctx.needs_input_grad[1]:
             assert grad_x is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron.kernels.operators import operator
+
 BLOCK = 512
 OPTIONS = {"num_warps": 4}
 
@@ -21,7 +23,7 @@ def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -
     add_rows_op(total, ids, order, rows.contiguous())
 
 
-@torch.library.custom_op("megatron::add_rows", mutates_args=("total",))
+@operator("add_rows", mutates_args=("total",))
 def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
     """Computes total[ids[i]] += rows[order[i]] for all i. The ids must ascend."""
     from megatron.kernels.triton_kernels import add_rows_kernel  # triton is optional

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from megatron.kernels.operators import operator
+
 # Elements of a chunk, which one program of the first kernel sums.
 CHUNK = 4096
 # Squares that a program of the second kernel adds at once.
@@ -25,7 +27,7 @@ def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return chunk_norms_op(chunk_squares_op(list(tensors)), counts)
 
 
-@torch.library.custom_op("megatron::chunk_squares", mutates_args=())
+@operator("chunk_squares")
 def chunk_squares_op(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns the sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
     from megatron.kernels.triton_kernels import chunk_squares_kernel  # triton is optional
@@ -44,7 +46,7 @@ def _(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device)
 
 
-@torch.library.custom_op("megatron::chunk_norms", mutates_args=())
+@operator("chunk_norms")
 def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Returns the square root of the sum of the next counts[i] squares, for each i, fp64."""
     from megatron.kernels.triton_kernels import chunk_norms_kernel  # triton is optional

@@ -217,3 +217,145 @@ def add_rows_kernel(total, ids, order, rows, tokens, width, BLOCK: tl.constexpr)
             following = tl.load(ids + token, mask=token < tokens, other=-1)
         place = total + row * width + column
         tl.store(place, tl.load(place, mask=inside, other=0.0) + added, mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    projected,
+    query,
+    key,
+    value,
+    cosine,
+    sine,
+    batch,
+    groups,
+    group,
+    table_batch,
+    BACKWARD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """A program has some heads of a token. Forward: moves them from `projected` to query, key and value, and
+    rotates queries and keys. Backward: moves gradients in the other direction, and rotates them back."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    index, place = head // (group + 2), head % (group + 2)
+    inside = head < groups * (group + 2)
+    is_query, is_key, is_value = inside & (place < group), inside & (place == group), inside & (place > group)
+    fused = (token * groups * (group + 2) + head) * HEAD_DIM
+    of_query = (token * groups * group + index * group + place) * HEAD_DIM
+    of_group = (token * groups + index) * HEAD_DIM
+
+    pair = tl.arange(0, BLOCK_PAIRS)
+    in_pairs = pair < ROTARY_DIM // 2
+    first, second = pair, pair + ROTARY_DIM // 2
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    table = (token // batch * table_batch + token % batch % table_batch) * ROTARY_DIM + first
+    cos = tl.load(cosine + table, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sine + table, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+    if BACKWARD:
+        sin = -sin
+        x = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, first, in_pairs)
+        y = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, second, in_pairs)
+    else:
+        x = tl.load(projected + fused[:, None] + first, mask=inside[:, None] & in_pairs, other=0.0)
+        y = tl.load(projected + fused[:, None] + second, mask=inside[:, None] & in_pairs, other=0.0)
+    dtype = projected.dtype.element_ty
+    # Each product is rounded, as in PyTorch's operations.
+    turned_x = (x.to(tl.float32) * cos).to(dtype).to(tl.float32) - (y.to(tl.float32) * sin).to(dtype).to(
+        tl.float32
+    )
+    turned_y = (y.to(tl.float32) * cos).to(dtype).to(tl.float32) + (x.to(tl.float32) * sin).to(dtype).to(
+        tl.float32
+    )
+    x = tl.where(is_value[:, None], x, turned_x.to(dtype))
+    y = tl.where(is_value[:, None], y, turned_y.to(dtype))
+    if BACKWARD:
+        tl.store(projected + fused[:, None] + first, x, mask=inside[:, None] & in_pairs)
+        tl.store(projected + fused[:, None] + second, y, mask=inside[:, None] & in_pairs)
+    else:
+        _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, first, in_pairs, x)
+        _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, second, in_pairs, y)
+    if ROTARY_DIM < HEAD_DIM:
+        rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)
+        in_rest = rest < HEAD_DIM
+        if BACKWARD:
+            z = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, rest, in_rest)
+            tl.store(projected + fused[:, None] + rest, z, mask=inside[:, None] & in_rest)
+        else:
+            z = tl.load(projected + fused[:, None] + rest, mask=inside[:, None] & in_rest, other=0.0)
+            _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, rest, in_rest, z)
+
+
+@triton.jit
+def _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, column, in_columns):
+    """Loads columns of query heads, key heads and value heads: [heads, columns]."""
+    x = tl.load(query + of_query[:, None] + column, mask=is_query[:, None] & in_columns, other=0.0)
+    k = tl.load(key + of_group[:, None] + column, mask=is_key[:, None] & in_columns, other=0.0)
+    v = tl.load(value + of_group[:, None] + column, mask=is_value[:, None] & in_columns, other=0.0)
+    return tl.where(is_query[:, None], x, tl.where(is_key[:, None], k, v))
+
+
+@triton.jit
+def _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, column, in_columns, x):
+    tl.store(query + of_query[:, None] + column, x, mask=is_query[:, None] & in_columns)
+    tl.store(key + of_group[:, None] + column, x, mask=is_key[:, None] & in_columns)
+    tl.store(value + of_group[:, None] + column, x, mask=is_value[:, None] & in_columns)
+
+
+@triton.jit
+def gated_activation_kernel(wide, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row, c] = wide[row, c] * activation(wide[row, width + c])."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dtype = out.dtype.element_ty
+    value = tl.load(wide + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(wide + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    activated, _ = _activation(gate, ACTIVATION)
+    tl.store(out + row * width + column, (value * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
+
+
+@triton.jit
+def gated_activation_backward_kernel(
+    grad, wide, grad_wide, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes the gradients of values and gates."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dtype = grad_wide.dtype.element_ty
+    of_value = row * 2 * width + column
+    upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(wide + of_value, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(wide + of_value + width, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = _activation(gate, ACTIVATION)
+    tl.store(grad_wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
+    grad_gate = (upstream * value).to(dtype).to(tl.float32) * slope
+    tl.store(grad_wide + of_value + width, grad_gate.to(dtype), mask=inside)
+
+
+@triton.jit
+def _activation(x, ACTIVATION: tl.constexpr):
+    """Returns the activation of `x`, fp32, and its derivative."""
+    if ACTIVATION == "swiglu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        y, slope = x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
+    elif ACTIVATION == "geglu":
+        normal = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        y, slope = x * normal, normal + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACTIVATION == "geglu_tanh":
+        # (1 + tanh(u)) / 2 is the sigmoid of 2u.
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        y, slope = x * sigmoid, sigmoid + x * sigmoid * (1.0 - sigmoid) * inner
+    elif ACTIVATION == "reglu":
+        y, slope = tl.where(x > 0, x, 0.0), tl.where(x > 0, 1.0, 0.0)
+    else:
+        y, slope = x, tl.full(x.shape, 1.0, tl.float32)
+    return y, slope

@@ -20,6 +20,7 @@ from megatron.model.position import AttentionMasks
 _LOG = logging.getLogger(__name__)
 MAX_UNFUSED_SEQ_LENGTH = 2048
 """Longest sequence, in tokens, for which a [seq, seq] tensor is allocated on a GPU."""
+_PLAIN = "flash, plain causal by scaled_dot_product_attention"
 
 
 class Implementation(Enum):
@@ -73,7 +74,7 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
     """
     features = ", ".join(required.features)
     if not features:
-        return Implementation.SDPA, "flash, plain causal by scaled_dot_product_attention"
+        return Implementation.SDPA, _PLAIN
     against = required.kernels_unsupported_reason
     if against is None and required.head_dim > MAX_HEAD_DIM:
         against = f"heads of {required.head_dim} are larger than {MAX_HEAD_DIM}"
@@ -124,8 +125,12 @@ def implementation_for(query: Tensor, seq: int, dropout: float, masks: Attention
     """Returns the implementation for query [seq / CP, batch, heads, head_dim]; logs each reason once."""
     local, _, _, head_dim = query.shape
     alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
+    if not (dropout or alibi or documents or window):
+        if not torch.compiler.is_compiling():
+            _log_once(_PLAIN)
+        return Implementation.SDPA
     on_cpu, against = query.device.type == "cpu", None
-    if (dropout or alibi or documents or window) and not uses_kernels(query):
+    if not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     choice, reason = choose_attention(
         AttentionRequirements(

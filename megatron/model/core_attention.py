@@ -52,8 +52,7 @@ class CoreAttention(nn.Module):
             return self._attend_chunks(query, key, value, document_ids, rate, choice)
         if choice == Implementation.TRITON:
             return self._flash_attention(query, key, value, document_ids, rate, seq).flatten(2)
-        if key.shape[2] < heads:  # each query head gets a copy of its group's key and value
-            key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+        key, value = _for_each_head(query, key, value, choice)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
         if choice == Implementation.BLOCKS:
             output = self._attend_by_blocks(query, key, value, document_ids, rate, range(seq), seq)
@@ -62,8 +61,9 @@ class CoreAttention(nn.Module):
             if choice == Implementation.UNFUSED:
                 output = self._unfused_attention(query, key, value, bias)
             else:
+                shares = key.shape[1] < heads
                 output = F.scaled_dot_product_attention(
-                    query, key, value, bias, is_causal=bias is None, scale=self.scale
+                    query, key, value, bias, is_causal=bias is None, scale=self.scale, enable_gqa=shares
                 )
         return output.permute(2, 0, 1, 3).reshape(seq, batch, heads * head_dim)
 
@@ -105,12 +105,9 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Computes this rank's chunks of queries with context parallelism. The queries of a chunk attend only
         to the keys up to its end, so all ranks compute about equally many scores."""
-        seq, heads = len(query) * self.cp_group.size, query.shape[2]
+        seq = len(query) * self.cp_group.size
         key, value = gather_keys_and_values(key, value, self.cp_group)
-        # The flash kernels share keys and values among the heads of a group; others get copies.
-        shares = choice == Implementation.SDPA and _flash_kernel_accepts(query, key, value)
-        if key.shape[2] < heads and not shares and choice != Implementation.TRITON:
-            key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+        key, value = _for_each_head(query, key, value, choice)
         outputs = []
         for rows, own in zip(self.cp_group.chunks(seq), query.chunk(2), strict=True):
             parts = (own, key[: rows.stop], value[: rows.stop])
@@ -119,7 +116,10 @@ class CoreAttention(nn.Module):
                 continue
             own, keys, values = (x.permute(1, 2, 0, 3) for x in parts)
             if choice == Implementation.SDPA:
-                bias = attention_bias.causal_lower_right(len(rows), rows.stop)
+                bias, shares = (
+                    attention_bias.causal_lower_right(len(rows), rows.stop),
+                    key.shape[2] < own.shape[1],
+                )
                 output = F.scaled_dot_product_attention(
                     own, keys, values, bias, scale=self.scale, enable_gqa=shares
                 )
@@ -207,9 +207,24 @@ class CoreAttention(nn.Module):
         return torch.matmul(weights, value)
 
 
+def _for_each_head(
+    query: Tensor, key: Tensor, value: Tensor, choice: Implementation
+) -> tuple[Tensor, Tensor]:
+    """Returns key and value, [seq, batch, heads, head_dim], with a copy for each query head of a group. The
+    flash kernels share them among the heads of a group, so there they are returned unchanged."""
+    copies = query.shape[2] // key.shape[2]
+    if copies == 1 or choice == Implementation.TRITON:
+        return key, value
+    if choice == Implementation.SDPA and _flash_kernel_accepts(query, key, value):
+        return key, value
+    return key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
+
+
 def _flash_kernel_accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Returns whether PyTorch computes causal attention of these tensors, [seq, batch, heads, head_dim], with
     its flash kernel. If not, heads that share keys would store all scores."""
+    if query.device.type == "cpu":
+        return True
     if query.dtype == torch.float32:
         return False
     if query.device.type != "cuda":

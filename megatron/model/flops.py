@@ -13,7 +13,7 @@ from __future__ import annotations
 from megatron.config import Config, ModelConfig
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
-from megatron.model.attention_choice import Implementation, training_attention
+from megatron.model.attention_choice import Implementation, run_uses_kernels, training_attention
 from megatron.mpu.layout import CPGroup
 
 _FORWARD_AND_BACKWARD = 3
@@ -93,8 +93,8 @@ def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
 
     Like --simulate, it counts the matrix products that are launched. The backward pass of a fused attention
     kernel recomputes the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the
-    Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor. So without hidden
-    dropout, the last matrix product of a group of layers is not recomputed.
+    Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor, so often
+    the last matrix product of a group of layers is not recomputed (`skips_last_product`).
     """
     model, training, batch = config.model, config.training, config.batch.micro_batch_size
     attention = training_attention(config, has_window)
@@ -128,7 +128,9 @@ def skips_last_product(config: Config) -> bool:
     if training.checkpoint_in_cpu or (training.partition_activations and tp_size > 1):
         return False
     arrangement = LAYER_ARRANGEMENTS[config.model.layer_arrangement]
-    return config.model.hidden_dropout == 0 and not arrangement.ends_with_norm
+    # The dropout kernel saves nothing, the reference implementation its mask.
+    no_mask = config.model.hidden_dropout == 0 or run_uses_kernels(config)
+    return no_mask and not arrangement.ends_with_norm
 
 
 def recomputes_scores(config: Config) -> bool:

@@ -48,7 +48,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config.model import padded_vocab_size
-from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
+from megatron.config.registries import ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
+from megatron.model.activations import gated_by
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
@@ -337,24 +338,29 @@ class ParallelSelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
-        query, key, value = self._project(hidden)
-        if self.has_qk_norms:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if self.rotary is not None:
-            positions = positions_within_documents(document_ids) if self.reset_position_ids else None
-            query, key = self.rotary.rotate(query, key, positions)
-        return self.dense(self.core_attention(query, key, value, document_ids))
-
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the query [seq, batch, heads / TP, head_dim], and key and value of this rank's groups."""
         projected = self.query_key_value(hidden)
         if self.ranks_per_group > 1:
             projected = self._rows_of_own_heads(
                 gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
             )
-        projected = projected.unflatten(-1, (self.groups, -1, self.head_dim))
-        query, key, value = projected.split((self.heads // self.groups, 1, 1), dim=3)
-        return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        query, key, value = self._split(projected, document_ids)
+        return self.dense(self.core_attention(query, key, value, document_ids))
+
+    def _split(self, projected: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the query [seq, batch, heads / TP, head_dim], and key and value of this rank's groups, with
+        norms and rotary positions."""
+        group = self.heads // self.groups
+        positions = positions_within_documents(document_ids) if self.reset_position_ids else None
+        if self.rotary is not None and not self.has_qk_norms and self.rotary.in_kernel(projected):
+            return self.rotary.split_and_rotate(projected, self.groups, group, positions)
+        shape = (*projected.shape[:2], self.groups, group + 2, self.head_dim)
+        query, key, value = projected.view(shape).split((group, 1, 1), dim=3)
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        if self.has_qk_norms:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.rotary is not None:
+            query, key = self.rotary.rotate(query, key, positions)
+        return query, key, value
 
     def _rows_of_own_heads(self, group: Tensor) -> Tensor:
         """Selects this rank's query heads, the key and the value from the projections of a whole group."""
@@ -373,10 +379,9 @@ class ParallelMLP(nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         model = context.config.model
-        self.gated = model.glu_activation is not None
         gate = model.glu_activation
-        self.activation = ACTIVATIONS.load(model.activation) if gate is None else GLU_ACTIVATIONS.load(gate)
-        parts = 2 if self.gated else 1
+        self.activation = ACTIVATIONS.load(model.activation) if gate is None else gated_by(gate)
+        parts = 1 if gate is None else 2
         first, second = _linear_layer_settings(context)
         self.dense_h_to_4h = ColumnParallelLinear(
             model.hidden_size, parts * model.ffn_hidden_size, context.tp_group, num_fused_parts=parts, **first
@@ -386,11 +391,7 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = self.dense_h_to_4h(hidden)
-        if not self.gated:
-            return self.dense_4h_to_h(self.activation(wide))
-        value, gate = wide.chunk(2, dim=-1)
-        return self.dense_4h_to_h(value * self.activation(gate))
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
 
 
 def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:

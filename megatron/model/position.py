@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
+from megatron.kernels.rotary import Heads, split_and_rotate
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
@@ -243,9 +245,22 @@ class RotaryEmbedding:
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotates query and key [seq, batch, heads, head_dim], whose numbers of heads may differ. positions:
         [batch, seq], of the whole sequence; None for 0, 1, ..."""
-        positions = None if positions is None else shard_sequence(positions, self.cp_group, dim=1)
         cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
+
+    def in_kernel(self, projected: Tensor) -> bool:
+        """Returns whether `split_and_rotate` computes with this tensor."""
+        return not torch.compiler.is_compiling() and uses_kernels(projected)
+
+    def split_and_rotate(
+        self, projected: Tensor, groups: int, group: int, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits a projection [seq, batch, groups x (group + 2) x head_dim] into query, key and value, and
+        rotates query and key, in one launch of a Triton kernel."""
+        cosine, sine = self._angles(projected.shape[0], projected.dtype, projected.device, positions)
+        head_dim = projected.shape[-1] // (groups * (group + 2))
+        heads = Heads(groups, group, head_dim, self.dim, int(self.interleaved))
+        return split_and_rotate(projected, cosine, sine, heads)
 
     def _rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         if self.dim < heads.shape[-1]:
@@ -262,7 +277,8 @@ class RotaryEmbedding:
     def _angles(
         self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines that broadcast to [seq, batch, heads, head_dim]."""
+        """Returns cosines and sines [seq, 1 or batch, 1, rotary_dim] of `seq` tokens of this rank. positions:
+        see `rotate`."""
         key = (seq, dtype, device)
         if positions is None and key in self._cache:
             return self._cache[key]
@@ -272,6 +288,7 @@ class RotaryEmbedding:
             places = positions_of(self.cp_group, seq, device).float()
             angles = places[:, None, None, None] * self.inverse_frequency
         else:
+            positions = shard_sequence(positions, self.cp_group, dim=1)
             angles = positions.t()[:, :, None, None] * self.inverse_frequency
         angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), -1)
         cosine, sine = angles.cos(), angles.sin()

@@ -11,15 +11,12 @@ that wait for a gradient are called.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.mpu import weight_gradient
-from megatron.mpu.compilation import not_compiled
 from megatron.mpu.weight_gradient import Gradient
 
 Deferred = list[tuple[Tensor, Gradient]]
@@ -48,18 +45,6 @@ def accumulate(deferred: Deferred) -> None:
     while deferred:
         output = _Accumulate.apply(*deferred.pop(0))
         output.backward(output.detach())  # the gradient's values are not read
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None) -> Tensor:
-    """Runs `weight_gradient.linear`. With `deferred`, the backward pass queues the weight's gradient."""
-    if deferred is None or not torch.is_grad_enabled():
-        return weight_gradient.linear(x, weight, bias)
-    return _deferring_linear(x, weight, bias, deferred)
-
-
-@not_compiled  # the graph of a compiled function computes all gradients at once
-def _deferring_linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients) -> Tensor:
-    return weight_gradient.linear(ensure_requires_grad(x), weight, bias, partial(deferred.add, weight))
 
 
 def ensure_requires_grad(x: Tensor) -> Tensor:

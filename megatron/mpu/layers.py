@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad, linear
+from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
@@ -40,7 +41,9 @@ from megatron.mpu.mappings import (
     reduce_scatter_to_sequence_region,
 )
 from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
-from megatron.mpu.weight_gradient import Gradient, weight_gradient
+from megatron.mpu.weight_gradient import Gradient, fuses_accumulation, weight_gradient
+
+_ONE_RANK = TPGroup()
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -144,7 +147,8 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.overlap_chunks > 1:
             arguments = (x, self.weight, self.bias, self.tp_group, self.overlap_chunks)
             return _overlapped(_OverlappedColumnLinear, *arguments)
-        return _column_linear(x, self.weight, self.bias, self.tp_group, self.sequence_parallel, self.deferred)
+        function = _SequenceColumnLinear if self.sequence_parallel and self.tp_group.size > 1 else _Linear
+        return linear(x, self.weight, self.bias, self.deferred, self.tp_group, function)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -182,33 +186,41 @@ class RowParallelLinear(_ParallelLinear):
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
     """Returns logits [..., vocab / size] from hidden [..., hidden] and this rank's rows of the embedding."""
-    return _column_linear(hidden, weight, None, tp_group, sequence_parallel=False)
+    return linear(hidden, weight, None, tp_group=tp_group)
 
 
-def _column_linear(
+def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    tp_group: TPGroup,
-    sequence_parallel: bool,
     deferred: DeferredGradients | None = None,
+    tp_group: TPGroup = _ONE_RANK,
+    function: type[torch.autograd.Function] | None = None,
 ) -> torch.Tensor:
+    """Runs F.linear. The gradient of `x` is summed over the ranks of `tp_group`. The backward pass computes
+    `weight_gradient`, or queues that computation in `deferred`. If autograd's own gradients do, or in a
+    compiled layer on one rank, it is a PyTorch operation. function: `_Linear` if None."""
     if tp_group.size == 1:
-        return linear(x, weight, bias, deferred)
-    return _column_linear_over_ranks(x, weight, bias, tp_group, sequence_parallel, deferred)
+        if not torch.is_grad_enabled():
+            return F.linear(x, weight, bias)
+        if deferred is None:
+            if torch.compiler.is_compiling() or not fuses_accumulation(weight):
+                return F.linear(x, weight, bias)
+            return _Linear.apply(x, weight, bias, tp_group, None)
+    return _apply_linear(function or _Linear, x, weight, bias, deferred, tp_group)
 
 
-# Not compiled: keeps the overlap of collectives with matrix products as it is written.
+# Not compiled: keeps the overlap of collectives with matrix products as it is written. The graph of a
+# compiled function would also compute deferred gradients at once.
 @not_compiled
-def _column_linear_over_ranks(
+def _apply_linear(
+    function: type[torch.autograd.Function],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    tp_group: TPGroup,
-    sequence_parallel: bool,
     deferred: DeferredGradients | None,
+    tp_group: TPGroup,
 ) -> torch.Tensor:
-    function = _SequenceColumnLinear if sequence_parallel else _ColumnLinear
     if deferred is None:
         return function.apply(x, weight, bias, tp_group, None)
     return function.apply(
@@ -231,9 +243,10 @@ def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) 
     )
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """F.linear. During the all-reduce of the input's gradient, the backward pass computes the weight's
-    gradient, or passes that computation to `defer`."""
+@first_order
+class _Linear(torch.autograd.Function):
+    """F.linear. The input's gradient is all-reduced while the backward pass computes the weight's gradient,
+    or passes that computation to `defer`."""
 
     @staticmethod
     def forward(
@@ -244,19 +257,31 @@ class _ColumnLinear(torch.autograd.Function):
         tp_group: TPGroup,
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        # Activation recomputation ends when the last tensor is saved. A function saves its tensors when it
+        # ends, so an input that hooks save is saved in this line, before the product.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            ctx.save_for_backward(x)
+        else:
+            ctx.packed, ctx.unpack = hooks[0](x), hooks[1]
         ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        if ctx.saved_tensors:
+            (x,) = ctx.saved_tensors
+        else:
+            x, ctx.packed = ctx.unpack(ctx.packed), None
         grad_x = pending = None
+        rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
-            grad_x = grad.matmul(weight)
-            pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        others = _weight_and_bias_gradients(ctx, grad, partial(weight_gradient, x=x.detach()))
+            grad_x = rows.mm(ctx.weight).view(x.shape)
+            if ctx.tp_group.size > 1:
+                pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
+        others = _weight_and_bias_gradients(
+            ctx, rows, partial(weight_gradient, x=x.detach() if ctx.defer else x)
+        )
         if pending is not None:
             pending.wait()
         return grad_x, *others, None, None

@@ -162,9 +162,10 @@ class LogitChunks:
         targets = self.kernel_target[chunk]
         if self.tp_group.size == 1 and with_gradient:
             scale, z_loss_weight = self.gradient_scale, self.z_loss_weight
-            return logit_statistics_and_gradient_op(
+            largest, exp_sum, target_logit = logit_statistics_and_gradient_op(
                 logits, targets, self.num_valid_columns, scale, z_loss_weight
             ).unbind()
+            return largest, exp_sum, target_logit
         largest, exp_sum, target_logit = logit_statistics_op(logits, targets, self.num_valid_columns).unbind()
         if self.tp_group.size > 1:
             largest, exp_sum, target_logit = self._combine_ranks(largest, exp_sum, target_logit)

@@ -36,22 +36,30 @@ from megatron.mpu.mix64 import mix64, signed
 _ELEMENTS_PER_PIECE = 1 << 17
 
 
+class Samples(tuple[int, ...]):
+    """The global sample numbers of a micro-batch, one per batch row, and the keys of its dropouts."""
+
+    keys: torch.Tensor | None = None
+    """int64 [salts, batch] on the device: see `DropoutRNG.device_keys`."""
+
+
 class DropoutRNG:
     """The seed of a run's dropout, and the global sample numbers of the current micro-batch.
 
     The engine sets `samples` for each forward pass with `use_samples`. Recomputation in the backward pass
-    restores the samples of the forward pass.
+    restores the `samples` object of the forward pass, and with it the keys.
     """
 
     def __init__(self, seed: int, samples: Sequence[int] = ()) -> None:
         self.seed = seed
-        self.samples = tuple(samples)
+        self.samples = Samples(samples)
+        self._salts: dict[str, int] = {}
 
     @contextmanager
     def use_samples(self, samples: Sequence[int]) -> Iterator[None]:
         """Sets the global sample numbers of the current micro-batch, one per batch row, within the block."""
         before = self.samples
-        self.samples = tuple(samples)
+        self.samples = samples if isinstance(samples, Samples) else Samples(samples)
         try:
             yield
         finally:
@@ -64,6 +72,18 @@ class DropoutRNG:
             digest = hashlib.sha256(f"{self.seed}/{salt}/{sample}".encode()).digest()
             keys.append(int.from_bytes(digest[:8], "little", signed=True))
         return keys
+
+    def device_keys(self, salt: str, device: torch.device) -> torch.Tensor:
+        """Returns `sample_keys`, int64 [batch], on `device`. The first call for a micro-batch copies the
+        keys of all salts that were ever asked for, asynchronously from pinned memory."""
+        row, keys = self._salts.setdefault(salt, len(self._salts)), self.samples.keys
+        if keys is None or row >= len(keys) or keys.device.type != device.type:
+            # Rows of multiples of 16 bytes: triton compiles another kernel for an address that is none.
+            padding = [0] * (len(self.samples) % 2)
+            table = torch.tensor([self.sample_keys(each) + padding for each in self._salts])
+            table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
+            keys = self.samples.keys = table[:, : len(self.samples)]
+        return keys[row]
 
 
 @dataclass(frozen=True)
@@ -206,15 +226,14 @@ def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
 
 
 def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> torch.Tensor:
-    """Returns `DropoutRNG.sample_keys`, int64 [batch], on the device of `x`, copied asynchronously from
-    pinned memory. Raises ValueError if `x` and the RNG differ in the number of samples."""
+    """Returns `DropoutRNG.device_keys` on the device of `x`. Raises ValueError if `x` and the RNG differ in
+    the number of samples."""
     if batch_dim == x.dim() - 1:
         raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
     if len(dropout_rng.samples) != x.shape[batch_dim]:
         in_batch, in_rng = x.shape[batch_dim], len(dropout_rng.samples)
         raise ValueError(f"dropout '{salt}': the batch has {in_batch} samples, and the RNG {in_rng}")
-    keys = get_accelerator().pin_memory(torch.tensor(dropout_rng.sample_keys(salt), dtype=torch.int64))
-    return keys.to(x.device, non_blocking=True)
+    return dropout_rng.device_keys(salt, x.device)
 
 
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.parameters import main_grad_of
@@ -75,50 +72,3 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
         return transposed.matmul(x)
     add_product(total, transposed, x)
     return None
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, defer: Callable[[Gradient], None] | None = None
-) -> Tensor:
-    """Runs F.linear. The backward pass computes `weight_gradient`, or passes that computation to `defer`. A
-    compiled layer uses autograd's gradient."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    if defer is None and not fuses_accumulation(weight):
-        return F.linear(x, weight, bias)
-    output_gradient: list[Tensor] = []
-    rows = x.reshape(-1, x.shape[-1])
-    rows = _KeepInput.apply(rows, weight if defer is None else None, output_gradient, defer)
-    # The product stays a PyTorch operation, so that activation recomputation can end before the last one.
-    y = F.linear(rows, weight.detach(), bias)
-    y.register_hook(output_gradient.append)
-    # Not a view: the all-reduce works in place, and autograd copies the gradients of changed views.
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
-
-
-class _KeepInput(torch.autograd.Function):
-    """The identity, on the input of a product. Its backward pass runs when the gradient of the product's
-    output is known. It computes the weight's gradient, or passes that computation to `defer`. With `defer`
-    the weight is not an input for autograd, which would call the weight's hooks in this backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        output_gradient: list[Tensor],
-        defer: Callable[[Gradient], None] | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.output_gradient, ctx.defer = weight, output_gradient, defer
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        compute = partial(weight_gradient, grad=ctx.output_gradient.pop(), x=x.detach())
-        if ctx.defer is None:
-            return grad, compute(ctx.weight), None, None
-        ctx.defer(compute)
-        return grad, None, None, None

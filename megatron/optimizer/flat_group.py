@@ -273,10 +273,11 @@ class FlatGroup:
 def add_to_main_grad(parameter: Tensor) -> None:
     """Adds a micro-batch's gradient to the fp32 sum and frees it (a hook). If `grad` is None, the fused loss
     has already added the head's gradient to the sum."""
-    if parameter.grad is not None:
+    gradient = parameter.grad  # read once: each access takes 1 us of host time
+    if gradient is not None:
         total = main_grad_of(parameter)
         assert total is not None  # set by FlatGroup
-        total.add_(parameter.grad)
+        total.add_(gradient)
         parameter.grad = None
 
 

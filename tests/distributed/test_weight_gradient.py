@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from megatron.mpu import weight_gradient
+from megatron.mpu import layers, weight_gradient
 from tests.distributed.parity import assert_near, one_process
 from tests.support.layouts import Row, train_layout
 from tests.support.pool import run_world
@@ -102,8 +103,29 @@ def test_products_that_are_not_compiled_add(row, parallel, columns_add, rows_add
         assert added - {(HEAD_ROWS[size], 32)} == expected
 
 
+def test_recomputation_ends_before_the_last_product(monkeypatch):
+    """Nothing after the last product's input is saved, so only the first product is recomputed."""
+    monkeypatch.setattr(layers, "fuses_accumulation", lambda weight: True)
+    first, second = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+    x, products = torch.randn(3, 8, requires_grad=True), []
+    original = layers.F.linear
+    monkeypatch.setattr(layers.F, "linear", lambda *args: products.append(args[1]) or original(*args))
+    y = checkpoint(
+        lambda x: layers.linear(layers.linear(x, first, None), second, None),
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
+    expected = torch.autograd.grad((x @ first.t() @ second.t()).sum(), (x, first, second))
+    y.sum().backward()
+    assert [weight is first for weight in products] == [True, False, True]
+    for tensor, gradient in zip((x, first, second), expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient)
+
+
 def test_the_sum_is_that_of_unrounded_products(monkeypatch):
-    monkeypatch.setattr(weight_gradient, "fuses_accumulation", lambda weight: hasattr(weight, "main_grad"))
+    for module in (layers, weight_gradient):
+        monkeypatch.setattr(module, "fuses_accumulation", lambda weight: hasattr(weight, "main_grad"))
     monkeypatch.setattr(
         weight_gradient, "add_product", lambda total, a, b: total.add_(a.double() @ b.double())
     )
@@ -115,7 +137,7 @@ def test_the_sum_is_that_of_unrounded_products(monkeypatch):
     expected = torch.zeros(6, 8, dtype=torch.float64)
     for _ in range(3):
         x, grad = torch.randn(5, 2, 8).bfloat16().requires_grad_(), torch.randn(5, 2, 6).bfloat16()
-        y = weight_gradient.linear(x, weight, bias)
+        y = layers.linear(x, weight, bias)
         assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
         y.backward(grad)
         expected += grad.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()

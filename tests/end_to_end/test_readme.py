@@ -258,6 +258,7 @@ PRINTED = {
     "planner_accuracy": "Kendall's tau",
     "parity.py": "4 of 4 rows within their bounds",
     "kernels.py": "sm_90",
+    "host_time.py": "layer, no dropout, forward",
     "dcp_to_torch": "Converting checkpoint",
     "--other-frameworks": "| `--num-layers-per-virtual-pipeline-stage` | set --virtual-pipeline-stages",
     "step_cost": "host synchronizations per micro-batch",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron.kernels.attention import AttentionMask, flash_attention
-from megatron.model.position import alibi_slopes, document_ids_of
+from megatron.kernels.attention import AttentionMask, flash_attention, tiles
+from megatron.model.position import AttentionMasks, alibi_slopes, document_ids_of
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutMask, DropoutRNG, keep_mask
 
@@ -192,6 +193,62 @@ def test_a_sample_does_not_depend_on_the_others_in_its_micro_batch():
     )
     alone = flash_attention(*(x[:, 1:] for x in inputs), 0.25, second)
     assert torch.equal(both[:, 1:], alone)
+
+
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("kind", ["causal", "documents", "window", "window and documents"])
+def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_pair_are_masked(
+    kind, monkeypatch
+):
+    """Counts products and selections of the interpreter; the expected numbers are those of the mask."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    calls = Counter()
+
+    def counted(name):
+        original = getattr(interpreter.InterpreterBuilder, name)
+
+        def call(self, *args, **kwargs):
+            calls[name] += 1
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, name, call)
+
+    counted("create_dot")
+    counted("create_select")
+    seq, batch, heads, head_dim = 130, 1, 2, 16
+    ids = documents_of(batch, seq) if "documents" in kind else None
+    masks = AttentionMasks(None, "documents" in kind, 50 if "window" in kind else None)
+    mask = AttentionMask(None, *masks.ranges(seq, batch, torch.device("cpu"), ids))
+    inputs = [some((seq, batch, heads, head_dim), seed).requires_grad_() for seed in range(3)]
+    place = torch.arange(seq)
+    allowed = place[None, :] <= place[:, None]
+    if "window" in kind:
+        allowed = allowed & (place[None, :] > place[:, None] - 50)
+    allowed = allowed.expand(batch, seq, seq)
+    if ids is not None:
+        allowed = allowed & (ids[:, None, :] == ids[:, :, None])
+
+    def blocks(kernel):
+        """Blocks with an allowed pair, and how many of them also have a forbidden one."""
+        sizes = tiles(kernel, torch.float32, head_dim)
+        tiled = [
+            tile
+            for sample in allowed
+            for rows in sample.split(sizes.queries)
+            for tile in rows.split(sizes.keys, dim=1)
+            if tile.any()
+        ]
+        return heads * len(tiled), heads * sum(not tile.all() for tile in tiled)
+
+    output = flash_attention(*inputs, 0.25, mask)
+    needed, masked = blocks("forward")
+    assert 2 * needed <= calls["create_dot"] <= 1.1 * 2 * needed
+    assert masked <= calls["create_select"] <= 1.1 * masked
+    assert masked < needed or kind == "window and documents"
+    calls.clear()
+    output.sum().backward()
+    (of_query, _), (of_key, _) = blocks("query"), blocks("key")
+    assert 3 * of_query + 4 * of_key <= calls["create_dot"] <= 1.1 * (3 * of_query + 4 * of_key)
 
 
 def test_only_inputs_output_and_one_number_per_row_are_kept():

@@ -34,7 +34,15 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
-KERNELS = {"dropout": 11, "norms": 2, "embedding": 4, "attention": 36, "cross entropy": 12}
+KERNELS = {
+    "dropout": 11,
+    "norms": 2,
+    "embedding": 4,
+    "attention": 36,
+    "cross entropy": 12,
+    "rotary": 18,
+    "gated": 14,
+}
 
 
 @pytest.mark.gate(rows=2)

@@ -52,5 +52,5 @@ def test_the_benchmark_compares_every_kernel_with_its_reference() -> None:
         name: float(value) for name, value in (row.rsplit(maxsplit=1) for row in table.splitlines())
     }
     kinds = {re.split(r"[ ,']", name)[0] for name in differences}
-    assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms"}
+    assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms", "split", "gated"}
     assert max(differences.values()) < 1e-6 and any(differences.values())

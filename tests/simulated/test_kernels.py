@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
+from benchmarks.step_cost import least_layer_bytes
+from megatron.config.cli import parse_args
+from megatron.kernels import selection
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.kernels.norms import CHUNK, fused_norms
+from megatron.model.gpt_model import ParallelTransformerLayerPipe
+from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.optimizer.gradient_norm import accurate_norm
@@ -58,6 +64,41 @@ def norms_of_reference(sim):
 
 def norms_of_kernels(sim):
     assert fused_norms(_gradients(sim.device)).shape == (3,)
+
+
+LLAMA_8B = (
+    "--dry-run --bf16 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0 --vocab-size 128256 --micro-batch-size 1 --global-batch-size 1 "
+    "--lr 1 --train-iters 1"
+)
+
+
+def llama_layer(sim):
+    """(launches, bytes) of the forward pass of a layer, and its bytes relative to their minimum."""
+    config = parse_args(LLAMA_8B.split(), {})
+    with torch.device(sim.device):
+        layer = ParallelTransformerLayerPipe(LayerContext(config, TPGroup(), DropoutRNG(1)), 3).bfloat16()
+    make = {"dtype": torch.bfloat16, "device": sim.device, "requires_grad": True}
+    hidden = torch.empty(8192, 1, 4096, **make)
+    layer(hidden)  # makes the tables
+    before = operation_sums(sim)
+    layer(hidden)
+    launches, _, bytes_read, bytes_written = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
+    return launches, (bytes_read + bytes_written) / least_layer_bytes(config)
+
+
+def llama_layer_counted():
+    with simulated_device() as sim, patch.object(selection, "_device_uses_kernels", lambda _: True):
+        return llama_layer(sim)
+
+
+def test_a_llama_layer_reads_and_writes_everything_about_once():
+    ((launches, share),) = run_all([llama_layer_counted])
+    # Norms, products, rotation, attention, activation, additions.
+    assert launches == 2 + 4 + 1 + 1 + 1 + 2
+    assert 0.95 < share <= 1.05
 
 
 def test_a_fused_call_is_one_launch_with_its_bytes():

@@ -40,9 +40,10 @@ def bytes_per_row(cell: str) -> int:
 @pytest.mark.full
 def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     rows = table_of("--kernels", "triton", *QUICK.split())
-    launches, verdict = rows["kernel launches per transformer layer, forward"]
-    assert 10 < int(launches) <= 30 and verdict == "met"
-    assert 10 < int(rows["kernel launches without dropout"][0]) < int(launches)
+    # Two norms, four products, attention, activation, two dropouts; without dropout two additions, and two of
+    # biases.
+    assert rows["kernel launches per transformer layer, forward"] == ("10", "met")
+    assert rows["kernel launches without dropout"] == ("12", "met")
     assert rows["bytes moved per hidden dropout with bias and residual, forward"] == (
         "6.0 per element",
         "met",

@@ -51,6 +51,8 @@ def variants() -> Iterator[Variant]:
     yield from _embedding_variants()
     yield from _attention_variants()
     yield from _cross_entropy_variants()
+    yield from _rotary_variants()
+    yield from _gated_variants()
 
 
 # A shard of one row, or one that begins at the second row.
@@ -171,6 +173,61 @@ def _cross_entropy_variants() -> Iterator[Variant]:
             module.OPTIONS,
             unaligned,
         )
+
+
+def _rotary_variants() -> Iterator[Variant]:
+    from megatron.kernels import rotary as module
+    from megatron.kernels import triton_kernels
+
+    llama = module.Heads(groups=8, group=4, head_dim=128, rotary_dim=128, interleaved=0)
+    tensors = ("projected", "query", "key", "value", "cosine", "sine")
+    for label, dtype, heads, ones in (
+        ("bf16", "bf16", llama, ("batch", "table_batch")),
+        ("bf16, several samples", "bf16", llama, ("table_batch",)),
+        ("bf16, documents", "bf16", llama, ()),
+        ("bf16, a head per group", "bf16", llama._replace(group=1), ("batch", "group", "table_batch")),
+        ("bf16, a group per rank", "bf16", llama._replace(groups=1), ("batch", "groups", "table_batch")),
+        ("bf16 80", "bf16", llama._replace(head_dim=80, rotary_dim=80), ()),
+        ("bf16, a quarter", "bf16", llama._replace(rotary_dim=32), ()),
+        ("fp16, interleaved", "fp16", llama._replace(interleaved=1), ()),
+        ("fp32", "fp32", llama, ("batch", "table_batch")),
+    ):
+        for backward in (False, True):
+            yield Variant(
+                f"rotary {label}{', backward' if backward else ''}",
+                triton_kernels.rotary_kernel,
+                {
+                    **dict.fromkeys(tensors, _POINTERS[dtype]),
+                    **dict.fromkeys(("batch", "groups", "group", "table_batch"), "i32"),
+                },
+                {"BACKWARD": backward, **module.kernel_constants(heads)},
+                module.OPTIONS,
+                ("batch", "groups", "group", "table_batch"),
+                ones,
+            )
+
+
+def _gated_variants() -> Iterator[Variant]:
+    from megatron.kernels import gated as module
+    from megatron.kernels import triton_kernels
+
+    cases = [(activation, "bf16") for activation in module.ACTIVATIONS]
+    for activation, dtype in (*cases, ("swiglu", "fp16"), ("swiglu", "fp32")):
+        constants = {"ACTIVATION": activation, "BLOCK": module.BLOCK}
+        for backward in (False, True):
+            tensors = ("grad", "wide", "grad_wide") if backward else ("wide", "out")
+            kernel = (
+                triton_kernels.gated_activation_backward_kernel
+                if backward
+                else triton_kernels.gated_activation_kernel
+            )
+            yield Variant(
+                f"gated {activation} {dtype}{', backward' if backward else ''}",
+                kernel,
+                {**dict.fromkeys(tensors, _POINTERS[dtype]), "width": "i32"},
+                constants,
+                module.OPTIONS,
+            )
 
 
 _ATTENTION_TYPES = {

@@ -50,6 +50,38 @@ def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, win
         assert (kernels or "heads of 256 are larger than 128") in reason
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtype, monkeypatch):
+    """64 query heads with 8 key heads; the copies are those of the reference."""
+    flags = (
+        "--dry-run --num-layers 1 --hidden-size 512 --num-attention-heads 64 --vocab-size 100 "
+        "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 "
+        "--lr 1 --train-iters 1 --group-query-attention --num-query-groups 8 --attention-dropout 0"
+    )
+    core = CoreAttention(LayerContext(parse_args(flags.split(), {}), TPGroup(), DropoutRNG(1)), 3)
+    torch.manual_seed(1)
+    query, key, value, grad = (torch.randn(32, 2, n, 8).to(dtype) for n in (64, 8, 8, 64))
+    kept, results = [], []
+    for shares in (False, True):
+        accepts = core_attention._flash_kernel_accepts if shares else lambda *_: False
+        monkeypatch.setattr(core_attention, "_flash_kernel_accepts", accepts)
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        storages = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, storages=storages: storages.setdefault(x.data_ptr(), x), lambda x: x
+        ):
+            output = core(*inputs, None)
+        kept.append(sum(x.numel() for x in storages.values() if x.dtype == dtype and x.dim() == 4))
+        gradients = torch.autograd.grad(output, inputs, grad.flatten(2))
+        results.append([x.detach().float() for x in (output, *gradients)])
+        monkeypatch.undo()
+    # Query and output; keys and values, with and without copies.
+    assert kept == [(2 + 2) * query.numel(), 2 * query.numel() + 2 * key.numel()]
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
 def test_the_reason_is_logged_once(caplog):
     attention_choice._log_once.cache_clear()
     query = torch.empty(4, 1, 2, 8)

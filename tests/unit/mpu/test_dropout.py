@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron.mpu import random
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.random import DropoutRNG, dropout
 
@@ -127,6 +130,30 @@ def test_recomputation_finds_the_samples_of_its_forward_pass():
         with dropout_rng.use_samples(samples):
             assert torch.equal(kept((2, 4, 64), 0.5, dropout_rng), before)
         assert dropout_rng.samples == (3, 4)
+
+
+def test_the_keys_of_a_micro_batch_are_copied_once_and_lie_at_multiples_of_16_bytes(monkeypatch):
+    """Also for the recomputation in the backward pass, while the samples of another micro-batch are set."""
+    dropout_rng, copies = DropoutRNG(7), []
+    accelerator = SimpleNamespace(pin_memory=lambda x: copies.append(x) or x)
+    monkeypatch.setattr(random, "get_accelerator", lambda: accelerator)
+    salts = [f"{layer}.mlp" for layer in range(5)]
+
+    def keys():
+        return [dropout_rng.device_keys(salt, torch.device("cpu")) for salt in salts]
+
+    with dropout_rng.use_samples((4, 5, 6)):  # finds the salts
+        keys()
+    copies.clear()
+    with dropout_rng.use_samples((1, 2, 9)):
+        found, samples = keys(), dropout_rng.samples
+    assert len(copies) == 1
+    with dropout_rng.use_samples((3, 4, 5)), dropout_rng.use_samples(samples):
+        again = keys()
+    assert len(copies) == 1
+    for salt, one, other in zip(salts, found, again, strict=True):
+        assert one.tolist() == other.tolist() == DropoutRNG(7, (1, 2, 9)).sample_keys(salt)
+        assert one.data_ptr() % 16 == found[0].data_ptr() % 16
 
 
 def test_invalid_arguments_are_refused():

@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""Measures how long the host needs to issue the work of a training step, in us per call.
+
+    python benchmarks/host_time.py     a minute, no GPU needed
+
+A GPU waits for the host if a pass takes the host longer than the device. Tensors are tiny and on the CPU, so
+a call's time is the time of Python, of PyTorch's dispatcher and autograd, and of a small kernel for each
+operation. Triton kernels take all of triton's path to the launch, with a driver that launches nothing. Weight
+gradients are added to `main_grad` by one matrix product, as on a GPU. Layers are measured as a stack, so that
+the dropout keys are made once for all, as in a run.
+
+The table has plain PyTorch modules with equal work beside each row. Both run in turns, and each figure is the
+least of all rounds, since other work only adds time. In plain modules attention has no dropout: without a GPU
+PyTorch has no fused kernel with dropout.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("TRITON_INTERPRET", None)
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.machine import benchmark_parser, describe_machine
+from megatron.config.cli import parse_args
+from megatron.kernels import selection
+from megatron.model.gpt_model import ParallelTransformerLayerPipe
+from megatron.model.layer_context import LayerContext
+from megatron.model.loss import CrossEntropy
+from megatron.mpu import weight_gradient
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import set_main_grad
+from megatron.mpu.random import DropoutRNG
+from megatron.optimizer.flat_group import add_to_main_grad
+from megatron.text_table import format_table
+from tests.support.layouts import Row, build_engine, config_of, train
+from tests.support.pool import run_world
+
+SEQ, HIDDEN, HEADS, GROUPS, VOCAB, LAYERS = 8, 32, 4, 2, 64, 4
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
+    f"--group-query-attention --num-query-groups {GROUPS} "
+)
+GOAL = 1.2
+
+Times = tuple[float, float]
+Call = Callable[[], Times]
+"""Runs the work once; returns the seconds of forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the table: this program's call and the plain one."""
+
+    what: str
+    own: Call
+    plain: Call
+
+
+@contextmanager
+def launches_without_device() -> Iterator[None]:
+    """Makes CPU tensors use the Triton kernels, up to the driver's launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    kernel = SimpleNamespace(
+        function=None, packed_metadata=None, launch_metadata=lambda *_: None, run=lambda *_: None
+    )
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        )
+    )
+
+    def compiled(self: Any, key: Any, _signature: Any, device: int, *_: Any) -> Any:
+        return self.device_caches[device][0].setdefault(key, kernel)
+
+    with (
+        patch.object(JITFunction, "_do_compile", compiled),
+        patch.object(selection, "_device_uses_kernels", lambda _: True),
+        patch.object(weight_gradient, "supports_fused_accumulation", lambda _: True),
+        patch.object(weight_gradient, "add_product", lambda total, a, b: total.addmm_(a, b)),
+    ):
+        yield
+
+
+def both_passes(forward: Callable[[], Tensor], layers: int = 1) -> Call:
+    """Returns a call that measures the passes of this many equal layers, per layer."""
+    gradient = torch.ones_like(forward())
+
+    def call() -> Times:
+        start = perf_counter()
+        output = forward()
+        middle = perf_counter()
+        output.backward(gradient)
+        return (middle - start) / layers, (perf_counter() - middle) / layers
+
+    return call
+
+
+def own_layers(flags: str) -> Call:
+    """Transformer layers, with the optimizer's hooks."""
+    sizes = (
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --vocab-size {VOCAB} "
+        f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 1 "
+    )
+    config = parse_args(f"--dry-run --lr 1 --train-iters 1 {sizes} {flags}".split(), {})
+    rng = DropoutRNG(1)
+    context = LayerContext(config, TPGroup(), rng)
+    layers = nn.Sequential(*(ParallelTransformerLayerPipe(context, 3 + index) for index in range(LAYERS)))
+    for parameter in layers.parameters():
+        nn.init.constant_(parameter, 0.1)
+        set_main_grad(parameter, torch.zeros(parameter.shape), stays_allocated=True)
+        parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+    hidden = torch.randn(SEQ, 1, HIDDEN, requires_grad=True)
+
+    def forward() -> Tensor:
+        with rng.use_samples((5,)):
+            return layers(hidden)
+
+    return both_passes(forward, LAYERS)
+
+
+class PlainLayer(nn.Module):
+    """A layer of PyTorch's modules, with layer norms, GELU and biases. llama: with RMS norms, rotary
+    positions, SwiGLU and grouped queries."""
+
+    def __init__(self, dropout: float, llama: bool) -> None:
+        super().__init__()
+        self.dropout, self.llama = dropout, llama
+        norm = nn.RMSNorm if llama else nn.LayerNorm
+        groups, ffn = (GROUPS, 2) if llama else (HEADS, 1)
+        self.shape = (groups, HEADS // groups + 2, HIDDEN // HEADS)
+        width = self.shape[0] * self.shape[1] * self.shape[2]
+        self.norm1, self.norm2 = norm(HIDDEN), norm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, width, not llama), nn.Linear(HIDDEN, HIDDEN, not llama)
+        self.up = nn.Linear(HIDDEN, ffn * 4 * HIDDEN, not llama)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN, not llama)
+        self.cosine = self.sine = torch.ones(SEQ, 1, 1, HIDDEN // HEADS)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
+
+    def add(self, output: Tensor, residual: Tensor) -> Tensor:
+        return residual + (F.dropout(output, self.dropout) if self.dropout else output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.qkv(self.norm1(x)).view(SEQ, 1, *self.shape)
+        query, key, value = projected.split((self.shape[1] - 2, 1, 1), dim=3)
+        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        if self.llama:
+            query, key = self.rotate(query), self.rotate(key)
+        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=self.llama)
+        x = self.add(self.out(attended.permute(2, 0, 1, 3).flatten(2)), x)
+        wide = self.up(self.norm2(x))
+        if self.llama:
+            value, gate = wide.chunk(2, dim=-1)
+            return self.add(self.down(value * F.silu(gate)), x)
+        return self.add(self.down(F.gelu(wide, approximate="tanh")), x)
+
+
+def plain_layers(dropout: float = 0.0, llama: bool = False) -> Call:
+    layers = nn.Sequential(*(PlainLayer(dropout, llama) for _ in range(LAYERS)))
+    hidden = torch.randn(SEQ, 1, HIDDEN, requires_grad=True)
+    return both_passes(lambda: layers(hidden), LAYERS)
+
+
+def own_loss() -> Call:
+    """The head and the loss, fused."""
+    weight, hidden = head()
+    set_main_grad(weight, torch.zeros(weight.shape), stays_allocated=True)
+    labels_and_mask = torch.zeros(1, SEQ, dtype=torch.int64), torch.ones(1, SEQ)
+    loss = CrossEntropy(TPGroup(), VOCAB)
+    return both_passes(lambda: loss.from_hidden(hidden, weight, labels_and_mask))
+
+
+def plain_loss() -> Call:
+    weight, hidden = head()
+    labels, mask = torch.zeros(SEQ, dtype=torch.int64), torch.ones(SEQ)
+
+    def forward() -> Tensor:
+        losses = F.cross_entropy(F.linear(hidden, weight).float().view(SEQ, VOCAB), labels, reduction="none")
+        return (losses * (mask / mask.sum())).sum()
+
+    return both_passes(forward)
+
+
+def head() -> tuple[nn.Parameter, Tensor]:
+    return nn.Parameter(torch.randn(VOCAB, HIDDEN)), torch.randn(1, SEQ, HIDDEN, requires_grad=True)
+
+
+def comparisons() -> list[Comparison]:
+    no_dropout = "--attention-dropout 0 --hidden-dropout 0"
+    return [
+        Comparison("layer, no dropout", own_layers(no_dropout), plain_layers()),
+        Comparison("layer, hidden dropout", own_layers("--attention-dropout 0"), plain_layers(0.1)),
+        Comparison("layer, both dropouts", own_layers(""), plain_layers(0.1)),
+        Comparison("Llama layer", own_layers(LLAMA + no_dropout), plain_layers(llama=True)),
+        Comparison("head and loss", own_loss(), plain_loss()),
+    ]
+
+
+def least_times(own: Call, plain: Call, rounds: int, calls: int) -> tuple[Times, Times]:
+    """Returns the least mean time of a round of calls, which run in turns."""
+    least = [[float("inf")] * 2, [float("inf")] * 2]
+    gc.disable()
+    for _ in range(rounds):
+        for work, found in zip((own, plain), least, strict=True):
+            for index, seconds in enumerate(zip(*(work() for _ in range(calls)), strict=True)):
+                found[index] = min(found[index], sum(seconds) / calls)
+    gc.enable()
+    (a, b), (c, d) = least
+    return (a, b), (c, d)
+
+
+def optimizer_times(rounds: int, calls: int) -> tuple[int, Times, Times]:
+    """Returns the number of parameter groups, and the times of a step: clipping, Adam, and new gradients."""
+    engine = build_engine(config_of(Row()))
+    train(engine, range(1))
+    flats = engine.optimizer.flat
+    parameters = [nn.Parameter(p.detach().clone()) for p in engine.module.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    halves = [{"params": parameters[index::2]} for index in range(len(flats))]
+    adam = torch.optim.AdamW(halves, fused=True)
+
+    def own() -> Times:
+        start = perf_counter()
+        engine.optimizer.step()
+        for flat in flats:
+            flat.zero_gradients()
+        return perf_counter() - start, 0.0
+
+    def plain() -> Times:
+        start = perf_counter()
+        float(nn.utils.clip_grad_norm_(parameters, 1.0))
+        adam.step()
+        adam.zero_grad(set_to_none=False)
+        return perf_counter() - start, 0.0
+
+    return len(flats), *least_times(own, plain, rounds, calls)
+
+
+def message_times(rounds: int, calls: int) -> tuple[Times, Times]:
+    """Returns the times of the instructions that exchange the activations of a micro-batch, and of PyTorch's
+    functions."""
+    engine = build_engine(config_of(Row(pp=2)))
+    group, other = engine.grid.get_pipe_parallel_group(), 1 - dist.get_rank()
+    message = torch.zeros(SEQ, 1, HIDDEN)
+    sends = dist.get_rank() == 0
+    engine._reserve_pipe_buffers(1)
+    engine._sent_specs.add(0)
+    engine._input_specs[0] = [(message.shape, message.dtype)]
+
+    def own() -> Times:
+        start = perf_counter()
+        if sends:
+            engine.pipe_buffers["messages"][0] = (message,)
+            engine._exec_send_activations(0, 0)
+        else:
+            engine._exec_recv_activations(0, 0)
+        engine._exec_commit_p2p()
+        engine._wait_for_sends()
+        return perf_counter() - start, 0.0
+
+    def plain() -> Times:
+        start = perf_counter()
+        tensor, operation = (message, dist.isend) if sends else (torch.empty_like(message), dist.irecv)
+        for request in dist.batch_isend_irecv([dist.P2POp(operation, tensor, other, group)]):
+            request.wait()
+        return perf_counter() - start, 0.0
+
+    return least_times(own, plain, rounds, calls)
+
+
+def cells(what: str, own: float, plain: float, goal: float | None = GOAL) -> tuple[str, ...]:
+    verdict = "-" if goal is None else "met" if own <= goal * plain else "MISSED"
+    return what, f"{1e6 * own:.0f}", f"{1e6 * plain:.0f}", f"{own / plain:.2f}", verdict
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=10, help="calls of each row in a round")
+    arguments = parser.parse_args()
+    rounds, calls = arguments.rounds, arguments.calls
+    torch.set_num_threads(1)
+    print(describe_machine())
+    rows: list[tuple[str, ...]] = [("us per call", "this program", "plain modules", "ratio", f"goal {GOAL}")]
+    with launches_without_device():
+        for row in comparisons():
+            own, plain = least_times(row.own, row.plain, rounds, calls)
+            for index, name in enumerate(("forward", "backward")):
+                goal = GOAL if "layer" in row.what else None
+                rows.append(cells(f"{row.what}, {name}", own[index], plain[index], goal))
+    ((groups, own, plain),) = run_world(1, optimizer_times, rounds, calls)
+    rows.append(
+        cells(f"optimizer step per parameter group ({groups})", own[0] / groups, plain[0] / groups, None)
+    )
+    (own, plain), _ = run_world(2, message_times, rounds, calls)
+    rows.append(cells("message of a pipeline stage, gloo included", own[0], plain[0], None))
+    print(format_table(rows))
+
+
+if __name__ == "__main__":
+    main()
