@@ -19,6 +19,7 @@ from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.planner.command import without_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
 from tests.unit.config.command_lines import BLOOM, GPT_104B
+from tests.unit.config.test_curriculum import TO_32
 from tests.unit.data.token_files import build, numbered_documents, write_documents
 
 SIZES = ([3, 0, 5], [4], [2, 6])
@@ -274,3 +275,8 @@ def test_the_flags_of_a_large_run_give_its_samples(
     length = RunLength.from_config(config)
     train = build(config.data, 4, 3, length.samples_per_split(config)).train
     assert train is not None and found == train[1].tolist()
+    # A curriculum in the file of DeepSpeed lengthens a run that --train-tokens ends.
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps({"curriculum_learning": TO_32}))
+    words += ["--deepspeed_config", str(file), "--seq-length", "32"]
+    assert verify_dataset.sampled_run(words).curriculum is not None
