@@ -200,7 +200,7 @@ def test_a_sample_does_not_depend_on_the_others_in_its_micro_batch():
 def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_pair_are_masked(
     kind, monkeypatch
 ):
-    """Counts products and selections of the interpreter; the expected numbers are those of the mask."""
+    """Counts products and selections of the interpreter, and compares them with the blocks of the mask."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     calls = Counter()
 

@@ -52,7 +52,7 @@ def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, win
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtype, monkeypatch):
-    """64 query heads with 8 key heads; the copies are those of the reference."""
+    """64 query heads with 8 key heads."""
     flags = (
         "--dry-run --num-layers 1 --hidden-size 512 --num-attention-heads 64 --vocab-size 100 "
         "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 "
