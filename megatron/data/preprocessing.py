@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -367,6 +368,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
         self.process = context.Process(target=_encode_batches, args=(other_end, flags, settings), daemon=True)
+        resource_tracker.ensure_running()  # the start of this process of Python's unblocks SIGINT
         with signals_blocked({signal.SIGINT}):  # Ctrl-C reaches all processes of a terminal
             self.process.start()
         other_end.close()
