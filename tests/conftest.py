@@ -30,7 +30,7 @@ _FIRST_START = pytest.StashKey[float]()
 
 
 def pytest_configure() -> None:
-    """Removes from the environment what processes that tests start would inherit from the way pytest was started."""
+    """Processes that tests start do not inherit ignored signals and options of this pytest."""
     # Signals are ignored under nohup and in the background.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mix64 import mix64, mix64_in_place
-from megatron.mpu.parameters import ParameterSpec, local_slices
+from megatron.mpu.parameters import ParameterSpec, local_shape, shard_boxes
 from megatron.mpu.world import broadcast_from_rank_0
 
 if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process that writes files
@@ -175,14 +175,23 @@ def _block_keys(block: int, size: int) -> Tensor:
 def _keys_of_shard(
     spec: ParameterSpec, tp_group: TPGroup, start: int, length: int, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields the keys of a fragment's elements, block by block: (index of the first one, keys). The keys of
-    padding are 0."""
-    num_valid_elements = None if spec.num_valid_rows is None else math.prod(spec.valid_shape)
-    for first, positions in _position_blocks(spec, tp_group, start, length, device):
-        keys = _keys(positions)
-        if num_valid_elements is not None:
-            keys *= positions < num_valid_elements
-        yield first, keys
+    """Yields the keys of a fragment's elements, block by block: (index of the first one, keys). Padding has
+    no keys."""
+    limit = CHUNK if device.type == "cpu" else DEVICE_CHUNK
+    # Blocks of whole rows are one box each.
+    row = math.prod(local_shape(spec, tp_group)[spec.shard_dim or 0 :])
+    step = limit - limit % row if row <= limit else limit
+    strides = [math.prod(spec.global_shape[dim + 1 :]) for dim in range(len(spec.global_shape))]
+    first = start
+    while first < start + length:
+        end = min((first // step + 1) * step, start + length)
+        for box in shard_boxes(spec, tp_group, first, end):
+            positions = torch.zeros((), dtype=torch.int64, device=device)
+            for offset, size, stride in zip(box.offsets, box.sizes, strides, strict=True):
+                along = torch.arange(offset, offset + size, device=device) * stride
+                positions = positions[..., None] + along
+            yield box.first - start, _keys(positions.view(-1))
+        first = end
 
 
 def _keys(positions: Tensor) -> Tensor:
@@ -200,47 +209,6 @@ def _sum_of_products(keys: Tensor, bits: Tensor) -> Tensor | int:
     if keys.device.type != "cpu":
         return (keys * bits).sum()
     return int(np.multiply(keys.numpy(), bits.numpy()).sum())
-
-
-def _position_blocks(
-    spec: ParameterSpec, tp_group: TPGroup, start: int, length: int, device: torch.device
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields the positions of a fragment's elements in the flat global tensor, block by block: (index in the
-    fragment of the block's first element, positions).
-
-    The shard consists of rows, one for each index of the dimensions before shard_dim. A row consists of runs,
-    one per fused part, whose elements are consecutive in the global tensor too.
-    """
-    limit = CHUNK if device.type == "cpu" else DEVICE_CHUNK
-    dim = spec.shard_dim or 0
-    inner = math.prod(spec.global_shape[dim + 1 :])
-    global_row = spec.global_shape[dim] * inner
-    runs = [(part.start * inner, (part.stop - part.start) * inner) for part in local_slices(spec, tp_group)]
-    row = sum(count for _, count in runs)
-    row_positions: Tensor | None = None
-    done = 0
-    while done < length:
-        row_number, within = divmod(start + done, row)
-        first_of_row = row_number * global_row
-        if within == 0 and row <= min(limit, length - done):  # whole rows
-            if row_positions is None:
-                row_positions = torch.cat(
-                    [torch.arange(first, first + count, device=device) for first, count in runs]
-                )
-            num_rows = min(limit, length - done) // row
-            firsts = first_of_row + global_row * torch.arange(num_rows, device=device)
-            positions = (firsts[:, None] + row_positions).view(-1)
-        else:  # the rest of a run
-            number = 0
-            while within >= runs[number][1]:
-                within -= runs[number][1]
-                number += 1
-            first, count = runs[number]
-            first += first_of_row + within
-            count = min(count - within, limit, length - done)
-            positions = torch.arange(first, first + count, device=device)
-        yield done, positions
-        done += len(positions)
 
 
 def combined(records: Sequence[RankDigests]) -> StateDigests:

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, product
 
 import numpy as np
 import torch
@@ -88,6 +89,13 @@ def local_slices(spec: ParameterSpec, tp_group: TPGroup) -> tuple[slice, ...]:
     width = block // tp_group.size
     starts = [index * block + tp_group.rank * width for index in range(spec.num_fused_parts)]
     return tuple(slice(start, start + width) for start in starts)
+
+
+def placed_slices(spec: ParameterSpec, tp_group: TPGroup) -> list[tuple[int, slice]]:
+    """Returns `local_slices`, each with the index of its first unit in the shard."""
+    slices = local_slices(spec, tp_group)
+    lengths = (part.stop - part.start for part in slices)
+    return list(zip(accumulate(lengths, initial=0), slices, strict=False))
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,65 @@ def shard_of(full: torch.Tensor, spec: ParameterSpec, tp_group: TPGroup) -> torc
     return torch.cat(parts, dim)
 
 
+def reshard(
+    spec: ParameterSpec,
+    tp_group: TPGroup,
+    saved: ParameterSpec,
+    saved_size: int,
+    saved_elements: Callable[[int, int, int], torch.Tensor],
+    start: int = 0,
+    stop: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns elements start to stop - 1 of this rank's shard, flat, fp32, made from the shards of
+    `saved_size` tensor-parallel ranks.
+
+    saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
+    saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
+    saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
+    stop: None for the end of the shard. out: gets the elements and is returned, if given.
+    """
+    dim = spec.shard_dim or 0
+    # Both shards are matrices whose columns are the elements from the sharded dimension on.
+    inner = math.prod(spec.global_shape[dim + 1 :])
+    shape = local_shape(spec, tp_group)
+    width = shape[dim] * inner
+    stop = math.prod(shape) if stop is None else stop
+    target = torch.empty(stop - start) if out is None else out
+    if spec.num_valid_rows is not None:
+        target.zero_()
+    used = (spec.num_valid_rows or spec.global_shape[dim]) * inner
+    mine = _column_spans(spec, tp_group, inner)
+    for position, (row, first), (rows, columns) in _boxes((math.prod(shape[:dim]), width), start, stop, 0):
+        rectangle = target[position - start : position - start + rows * columns].view(rows, columns)
+        for rank in range(saved_size):
+            theirs = _column_spans(saved, TPGroup(rank, saved_size), inner)
+            saved_width = sum(end - begin for begin, end, _ in theirs)
+            for (begin, end, column), (saved_begin, saved_end, saved_column) in product(mine, theirs):
+                low = max(begin, saved_begin, begin + first - column)
+                high = min(end, saved_end, begin + first + columns - column, used)
+                if low >= high:
+                    continue
+                source = row * saved_width + saved_column + low - saved_begin
+                if rows == 1:
+                    values = saved_elements(rank, source, source + high - low)
+                else:
+                    span = row * saved_width, (row + rows) * saved_width
+                    values = saved_elements(rank, *span).view(rows, saved_width)
+                    values = values.narrow(1, saved_column + low - saved_begin, high - low)
+                rectangle.narrow(1, column + low - begin - first, high - low).copy_(values)
+    return target
+
+
+def _column_spans(spec: ParameterSpec, tp_group: TPGroup, inner: int) -> list[tuple[int, int, int]]:
+    """Returns (first column, last column + 1) in the full parameter, and the first column in the shard, of
+    each slice of a shard."""
+    return [
+        (part.start * inner, part.stop * inner, offset * inner)
+        for offset, part in placed_slices(spec, tp_group)
+    ]
+
+
 def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Returns this rank's shard, uninitialized, on torch's default device, with the attribute `spec`."""
     parameter = nn.Parameter(torch.empty(local_shape(spec, tp_group), dtype=dtype))
@@ -265,8 +332,7 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = np.frombuffer(digest[:16], dtype="<u8")
     scratch = np.empty(_UNITS_PER_STREAM * (math.prod(spec.global_shape) // units), dtype=np.float32)
-    offset = 0
-    for part in local_slices(spec, tp_group):
+    for offset, part in placed_slices(spec, tp_group):
         for stream in range(part.start // _UNITS_PER_STREAM, -(-part.stop // _UNITS_PER_STREAM)):
             first = stream * _UNITS_PER_STREAM
             last = min(first + _UNITS_PER_STREAM, units)
@@ -281,7 +347,6 @@ def _fill_normal(shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, t
             kept = _slice_along_dim(dim, slice(start - first, stop - first))
             place = _slice_along_dim(dim, slice(offset + start - part.start, offset + stop - part.start))
             np.multiply(values[kept], std, out=shard[place])
-        offset += part.stop - part.start
 
 
 def _zero_padding(shard: np.ndarray, spec: ParameterSpec, tp_group: TPGroup) -> None:

@@ -33,7 +33,6 @@ from megatron.checkpoint.formats.state import (
     ReplicaMismatch,
     StateReader,
     check_shape,
-    reshard,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import check_parameter
@@ -43,7 +42,7 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, merge_shards
+from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, placed_slices, reshard
 from megatron.text_table import first_few
 
 # Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.
@@ -194,13 +193,11 @@ class NativeReader(StateReader):
         row_elements = prod(saved.global_shape[1:])
         parts: dict[int, Tensor] = {}
         for rank, shard in enumerate(shards):
-            offset = 0
-            for rows in local_slices(saved, TPGroup(rank, self.tp_size)):
+            for offset, rows in placed_slices(saved, TPGroup(rank, self.tp_size)):
                 first, last = max(start, rows.start), min(stop, rows.stop)
                 if first < last:
                     begin = (offset + first - rows.start) * row_elements
                     parts[first] = shard.elements(begin, begin + (last - first) * row_elements)
-                offset += rows.stop - rows.start
         return torch.cat([parts[first] for first in sorted(parts)]) if len(parts) > 1 else parts.popitem()[1]
 
     def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:

@@ -33,7 +33,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_o
 from megatron.config.model import padded_vocab_size
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, shard_of
+from megatron.mpu.parameters import ParameterSpec, local_shape, placed_slices, shard_of
 
 _STEP_BYTES = 1 << 24
 
@@ -220,11 +220,9 @@ def _shard_of_rows(
     """Yields the parts of a rank's shard that are in rows `first` and following of a global tensor: the first
     row in the shard, and the rows."""
     if spec.shard_dim == 0:
-        offset = 0
-        for part in local_slices(spec, tp_group):
+        for offset, part in placed_slices(spec, tp_group):
             start, stop = max(part.start, first), min(part.stop, first + rows.shape[0])
             if start < stop:
                 yield offset + start - part.start, rows[start - first : stop - first]
-            offset += part.stop - part.start
     else:
         yield first, shard_of(rows, spec, tp_group)

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, product
-from math import prod
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, local_slices, spec_of
+from megatron.mpu.parameters import ParameterSpec, reshard, spec_of
 from megatron.text_table import first_few
 
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
@@ -446,86 +445,3 @@ class StateWriter(ABC):
 
         step: the optimizer's step. Raises UserError for a state that the format cannot store.
         """
-
-
-def reshard(
-    spec: ParameterSpec,
-    tp_group: TPGroup,
-    saved: ParameterSpec,
-    saved_size: int,
-    saved_elements: Callable[[int, int, int], Tensor],
-    start: int = 0,
-    stop: int | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns elements start to stop - 1 of this rank's shard, flat, fp32, made from the shards that
-    `saved_size` tensor-parallel ranks saved.
-
-    saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
-    saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
-    saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
-    stop: None for the end of the shard. out: gets the elements and is returned, if given.
-    """
-    dim = spec.shard_dim or 0
-    # Both shards are matrices whose columns are the elements from the sharded dimension on.
-    inner = prod(spec.global_shape[dim + 1 :])
-    shape = local_shape(spec, tp_group)
-    width = shape[dim] * inner
-    stop = prod(shape) if stop is None else stop
-    target = torch.empty(stop - start) if out is None else out
-    used = (spec.num_valid_rows or spec.global_shape[dim]) * inner
-    mine = _column_spans(spec, tp_group, inner)
-    done = 0
-    for row, rows, first, last in _rectangles(start, stop, width):
-        rectangle = target[done : done + rows * (last - first)].view(rows, last - first)
-        done += rectangle.numel()
-        for begin, end, column in mine:
-            low, high = max(begin, begin + first - column, used), min(end, begin + last - column)
-            if low < high:
-                rectangle.narrow(1, column + low - begin - first, high - low).zero_()
-        for rank in range(saved_size):
-            theirs = _column_spans(saved, TPGroup(rank, saved_size), inner)
-            saved_width = sum(end - begin for begin, end, _ in theirs)
-            for (begin, end, column), (saved_begin, saved_end, saved_column) in product(mine, theirs):
-                low = max(begin, saved_begin, begin + first - column)
-                high = min(end, saved_end, begin + last - column, used)
-                if low >= high:
-                    continue
-                source = row * saved_width + saved_column + low - saved_begin
-                if rows == 1:
-                    values = saved_elements(rank, source, source + high - low)
-                else:
-                    span = row * saved_width, (row + rows) * saved_width
-                    values = saved_elements(rank, *span).view(rows, saved_width)
-                    values = values.narrow(1, saved_column + low - saved_begin, high - low)
-                rectangle.narrow(1, column + low - begin - first, high - low).copy_(values)
-    return target
-
-
-def _column_spans(spec: ParameterSpec, tp_group: TPGroup, inner: int) -> list[tuple[int, int, int]]:
-    """Returns (first column, last column + 1) in the global parameter, and the first column in the shard, of
-    each slice of a shard."""
-    return [
-        (part.start * inner, part.stop * inner, offset * inner)
-        for offset, part in _with_offsets(local_slices(spec, tp_group))
-    ]
-
-
-def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the rectangles that make up elements start to stop - 1 of a matrix, in order: first row, number
-    of rows, first column, last column + 1. At most the first and the last rectangle are parts of a row."""
-    while start < stop:
-        row, column = divmod(start, width)
-        rows = (stop - start) // width if column == 0 else 0
-        last = width if rows else min(width, column + stop - start)
-        yield row, rows or 1, column, last
-        start += (rows or 1) * (last - column)
-
-
-def _with_offsets(slices: tuple[slice, ...]) -> list[tuple[int, slice]]:
-    """Returns each slice of the global tensor with its offset in the shard, which concatenates the slices."""
-    offset, result = 0, []
-    for part in slices:
-        result.append((offset, part))
-        offset += part.stop - part.start
-    return result

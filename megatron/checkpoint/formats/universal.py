@@ -39,7 +39,7 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
 from megatron.checkpoint.formats.megatron_deepspeed import COMPARED_ARGUMENTS
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape, reshard
+from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape
 from megatron.checkpoint.formats.torch_archive import (
     is_intact,
     matches_checksums,
@@ -53,7 +53,7 @@ from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree
 from megatron.model.layer_list import TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape
+from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
 
 _LOG = logging.getLogger(__name__)
 
@@ -360,9 +360,7 @@ def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
         return shards[0] if same else torch.stack(shards).mean(dim=0)
     if tuple(shards[0].shape) != local_shape(spec, TPGroup(0, ranks)):
         return tensor
-    flat = [shard.reshape(-1) for shard in shards]
-    full = reshard(spec, TPGroup(), spec, ranks, lambda rank, first, last: flat[rank][first:last])
-    return full.reshape(spec.global_shape)
+    return merge_shards(spec, shards)
 
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:

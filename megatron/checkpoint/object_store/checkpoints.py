@@ -24,7 +24,7 @@ from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.local.nodes import Nodes
 from megatron.checkpoint.object_store.folder import FOLDER, ObjectClaims, ObjectFolder
 from megatron.checkpoint.object_store.mirror import hold_mirror, show_object
-from megatron.checkpoint.object_store.store import check_url
+from megatron.object_store.store import check_url
 from megatron.checkpoint.ranks import errors_of_all_ranks, files_of_this_rank
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import CheckpointConfig

@@ -34,7 +34,7 @@ from megatron.checkpoint.lineage.identity import (
 from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.names import check_file
 from megatron.checkpoint.object_store.mirror import explained_full_disk, show_object
-from megatron.checkpoint.object_store.store import ObjectInfo, ObjectStore, Retries
+from megatron.object_store.store import ObjectInfo, ObjectStore, Retries
 from megatron.checkpoint.record import RUN_FILE, SAVING
 from megatron.checkpoint.saving.publishing import publish, remove_checkpoint
 from megatron.errors import UserError

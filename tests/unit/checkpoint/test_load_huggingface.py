@@ -10,13 +10,13 @@ import torch
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
-from megatron.checkpoint.formats.state import reshard
 from megatron.checkpoint.huggingface import reader as reader_module
 from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameters import reshard
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
 from tests.unit.checkpoint.test_huggingface_llama import save_hf
