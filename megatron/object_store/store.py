@@ -164,7 +164,7 @@ class ObjectStore:
         )
 
     def read_block(self, key: str, start: int, end: int) -> bytes:
-        """Returns exactly the bytes from `start` to before `end`. Raises OSError if the object ends before."""
+        """Returns all bytes from `start` to before `end`. Raises OSError if the object ends before."""
         data = self.read(key, start, end)
         if len(data) != end - start:
             raise OSError(

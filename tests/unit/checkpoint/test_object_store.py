@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from megatron.object_store.store import ObjectStore, Retries, check_url, is_url
 from megatron.errors import ConfigError
+from megatron.object_store.store import ObjectStore, Retries, check_url, is_url
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 from tests.support.object_store import (
