@@ -11,7 +11,8 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import chain
 from operator import methodcaller
 from typing import Any
@@ -27,6 +28,8 @@ from megatron.tokenizer.fast import ComparedEncoder, Encoded
 # A table takes about 200 bytes per word.
 MAX_WORDS = 1 << 18
 MAX_WORD_CHARACTERS = 100  # longer words rarely occur twice
+# A longer word is tokenized in parts of about so many characters: it takes 130 bytes of memory per character.
+PART_CHARACTERS = 1 << 15
 # The words of longer texts are found one by one, since a list of words is 12 times as large as its text.
 LISTED_CHARACTERS = 1 << 16
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -52,8 +55,11 @@ class WordEncoder(ComparedEncoder):
         library = getattr(source, "backend_tokenizer", source)
         if not isinstance(library, tokenizers.Tokenizer):
             raise ValueError("it is not one of the library tokenizers")
-        if not isinstance(library.model, tokenizers.models.BPE) or library.model.dropout:
+        model = library.model
+        if not isinstance(model, tokenizers.models.BPE) or model.dropout:
             raise ValueError("its model is not a BPE without dropout")
+        if model.continuing_subword_prefix or model.end_of_word_suffix:
+            raise ValueError("its tokens depend on their place in a word")
         super().__init__(tokenizer)
         self._normal_form = _normal_form(library)
         patterns = [*_word_patterns(library)]
@@ -67,7 +73,7 @@ class WordEncoder(ComparedEncoder):
         }
         self._dtype = np.dtype(np.int32)
         self._ids_of_added = {token.content: self._bytes([number]) for number, token in added.items()}
-        self._ids = _WordTable(library.model, self._bytes)
+        self._ids = _WordTable(model, self._bytes)
         ascii_stages = [
             _all_ascii_words(pattern) or stage for pattern, stage in zip(patterns, self._stages, strict=True)
         ]
@@ -154,19 +160,56 @@ class WordEncoder(ComparedEncoder):
 class _WordTable(dict[str, bytes]):
     """Word -> bytes of its ids; empties itself when it is full."""
 
-    def __init__(self, model: Any, to_bytes: Any) -> None:
+    def __init__(self, model: Any, to_bytes: Callable[[Sequence[int]], bytes]) -> None:
         super().__init__()
         self._library = tokenizers.Tokenizer(model)
         self._library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self._to_bytes = to_bytes
+        self._is_cut = lru_cache(1 << 16)(self._can_cut)
 
     def __missing__(self, word: str) -> bytes:
-        ids: bytes = self._to_bytes(self._library.encode(word).ids)
+        if len(word) > 2 * PART_CHARACTERS:
+            return b"".join(map(self._bytes_of, self._parts(word)))
+        ids = self._bytes_of(word)
         if len(word) <= MAX_WORD_CHARACTERS:
             if len(self) >= MAX_WORDS:
                 self.clear()
             self[word] = ids
         return ids
+
+    def _bytes_of(self, word: str) -> bytes:
+        return self._to_bytes(self._library.encode(word).ids)
+
+    def _parts(self, word: str) -> Iterator[str]:
+        """Yields parts of a long word, such as base64, that together have its ids: no token contains the two
+        bytes beside a cut, so no merge crosses it. A part is longer than any token."""
+        start = 0
+        while cut := self._next_cut(word, start + PART_CHARACTERS):
+            yield word[start:cut]
+            start = cut
+        yield word[start:]
+
+    def _next_cut(self, word: str, start: int) -> int | None:
+        positions = range(start, len(word) - PART_CHARACTERS)
+        return next((index for index in positions if self._is_cut(word[index - 1], word[index])), None)
+
+    def _can_cut(self, left: str, right: str) -> bool:
+        pair = self._symbols(left)[-1] + self._symbols(right)[0]
+        return pair not in self._joined and all(symbol in self._vocabulary for symbol in pair)
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return self._library.get_vocab()
+
+    @cached_property
+    def _joined(self) -> set[str]:
+        """Pairs of bytes that follow each other in a token."""
+        return {token[index : index + 2] for token in self._vocabulary for index in range(len(token) - 1)}
+
+    def _symbols(self, character: str) -> str:
+        """Returns the bytes of a character as the vocabulary spells them."""
+        ((symbols, _),) = self._library.pre_tokenizer.pre_tokenize_str(character)
+        return str(symbols)
 
 
 def _normal_form(library: Any) -> Any:

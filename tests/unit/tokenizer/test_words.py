@@ -97,6 +97,23 @@ def test_the_ids_are_the_ids_of_the_library(
         assert encoder._disputed.isdisjoint({*CHARACTERS} - {*"\U000e0100\u0378\U0001fffe"})
 
 
+def test_a_long_word_is_tokenized_in_parts(
+    vocabulary: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = library(vocabulary, GPT2)
+    monkeypatch.setattr(words, "PART_CHARACTERS", 40)
+    encoder, generator = WordEncoder(tokenizer), random.Random(3)
+    # Random letters, and parts of tokens of the vocabulary without a space.
+    tokens = [token for token in tokenizer.source.get_vocab() if token.isalpha() and token.isascii()]
+    given = ["".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=k)) for k in range(70, 400)]
+    given += ["".join(generator.choices(tokens, k=100)) for _ in range(200)]
+    given += ["e" * 500, "the" * 100, "дом" * 300, "".join(generator.choices("本語ü🙂aé", k=400))]
+    ids, sizes = encoder.encode_texts(given)
+    found = np.split(ids, np.cumsum(sizes)[:-1])
+    assert [part.tolist() for part in found] == [tokenizer.tokenize(text) for text in given]
+    assert sum(len([*encoder._ids._parts(text)]) for text in given) > 3 * len(given)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
