@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 from argparse import Namespace
 from collections import deque
@@ -40,6 +41,8 @@ from megatron.tokenizer.flags import tokenizer_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, vocabulary_digest, write_record
 
 BATCHES_IN_FLIGHT_PER_WORKER = 3
+_JSON = json.JSONDecoder()
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -292,7 +295,7 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
     try:
-        record = json.loads(line)
+        record = _JSON.decode(line.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         return f"not UTF-8 text ({error.reason} at byte {error.start})"
     except (ValueError, RecursionError) as error:
@@ -306,9 +309,7 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
         text = record[key]
         if not isinstance(text, str):
             return f"expected text under '{key}', got {text!r:.40}"
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        if not text.isascii() and _SURROGATE.search(text):
             return f"the text under '{key}' has an unpaired surrogate"
         texts.append(text)
     return texts

@@ -67,10 +67,10 @@ class WordEncoder(ComparedEncoder):
         self._normalize_library = library.normalizer and library.normalizer.normalize_str
         self._split_library = library.pre_tokenizer.pre_tokenize_str
         added = library.get_added_tokens_decoder()
-        self._added = {
-            normalized: _added_tokens(token for token in added.values() if token.normalized == normalized)
+        self._split_at_added, self._split_at_normalized = (
+            _splitter([token for token in added.values() if token.normalized == normalized])
             for normalized in (False, True)
-        }
+        )
         self._dtype = np.dtype(np.int32)
         self._ids_of_added = {token.content: self._bytes([number]) for number, token in added.items()}
         self._ids = _WordTable(model, self._bytes)
@@ -107,13 +107,13 @@ class WordEncoder(ComparedEncoder):
 
     def _parts(self, text: str) -> Iterator[tuple[str, bytes | None]]:
         """Yields the added tokens in a text with their ids, and the texts between them, normalized."""
-        for index, part in enumerate(self._added[False].split(text)):
+        for index, part in enumerate(self._split_at_added(text)):
             if index % 2:
                 yield part, self._ids_of_added[part]
                 continue
             if self._normal_form:
                 part = unicodedata.normalize(self._normal_form, part)
-            for inner_index, inner in enumerate(self._added[True].split(part)):
+            for inner_index, inner in enumerate(self._split_at_normalized(part)):
                 yield inner, self._ids_of_added[inner] if inner_index % 2 else None
 
     def _words(self, text: str) -> Iterator[str]:
@@ -270,11 +270,13 @@ def _all_words(pattern: str) -> Any:
     return words
 
 
-def _added_tokens(tokens: Iterator[Any]) -> re.Pattern[str]:
-    """Returns an expression that finds added tokens as the library does: of several, the longest."""
-    contents = []
+def _splitter(tokens: Sequence[Any]) -> Callable[[str], list[str]]:
+    """Returns a function that splits a text at added tokens as the library does: at the longest of several.
+    Every other part is a token."""
+    if not tokens:
+        return lambda text: [text]
     for token in tokens:
         if token.lstrip or token.rstrip or token.single_word:
             raise ValueError(f"its token {token.content} depends on the text around it")
-        contents.append(token.content)
-    return re.compile(f"({'|'.join(map(re.escape, sorted(contents, key=len, reverse=True))) or '(?!)'})")
+    contents = sorted((token.content for token in tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, contents))})").split
