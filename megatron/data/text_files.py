@@ -74,7 +74,8 @@ def _files_of(word: str) -> Iterator[str]:
         return
     found = _named_objects(word) if is_url(word) else _named_files(word)
     for path in sorted(found):
-        _check_readable(path, f"--input {path}")
+        if not is_url(path):
+            _check_readable(path, f"--input {path}")
         _check_format(path)
         yield path
 
@@ -105,10 +106,9 @@ def _named_objects(word: str) -> list[str]:
             if _object_info(word) is not None:
                 return [word]
             found = [url for url in _listing(folder) if url.endswith(_TEXT_NAMES)]
-        elif "/" not in word[len(folder) + 1 :]:
-            found = [url for url in _listing(folder) if _matches(url, word)]
         else:
-            found = [url for url in _listing(folder, None) if _matches(url, word)]
+            depth = None if "/" in word[len(folder) + 1 :] else 1
+            found = [url for url in _listing(folder, depth) if _matches(url, word)]
     except (OSError, ConfigError) as error:
         raise ConfigError(f"--input {word}: {error}") from error
     if not found:
@@ -136,8 +136,6 @@ def _object_info(url: str) -> ObjectInfo | None:
 
 
 def _check_readable(path: str, option: str) -> None:
-    if is_url(path):
-        return  # the listing has it
     if not os.path.exists(path) or os.path.isdir(path):
         raise ConfigError(f"{option}: the file does not exist")
     if not os.access(path, os.R_OK):

@@ -126,6 +126,8 @@ def test_a_long_word_is_tokenized_in_parts(
         ({"normalizer": normalizers.Lowercase()}, "normalizer is Lowercase"),
         ({"added": AddedToken("<mask>", lstrip=True)}, "token <mask> depends on the text around it"),
         ({"model": models.WordPiece({"a": 0})}, "not a BPE"),
+        ({"model": models.BPE({"a": 0}, [], end_of_word_suffix="</w>")}, "depend on their place in a word"),
+        ({"encode_special_tokens": True}, "splits special tokens"),
     ],
 )
 def test_what_is_not_known_to_be_equal_is_rejected(
