@@ -5,8 +5,9 @@
     python benchmarks/data.py --gigabytes 8       a token file of 8 GB
 
 preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, against the `tokenizers`
-                library in batches, on all cores, whose ids go into a file. The text is Python's standard
-                library, tokenized with a byte-level BPE of 8,192 tokens trained on it.
+                library in batches, on all cores, whose ids go into a file. The text is the Python code of the
+                installed packages, tokenized with a byte-level BPE of 8,192 tokens trained on it. And the
+                peak memory of all processes for one line of 30 MB.
 cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
                 on a descriptor for random reads: microseconds, and bytes that the disk reads.
 index           The document, sample and shuffle index of one data set of 5 million documents and 3 epochs:
@@ -30,12 +31,15 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tokenizers
 
 from benchmarks.machine import benchmark_parser, describe_machine
@@ -50,6 +54,7 @@ from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
 SEQ_LENGTHS = (2048, 8192)
 READS = 400
 DOCUMENT = 1 << 20  # tokens
+LINE_CHARACTERS = 29_000_000
 PREFIX_TOKENS = 20_000
 
 
@@ -63,50 +68,85 @@ def main() -> None:
     parser.add_argument("--prefixes", type=int, default=3000, help="number of token files of a start")
     parser.add_argument("--documents", type=int, default=5_000_000, help="documents of the index")
     parser.add_argument("--core-helpers", type=Path, help="compiled helpers of Megatron-Core")
+    names = ["preprocessing", "cold-samples", "index", "many-prefixes"]
+    parser.add_argument("--only", nargs="+", choices=names, help="measure these")
     arguments = parser.parse_args()
     print(describe_machine(), flush=True)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        preprocessing(Path(folder), arguments.megabytes)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        cold_samples(Path(folder), arguments.gigabytes)
-    index(arguments.documents, arguments.core_helpers)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        many_prefixes(Path(folder), arguments.prefixes)
+    parts: dict[str, Callable[[Path], None]] = {
+        "preprocessing": partial(preprocessing, megabytes=arguments.megabytes),
+        "cold-samples": partial(cold_samples, gigabytes=arguments.gigabytes),
+        "index": lambda _: index(arguments.documents, arguments.core_helpers),
+        "many-prefixes": partial(many_prefixes, number=arguments.prefixes),
+    }
+    for name in arguments.only or names:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            parts[name](Path(folder))
 
 
 def preprocessing(folder: Path, megabytes: float) -> None:
-    """Prints the speed of each backend and of `tokenizers` in batches."""
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    documents = [source.read_text(encoding="utf-8") for source in sources]
+    """Prints the speed of each backend and of `tokenizers` in batches, and the memory of a long line."""
+    texts, size = [], 0
+    for source in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
+        texts.append(source.read_text(encoding="utf-8", errors="replace"))
+        size += len(texts[-1])
+        if size > megabytes * 1e6:
+            break
     trainer = tokenizers.ByteLevelBPETokenizer()
-    trainer.train_from_iterator(documents, 8192, special_tokens=[END_OF_TEXT], show_progress=False)
+    trainer.train_from_iterator(texts[::10], 8192, special_tokens=[END_OF_TEXT], show_progress=False)
     trainer.save_model(os.fspath(folder))
-    lines = [json.dumps({"text": part}) + "\n" for text in documents for part in text.split("\n\n") if part]
-    repeats = max(round(megabytes * 1e6 / sum(map(len, lines))), 1)
     path = folder / "text.jsonl"
-    path.write_text("".join(lines) * repeats)
-    size = path.stat().st_size / 1e6
-    tool = ["tools/preprocess_data.py", "--input", path, "--output-prefix", folder / "out", "--append-eod"]
-    tool += ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
+    parts = (part for text in texts for part in text.split("\n\n") if part)
+    path.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    size = path.stat().st_size
     seconds = {}
-    for backend in ("gigatoken", "reference"):
-        command = [sys.executable, *tool, "--workers", os.cpu_count(), "--tokenizer-backend", backend]
-        for made in folder.glob("out*"):
-            made.unlink()
+    for backend in ("gigatoken", "words", "reference"):
         start = time.perf_counter()
-        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(_tool(path, backend, os.cpu_count() or 1), check=True, stdout=subprocess.DEVNULL)
         seconds[f"--tokenizer-backend {backend}, {os.cpu_count()} workers"] = time.perf_counter() - start
     start = time.perf_counter()
     tokenizer = GPT2BPETokenizer(os.fspath(folder / "vocab.json"), os.fspath(folder / "merges.txt"))
-    with open(path, encoding="utf-8") as text, open(folder / "ids", "wb") as ids:
-        while batch := list(islice(text, 1024)):
+    with open(path, encoding="utf-8") as lines, open(folder / "ids", "wb") as ids:
+        while batch := list(islice(lines, 1024)):
             for encoded in tokenizer.tokenize_batch([json.loads(line)["text"] for line in batch]):
                 ids.write(np.array(encoded, np.uint16).data)
     base = time.perf_counter() - start
     seconds["tokenizers in batches"] = base
-    rows = [[name, f"{size / value:.1f} MB/s", f"{base / value:.2f}"] for name, value in seconds.items()]
+    speeds = {name: f"{size / 1e6 / value:.1f} MB/s" for name, value in seconds.items()}
+    rows = [[name, speeds[name], f"{base / value:.2f}"] for name, value in seconds.items()]
     table = format_table([["", "speed", "against tokenizers in batches"], *rows])
-    print(f"preprocessing {size:,.0f} MB\n{table}\n", flush=True)
+    print(f"preprocessing {size / 1e6:,.0f} MB\n{table}\n", flush=True)
+    path.write_text(json.dumps({"text": ("".join(texts) * 30)[:LINE_CHARACTERS]}) + "\n")
+    rows = [
+        [backend, str(workers), f"{_peak_bytes(_tool(path, backend, workers)) / 1e6:,.0f} MB"]
+        for backend in ("gigatoken", "words", "reference")
+        for workers in (1, 2)
+    ]
+    table = format_table([["--tokenizer-backend", "--workers", "peak memory"], *rows])
+    print(f"one line of {path.stat().st_size / 1e6:.0f} MB\n{table}\n", flush=True)
+
+
+def _tool(path: Path, backend: str, workers: int) -> list[str]:
+    folder = path.parent
+    for made in folder.glob("out*"):
+        made.unlink()
+    flags = ["--input", path, "--output-prefix", folder / "out", "--append-eod", "--workers", workers]
+    flags += ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
+    command = [sys.executable, "tools/preprocess_data.py", "--tokenizer-backend", backend, *flags]
+    return list(map(str, command))
+
+
+def _peak_bytes(command: list[str]) -> int:
+    """Runs a command; returns the largest sum of the resident memory of its processes, every 10 ms."""
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as tool:
+        main = psutil.Process(tool.pid)
+        while tool.poll() is None:
+            with suppress(psutil.Error):
+                processes = [main, *main.children(recursive=True)]
+                peak = max(peak, sum(process.memory_info().rss for process in processes))
+            time.sleep(0.01)
+    assert tool.returncode == 0
+    return peak
 
 
 def cold_samples(folder: Path, gigabytes: float) -> None:

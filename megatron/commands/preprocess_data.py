@@ -31,8 +31,9 @@ from megatron.config.tool_parser import (
     exit_on_interrupt,
 )
 from megatron.data.preprocessing import Progress, preprocess
-from megatron.data.text_files import files_of_shard, find_files, parse_shard
+from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error
+from megatron.object_urls import is_url
 from megatron.tokenizer.fast import BACKENDS
 from megatron.tokenizer.flags import add_tokenizer_flags
 
@@ -49,7 +50,8 @@ def build_parser() -> ToolParser:
         required=True,
         metavar="FILE",
         help="jsonl files (plain, .gz, .zst) and .parquet files, patterns such as 'corpus/*.jsonl', folders, "
-        "- (standard input), or @LIST, a file with one of these per line; read in this order",
+        "their URLs such as 's3://bucket/corpus/*.jsonl.zst', - (standard input), or @LIST, a file with one "
+        "of these per line; read in this order",
     )
     group.add_argument(
         "--json-keys",
@@ -73,8 +75,9 @@ def build_parser() -> ToolParser:
         choices=BACKENDS,
         default="auto",
         help="gigatoken: tokenize with this package, many times faster; texts of each file are compared with "
-        "the tokenizer's own library\nreference: the tokenizer's own library\nauto: gigatoken if it is "
-        "installed and supports the tokenizer (default)",
+        "the tokenizer's own library\nwords: the library with a table of words, for byte-level BPE; compared "
+        "like gigatoken\nreference: the library alone\nauto: the first of these that is installed and "
+        "supports the tokenizer (default)",
     )
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -100,6 +103,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises UserError for invalid arguments."""
     check_at_least_1(arguments, "workers", "log_interval")
     prefix = arguments.output_prefix
+    if is_url(prefix):
+        raise UserError(
+            f"--output-prefix {prefix}: expected a path, training maps token files into memory: copy them "
+            "to the store afterwards"
+        )
     arguments.input = find_files(arguments.input)
     if arguments.shard is not None:
         shard, shards = parse_shard(arguments.shard, os.environ)
@@ -144,7 +152,7 @@ class ProgressBar:
         compressed = any(path.endswith((".gz", ".zst", ".parquet")) for path in inputs)
         self._start = time.monotonic()
         self._bar = tqdm(
-            total=None if compressed else sum(os.path.getsize(path) for path in inputs),
+            total=None if compressed else sum(map(size_of, inputs)),
             desc="tokenizing",
             unit="B",
             unit_scale=True,

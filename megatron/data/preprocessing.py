@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
-import threading
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.child_processes import end_with_parent, signals_blocked
 from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import (
     IndexedDataset,
@@ -38,6 +41,8 @@ from megatron.tokenizer.flags import tokenizer_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, vocabulary_digest, write_record
 
 BATCHES_IN_FLIGHT_PER_WORKER = 3
+_JSON = json.JSONDecoder()
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -290,7 +295,7 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
     try:
-        record = json.loads(line)
+        record = _JSON.decode(line.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         return f"not UTF-8 text ({error.reason} at byte {error.start})"
     except (ValueError, RecursionError) as error:
@@ -304,9 +309,7 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
         text = record[key]
         if not isinstance(text, str):
             return f"expected text under '{key}', got {text!r:.40}"
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        if not text.isascii() and _SURROGATE.search(text):
             return f"the text under '{key}' has an unpaired surrogate"
         texts.append(text)
     return texts
@@ -323,52 +326,86 @@ def _batches_encoder(
 ) -> Iterator[BatchesEncoder]:
     """Yields a function that applies `BatchEncoder.encode` to each batch, in `workers` processes, and yields
     the results in order. tokenizer: the one of `flags`."""
-    encoder = _encoder(tokenizer, json_keys, append_eod, backend)
+    settings = (json_keys, append_eod, backend)
+    encoder = _encoder(tokenizer, *settings)
     if workers == 1:
         yield partial(map, encoder.encode)
         return
-    settings = (tuple(tokenizer_settings(flags).items()), json_keys, append_eod, backend)
-    executor = ProcessPoolExecutor(
-        workers,
-        # fork is unsafe in a process with threads (the progress bar has one).
-        multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-    )
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+
+    def encode_in_worker(batch: LineBatch) -> EncodedBatch:
+        worker = idle.get()
+        try:
+            return worker.encode(batch)
+        finally:
+            idle.put(worker)
 
     def encode(batches: Iterator[LineBatch]) -> Iterator[EncodedBatch]:
         # The number of batches in flight is bounded, so that memory use does not grow with the input.
         in_flight: deque[Future[EncodedBatch]] = deque()
         for batch in batches:
-            with _without_ctrl_c():  # this may start a worker
-                in_flight.append(executor.submit(_encode_in_worker, settings, batch))
+            in_flight.append(threads.submit(encode_in_worker, batch))
             if len(in_flight) >= workers * BATCHES_IN_FLIGHT_PER_WORKER:
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()
 
-    try:
+    with ExitStack() as stack:
+        threads = ThreadPoolExecutor(workers)
+        stack.callback(threads.shutdown, cancel_futures=True)  # after the workers, so that no thread waits
+        for _ in range(workers):
+            worker = _Worker(tokenizer_settings(flags), settings)
+            stack.callback(worker.kill)
+            idle.put(worker)
         yield encode
-    except BrokenProcessPool as error:
-        raise UserError(
-            f"--workers {workers}: a worker process died, most likely because memory ran out: reduce "
-            "--workers"
-        ) from error
-    except BaseException:
-        _kill_workers(executor)
-        raise
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _kill_workers(executor: ProcessPoolExecutor) -> None:
-    """Kills the workers, and closes the result pipe of this process so that `executor.shutdown` returns.
+class _Worker:
+    """A process that encodes batches. It has a pipe of its own: if the process is killed, even while it sends
+    a result, the pipe ends."""
 
-    A worker that is killed while it sends a result leaves the first part of the result in the pipe. The
-    executor's thread would wait for the rest as long as any process can write to the pipe.
-    """
-    for process in list((executor._processes or {}).values()):
-        process.kill()
-    executor._result_queue._writer.close()  # type: ignore[attr-defined]
+    def __init__(self, flags: dict[str, str], settings: tuple[Any, ...]) -> None:
+        # fork is unsafe in a process with threads (the progress bar has one).
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other_end = context.Pipe()
+        self.process = context.Process(target=_encode_batches, args=(other_end, flags, settings), daemon=True)
+        resource_tracker.ensure_running()  # the start of this process of Python's unblocks SIGINT
+        with signals_blocked({signal.SIGINT}):  # Ctrl-C reaches all processes of a terminal
+            self.process.start()
+        other_end.close()
+
+    def encode(self, batch: LineBatch) -> EncodedBatch:
+        """Returns the tokens of a batch. Raises UserError if the process has died."""
+        try:
+            self._pipe.send(batch)
+            result: EncodedBatch | Exception = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "--workers: a worker process died, most likely because memory ran out: reduce --workers"
+            ) from error
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self.process.kill()
+        self.process.join()
+
+
+def _encode_batches(pipe: Connection, flags: dict[str, str], settings: tuple[Any, ...]) -> None:
+    """Encodes the batches that arrive. flags: see `tokenizer_settings`; settings: arguments of `_encoder`."""
+    end_with_parent()
+    given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **flags}
+    encoder = _encoder(build_tokenizer(Namespace(**given)), *settings)
+    with suppress(EOFError, ConnectionError):  # the main process has ended
+        while True:
+            batch = pipe.recv()
+            try:
+                result: EncodedBatch | Exception = encoder.encode(batch)
+            except Exception as error:
+                result = error
+            pipe.send(result)
 
 
 def _encoder(
@@ -377,39 +414,3 @@ def _encoder(
     eod = tokenizer.eod if append_eod else None
     dtype = smallest_dtype(tokenizer.vocab_size)
     return BatchEncoder(texts_encoder(tokenizer, backend), json_keys, dtype, eod)
-
-
-@cache
-def _worker_encoder(flags: tuple[tuple[str, str], ...], *settings: Any) -> BatchEncoder:
-    """Returns the encoder of a worker process, built at the first batch. Each batch is sent with the
-    settings of the encoder, since a tokenizer is too large to send. flags: items of `tokenizer_settings`;
-    settings: arguments of `_encoder`."""
-    given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **dict(flags)}
-    return _encoder(build_tokenizer(Namespace(**given)), *settings)
-
-
-@contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Makes processes that start in the block ignore Ctrl-C, which sends SIGINT to all processes of the
-    terminal: they inherit the signal mask. Only the main process handles it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker() -> None:
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-
-
-def _exit_after_parent() -> None:
-    """Ends this worker if the main process was killed: the worker would wait for work forever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode_in_worker(settings: tuple[Any, ...], batch: LineBatch) -> EncodedBatch:
-    return _worker_encoder(*settings).encode(batch)

@@ -8,22 +8,28 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, BinaryIO, cast
 
 from megatron.config import ConfigError
 from megatron.errors import UserError
+from megatron.object_store.store import ObjectInfo, ObjectStore, check_url
+from megatron.object_urls import is_url
 from megatron.shares import share_out
 
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 1024
 # Length limit of a line. Tokenizing a document takes about 100 times its size in memory.
 MAX_LINE_BYTES = 1 << 26
+# Bytes of an object that are read with one request.
+OBJECT_BLOCK_BYTES = 1 << 23
 _PARQUET = ".parquet"
 # Suffix -> the first bytes of such files.
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", _PARQUET: b"PAR1"}
@@ -47,8 +53,8 @@ class LineBatch:
 
 def find_files(words: Iterable[str]) -> list[str]:
     """Returns the files that --input names: files, patterns such as 'corpus/*.jsonl', folders (all jsonl and
-    parquet files in them, in alphabetical order), - (standard input) and @LIST, a file with one of these per
-    line.
+    parquet files in them, in alphabetical order), URLs of objects, of patterns and of folders in an object
+    store, - (standard input) and @LIST, a file with one of these per line.
 
     Raises ConfigError for a word that names no file, and for a file that cannot be read or has an unknown
     compression.
@@ -66,22 +72,67 @@ def _files_of(word: str) -> Iterator[str]:
             lines = [line.strip() for line in file]
         yield from (path for line in lines if line and line[0] != "#" for path in _files_of(line))
         return
+    found = _named_objects(word) if is_url(word) else _named_files(word)
+    for path in sorted(found):
+        if not is_url(path):
+            _check_readable(path, f"--input {path}")
+        _check_format(path)
+        yield path
+
+
+def _named_files(word: str) -> list[str]:
     if os.path.isdir(word):
         found = [entry.path for entry in os.scandir(word) if entry.name.endswith(_TEXT_NAMES)]
         if not found:
             raise ConfigError(
                 f"--input {word}: the folder has no file that ends with {', '.join(_TEXT_NAMES)}"
             )
-    elif glob.has_magic(word) and not os.path.exists(word):
+        return found
+    if glob.has_magic(word) and not os.path.exists(word):
         found = glob.glob(word, recursive=True)
         if not found:
             raise ConfigError(f"--input {word}: no file matches the pattern")
-    else:
-        found = [word]
-    for path in sorted(found):
-        _check_readable(path, f"--input {path}")
-        _check_format(path)
-        yield path
+        return found
+    return [word]
+
+
+def _named_objects(word: str) -> list[str]:
+    """Returns the URLs of the objects that a URL names: an object, a folder or a pattern with * and ?."""
+    magic = re.search(r"[*?]", word)
+    folder = word[: word.rindex("/", 0, magic.start())] if magic else word.rstrip("/")
+    try:
+        check_url(folder)
+        if not magic:
+            if _object_info(word) is not None:
+                return [word]
+            found = [url for url in _listing(folder) if url.endswith(_TEXT_NAMES)]
+        else:
+            depth = None if "/" in word[len(folder) + 1 :] else 1
+            found = [url for url in _listing(folder, depth) if _matches(url, word)]
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"--input {word}: {error}") from error
+    if not found:
+        expected = "the pattern" if magic else f"it or is in it and ends with {', '.join(_TEXT_NAMES)}"
+        raise ConfigError(f"--input {word}: no object matches {expected}")
+    return found
+
+
+def _matches(url: str, pattern: str) -> bool:
+    """Returns whether a URL matches a pattern as in `glob.glob` with `recursive`."""
+    parts = re.split(r"(\*\*/|\*|\?)", pattern)
+    meanings = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    return re.fullmatch("".join(meanings.get(part) or re.escape(part) for part in parts), url) is not None
+
+
+@cache
+def _listing(folder: str, depth: int | None = 1) -> dict[str, ObjectInfo]:
+    """Returns the objects in a folder of an object store by URL, from one listing in the life of the
+    process: thousands of inputs are in few folders."""
+    return {f"{folder}/{key}": info for key, info in ObjectStore(folder).list(depth=depth).items()}
+
+
+def _object_info(url: str) -> ObjectInfo | None:
+    return _listing(os.path.dirname(url)).get(url)
 
 
 def _check_readable(path: str, option: str) -> None:
@@ -103,7 +154,7 @@ def _check_format(path: str) -> None:
 def files_of_shard(paths: Sequence[str], shard: int, shards: int) -> list[str]:
     """Returns the files of one of `shards` shards, which have about equally many bytes, in their order. All
     shards must be given equal paths."""
-    chosen = share_out({path: os.path.getsize(path) for path in paths}, shards)
+    chosen = share_out({path: size_of(path) for path in paths}, shards)
     return [path for path in paths if chosen[path] == shard]
 
 
@@ -128,6 +179,15 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     if not (slash and index.isdecimal() and number.isdecimal() and int(index) < int(number)):
         raise ConfigError(f"--shard {text}: expected I/N with I from 0 to N - 1, such as 0/4, or slurm")
     return int(index), int(number)
+
+
+def size_of(path: str) -> int:
+    """Returns the bytes of a file, before decompression."""
+    if is_url(path):
+        info = _object_info(path)
+        assert info is not None
+        return info.size
+    return os.path.getsize(path)
 
 
 def stem_of(path: str) -> str:
@@ -173,7 +233,7 @@ def _suffix(path: str) -> str:
 def _open_lines(path: str, keys: Sequence[str]) -> Iterator[Iterator[bytes]]:
     """Opens a file of any format. Raises UserError if it is not of the type in its name, or not UTF-8."""
     with ExitStack() as stack:
-        plain = stack.enter_context(open(path, "rb"))
+        plain = stack.enter_context(_open_plain(path))
         suffix, head = _suffix(path), plain.peek(4)[:4]
         for other, magic in _MAGIC.items():
             if suffix == other and head and not head.startswith(magic):
@@ -184,7 +244,7 @@ def _open_lines(path: str, keys: Sequence[str]) -> Iterator[Iterator[bytes]]:
             if suffix != other and head.startswith(magic):
                 raise UserError(f"--input {path}: it is a {other} file; add {other} to its name")
         if suffix == _PARQUET and head:
-            yield _rows(path, keys)
+            yield _rows(plain, keys)
             return
         file = plain
         if suffix == ".gz":
@@ -207,11 +267,56 @@ def _open_lines(path: str, keys: Sequence[str]) -> Iterator[Iterator[bytes]]:
         yield _lines(file)
 
 
-def _rows(path: str, keys: Sequence[str]) -> Iterator[bytes]:
+@contextmanager
+def _open_plain(path: str) -> Iterator[Any]:
+    if not is_url(path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    reader = _ObjectReader(path)
+    with io.BufferedReader(reader, OBJECT_BLOCK_BYTES) as file:
+        yield file
+    reader.check_unchanged()
+
+
+class _ObjectReader(io.RawIOBase):
+    """Reads an object, one request for each read. Raises OSError with its URL if requests fail after retries,
+    if the object ends early, or if it is replaced while it is read."""
+
+    def __init__(self, url: str) -> None:
+        folder, _, self._key = url.rpartition("/")
+        self._store = ObjectStore(folder)
+        self._url, self._position, self._size = url, 0, size_of(url)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._size)
+        data = self._store.read_block(self._key, self._position, end) if end > self._position else b""
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def check_unchanged(self) -> None:
+        info = self._store.info(self._key)
+        if [os.path.basename(self._url), info.size, int(info.modified)] != identity_of(self._url):
+            raise UserError(f"--input {self._url}: the object was replaced while it was read")
+
+
+def _rows(source: BinaryIO, keys: Sequence[str]) -> Iterator[bytes]:
     """Yields the rows of a parquet file as JSON, with the columns `keys` that it has."""
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    with parquet.ParquetFile(source) as file:
         columns = [name for name in file.schema_arrow.names if name in keys] or None
         for batch in file.iter_batches(BATCH_LINES, columns=columns):
             for row in batch.to_pylist():
@@ -227,6 +332,10 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 def identity_of(path: str) -> list[Any] | None:
     """Returns name, bytes and time of change of a file, which identify it as rsync does; None for a pipe."""
+    if is_url(path):
+        info = _object_info(path)
+        # In whole seconds: a request for one object has no fractions, in contrast to a listing.
+        return None if info is None else [os.path.basename(path), info.size, int(info.modified)]
     state = os.stat(path)
     if not stat.S_ISREG(state.st_mode):
         return None

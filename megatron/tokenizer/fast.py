@@ -1,9 +1,10 @@
-"""Tokenizing with gigatoken (https://github.com/marcelroed/gigatoken), which is many times faster than the
-libraries of the tokenizers, and is compared with them while it runs."""
+"""Tokenizing many texts: with gigatoken (https://github.com/marcelroed/gigatoken), word by word, or with the
+tokenizer's library. The first two are faster than the library, and are compared with it while they run."""
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 
-BACKENDS = ("auto", "gigatoken", "reference")
+# From the fastest, after auto.
+BACKENDS = ("auto", "gigatoken", "words", "reference")
 # Of the first batch of a file this many texts are compared, of each other batch one.
 COMPARED_AT_FIRST = 20
 # Longer texts are compared only up to this number of characters, so that a comparison takes a small part of
@@ -45,16 +47,49 @@ class ReferenceEncoder:
         return np.fromiter(chain.from_iterable(documents), np.int64, int(sizes.sum())), sizes
 
 
-class GigatokenEncoder:
-    """Tokenizes with gigatoken in one thread, and compares some texts with the tokenizer's library.
-
-    Raises ValueError if gigatoken does not support the tokenizer.
-    """
+class ComparedEncoder(ABC):
+    """Tokenizes in another way than the tokenizer's library, and compares some texts with the library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        """Tokenizes texts, of which there is at least one."""
+
+    def encode(self, texts: Sequence[str], is_first: bool) -> Encoded:
+        if not texts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        ids, sizes = self.encode_texts(texts)
+        ends = np.cumsum(sizes)
+        compared: Sequence[int] = range(min(len(texts), COMPARED_AT_FIRST))
+        if not is_first:
+            # A text that depends on the content, so that no run depends on the number of workers.
+            compared = [random.Random(texts[0][:COMPARED_CHARACTERS]).randrange(len(texts))]
+        for index in compared:
+            self._compare(texts[index], ids[ends[index] - sizes[index] : ends[index]])
+        return ids, sizes
+
+    def _compare(self, text: str, ids: npt.NDArray[Any]) -> None:
+        if len(text) > COMPARED_CHARACTERS:
+            text = text[:COMPARED_CHARACTERS]
+            ids, _ = self.encode_texts([text])
+        if self.tokenizer.tokenize(text) != ids.tolist():
+            raise UserError(
+                "--tokenizer-backend: gigatoken and words give other token ids than the tokenizer's own "
+                f"library for the text {text!r:.80}: set --tokenizer-backend reference"
+            )
+
+
+class GigatokenEncoder(ComparedEncoder):
+    """Tokenizes with gigatoken in one thread. Raises ValueError if it does not support the tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if find_spec("gigatoken") is None:
+            raise ValueError("the package is not installed: pip install gigatoken")
         import gigatoken
 
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         source = getattr(tokenizer, "source", None)
         try:
             if isinstance(source, bytes):
@@ -62,49 +97,36 @@ class GigatokenEncoder:
             else:
                 self._fast = gigatoken.Tokenizer(source)  # type: ignore[arg-type]
         except Exception as error:  # its Rust part raises errors of many types
-            raise ValueError(f"gigatoken does not support this tokenizer ({error})") from error
+            raise ValueError(str(error)) from error
 
-    def encode(self, texts: Sequence[str], is_first: bool) -> Encoded:
-        if not texts:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
         import awkward
 
         found = self._fast.encode_batch(list(texts), parallel=False)
-        compared: Sequence[int] = range(min(len(texts), COMPARED_AT_FIRST))
-        if (
-            not is_first
-        ):  # a text that depends on the content, so that no run depends on the number of workers
-            compared = [random.Random(texts[0]).randrange(len(texts))]
-        for index in compared:
-            self._compare(texts[index], found[index])
         sizes = awkward.to_numpy(awkward.num(found)).astype(np.int64)
         return awkward.to_numpy(awkward.flatten(found)), sizes
 
-    def _compare(self, text: str, ids: Any) -> None:
-        if len(text) > COMPARED_CHARACTERS:
-            text = text[:COMPARED_CHARACTERS]
-            ids = self._fast.encode(text)
-        if self.tokenizer.tokenize(text) != np.asarray(ids).tolist():
-            raise UserError(
-                "gigatoken gives other token ids than the tokenizer's own library for the text "
-                f"{text!r:.80}: set --tokenizer-backend reference"
-            )
-
 
 def texts_encoder(tokenizer: Tokenizer, backend: str) -> TextsEncoder:
-    """Returns the encoder of --tokenizer-backend. 'auto' is gigatoken if it is installed and supports the
-    tokenizer. Raises UserError if 'gigatoken' cannot be used."""
-    if backend == "reference":
-        return ReferenceEncoder(tokenizer)
-    if find_spec("gigatoken") is None:
-        if backend == "auto":
-            return ReferenceEncoder(tokenizer)
-        raise UserError("--tokenizer-backend gigatoken: the package is not installed: pip install gigatoken")
-    try:
+    """Returns the encoder of --tokenizer-backend; of 'auto', the first that supports the tokenizer. Raises
+    UserError if the backend does not support it."""
+    for name in BACKENDS[1:] if backend == "auto" else (backend,):
+        try:
+            return _new_encoder(name, tokenizer)
+        except ValueError as error:
+            if backend != "auto":
+                raise UserError(
+                    f"--tokenizer-backend {backend} does not support this tokenizer ({error}): set "
+                    "--tokenizer-backend reference"
+                ) from error
+    raise AssertionError("the reference supports every tokenizer")
+
+
+def _new_encoder(name: str, tokenizer: Tokenizer) -> TextsEncoder:
+    if name == "gigatoken":
         return GigatokenEncoder(tokenizer)
-    except ValueError as error:
-        if backend == "auto":
-            return ReferenceEncoder(tokenizer)
-        raise UserError(
-            f"--tokenizer-backend gigatoken: {error}: set --tokenizer-backend reference"
-        ) from error
+    if name == "words":
+        from megatron.tokenizer.words import WordEncoder
+
+        return WordEncoder(tokenizer)
+    return ReferenceEncoder(tokenizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.object_store.store import ObjectStore
 from tests.support.bucket_saves import run_in_bucket
 from tests.support.layouts import FP32_BOUND, Row, relative_errors, train_layout
 from tests.support.object_store import Bucket

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.object_store.store import ObjectStore
 from megatron.training.log_lines import parse_log_line
 from tests.end_to_end.clone import commands_in, make_clone
 from tests.end_to_end.clone import run as run_command

@@ -25,7 +25,7 @@ LEVELS = (
     ("object_urls",),
     ("child_processes", "errors", "shares", "text_table", "units"),
     ("config",),
-    ("files", "kernels"),
+    ("files", "kernels", "object_store"),
     ("mapped_file",),
     ("mpu", "tokenizer"),
     ("data", "model", "optimizer"),

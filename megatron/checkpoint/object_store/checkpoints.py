@@ -24,12 +24,12 @@ from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.local.nodes import Nodes
 from megatron.checkpoint.object_store.folder import FOLDER, ObjectClaims, ObjectFolder
 from megatron.checkpoint.object_store.mirror import hold_mirror, show_object
-from megatron.checkpoint.object_store.store import check_url
 from megatron.checkpoint.ranks import errors_of_all_ranks, files_of_this_rank
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import CheckpointConfig
 from megatron.errors import ConfigError, UserError, stop_at_access_error
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+from megatron.object_store.store import check_url
 from megatron.object_urls import is_url
 from megatron.shares import share_out
 

@@ -17,10 +17,10 @@ from megatron.checkpoint.lineage.identity import LineageEntry, RunIdentity
 from megatron.checkpoint.lineage.owner import Timing
 from megatron.checkpoint.object_store.folder import _COMMIT, ObjectFolder
 from megatron.checkpoint.object_store.mirror import hold_mirror
-from megatron.checkpoint.object_store.store import ObjectStore, Retries
 from megatron.checkpoint.ranks import FolderTakenError
 from megatron.errors import UserError
 from megatron.files import write_json
+from megatron.object_store.store import ObjectStore, Retries
 from megatron.object_urls import as_urls
 from tests.support.object_store import Bucket, Exchange, answer
 

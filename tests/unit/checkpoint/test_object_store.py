@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.object_store.store import ObjectStore, Retries, check_url, is_url
 from megatron.errors import ConfigError
+from megatron.object_store.store import ObjectStore, Retries, check_url, is_url
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 from tests.support.object_store import (
@@ -312,7 +312,7 @@ def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 UPLOAD = """
 import sys
-from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.object_store.store import ObjectStore
 url, part_bytes, key, path = sys.argv[1:]
 ObjectStore(url, part_bytes=int(part_bytes)).put_file(key, path)
 """
@@ -351,7 +351,7 @@ def test_an_upload_that_is_killed_after_its_last_request_is_complete(
 FORK = """
 import os, sys
 from concurrent.futures import ThreadPoolExecutor
-from megatron.checkpoint.object_store.store import ObjectStore
+from megatron.object_store.store import ObjectStore
 store = ObjectStore(sys.argv[1])
 
 def use(name):
@@ -397,7 +397,7 @@ def test_a_request_that_is_retried_for_seconds_is_reported_once(
     bucket.fault("PUT", answer(503, "SlowDown"), key="late", times=3)
     ObjectStore(bucket.url, QUICK).put("early", b"x")
     assert not caplog.messages
-    monkeypatch.setattr("megatron.checkpoint.object_store.store._SILENT_S", 0.0)
+    monkeypatch.setattr("megatron.object_store.store._SILENT_S", 0.0)
     ObjectStore(bucket.url, QUICK).put("late", b"x")
     (message,) = caplog.messages
     assert message.startswith(f"{bucket.url}/late: PUT has failed (503 SlowDown: ")
@@ -421,7 +421,7 @@ def test_a_url_is_checked_before_anything_is_imported(monkeypatch: pytest.Monkey
     }.items():
         with pytest.raises(ConfigError, match=problem):
             check_url(url)
-    program = "import sys; from megatron.checkpoint.object_store.store import check_url; check_url('s3://bucket/run')"
+    program = "import sys; from megatron.object_store.store import check_url; check_url('s3://bucket/run')"
     assert (
         run(f"{program}; assert not {{'s3fs', 'botocore', 'fsspec', 'torch'}} & {{*sys.modules}}").returncode
         == 0

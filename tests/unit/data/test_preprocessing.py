@@ -9,14 +9,15 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,11 @@ import pytest
 from megatron.commands import preprocess_data
 from megatron.data import indexed_dataset, preprocessing, text_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.preprocessing import preprocess
+from megatron.data.preprocessing import Progress, preprocess
+from megatron.data.text_files import LineBatch
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.flags import tokenizer_settings
 from tests.support import HANG_TIMEOUT_S
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
 
@@ -285,16 +288,35 @@ def test_a_signal_ends_the_tool_with_its_workers(
             time.sleep(0.05)
 
 
-def test_an_executor_ends_though_a_worker_was_killed_while_it_sent_a_result() -> None:
-    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    executor.submit(time.sleep, HANG_TIMEOUT_S)
-    # What such a worker leaves in the pipe: the length of a message, and not all of the message.
-    os.write(executor._result_queue._writer.fileno(), struct.pack("!i", 100) + b"begin")
-    preprocessing._kill_workers(executor)
-    ending = threading.Thread(target=executor.shutdown, daemon=True)
-    ending.start()
-    ending.join(60.0)
-    assert not ending.is_alive()
+def test_a_worker_that_is_killed_at_any_time_ends_the_run(jsonl: str, tmp_path: Path, flags: Any) -> None:
+    """Also while it sends a result and another worker lives."""
+    times = random.Random(4)
+    killed: list[Any] = []
+
+    def kill_one(progress: Progress) -> None:
+        if not killed:
+            killed.append(times.choice(multiprocessing.active_children()))
+            threading.Timer(times.uniform(0.0, 0.2), killed[0].kill).start()
+
+    for _ in range(3):
+        with pytest.raises(UserError, match="--workers: a worker process died"):
+            preprocess([jsonl] * 2000, str(tmp_path / "out"), ["text"], flags, workers=2, report=kill_one)
+        assert killed.pop().exitcode == -9
+        assert os.listdir(tmp_path) == ["in.jsonl"] and not multiprocessing.active_children()
+
+
+def test_a_worker_that_is_killed_while_it_sends_a_result_is_noticed(jsonl: str, flags: Any) -> None:
+    worker = preprocessing._Worker(tokenizer_settings(flags), (("text",), False, "words"))
+    pipe = worker._pipe
+
+    def kill_and_receive() -> Any:
+        assert pipe.poll(HANG_TIMEOUT_S)  # the worker has begun, and waits for space in the pipe
+        worker.kill()
+        return pipe.recv()
+
+    worker._pipe = SimpleNamespace(send=pipe.send, recv=kill_and_receive)  # type: ignore[assignment]
+    with pytest.raises(UserError, match="--workers: a worker process died"):
+        worker.encode(LineBatch(jsonl, 1, Path(jsonl).read_bytes().splitlines() * 100))
 
 
 def test_on_a_terminal_a_bar_shows_the_speed(jsonl: str, tmp_path: Path, flags: Any) -> None:

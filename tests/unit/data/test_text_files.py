@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,12 +19,16 @@ from pyarrow import parquet
 
 from megatron.commands import preprocess_data, verify_dataset
 from megatron.config import ConfigError, DataConfig
+from megatron.data import text_files
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, stem_of
 from megatron.errors import UserError
+from megatron.object_store.store import ObjectStore
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
+from tests.support.object_store import Bucket, Exchange, answer, cut_after
+from tests.support.preprocessing_kills import kill_shards
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
 
 RECORDS = [{"text": f"{i}: {TEXT[i % 4]}", "id": i} for i in range(2000)]
@@ -76,6 +81,89 @@ def test_every_format_gives_the_same_tokens(tmp_path: Path, tokenizer: list[str]
     found.append({name: (tmp_path / name).read_bytes() for name in found[0]})
     assert {*found[0]} == {"in_text_document.bin", "in_text_document.idx"}
     assert all(files == found[0] for files in found)
+
+
+def tokenize_new(word: str, output: str, tokenizer: list[str]) -> None:
+    text_files._listing.cache_clear()  # as in a process that starts
+    preprocess_data.main(["--input", word, "--output-prefix", f"{output}/", *tokenizer])
+
+
+def test_objects_of_every_format_are_read_in_blocks(
+    tmp_path: Path, tokenizer: list[str], bucket: Bucket, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if requests fail or connections break now and then."""
+    monkeypatch.setattr(text_files, "OBJECT_BLOCK_BYTES", 5000)
+    store = ObjectStore(bucket.url)
+    for ending, write in FORMATS.items():
+        write(tmp_path / "in")
+        store.put_file(f"corpus/{ending.split('.')[-1]}.{ending}", tmp_path / "in")
+    store.put("corpus/deep/other.jsonl", b"")
+    store.put("corpus/notes.md", b"")
+    bucket.heal()
+    bucket.fault("GET", answer(503, "SlowDown"), first=3, times=2)
+    bucket.fault("GET", cut_after(1000), first=10)
+    tokenize_new(f"{bucket.url}/corpus/", f"{tmp_path}/out", tokenizer)
+    assert bucket.count("LIST") == 1 and bucket.count("GET") > 30
+    (tmp_path / "in.jsonl").write_bytes(lines(RECORDS))
+    preprocess_data.main(
+        ["--input", f"{tmp_path}/in.jsonl", "--output-prefix", f"{tmp_path}/local/", *tokenizer]
+    )
+    for ending in ("bin", "idx"):
+        expected = (tmp_path / f"local/in_text_document.{ending}").read_bytes()
+        made = [*(tmp_path / "out").glob(f"*.{ending}")]
+        assert len(made) == len(FORMATS) and all(path.read_bytes() == expected for path in made)
+    # What exists is kept, without a read; an object that was replaced is read again.
+    store.put("corpus/jsonl.jsonl", lines(RECORDS))
+    bucket.heal()
+    capsys.readouterr()
+    tokenize_new(f"{bucket.url}/corpus/*.jsonl*", f"{tmp_path}/out", tokenizer)
+    assert capsys.readouterr().out.count("kept") == 2
+    assert {request.key for request in bucket.requests if request.kind == "GET"} == {"run/corpus/jsonl.jsonl"}
+    assert find_files([f"{bucket.url}/**/*.jsonl"]) == [
+        f"{bucket.url}/corpus/{name}.jsonl" for name in ("deep/other", "jsonl")
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault", ["truncated", "replaced", "grown", "denied", "absent", "no match", "scheme", "output"]
+)
+def test_an_object_that_cannot_be_read_is_named(
+    fault: str, tmp_path: Path, tokenizer: list[str], bucket: Bucket, capsys: Any
+) -> None:
+    store, content = ObjectStore(bucket.url), gzip.compress(lines(RECORDS))
+    store.put("a.jsonl.gz", content[: len(content) // 2] if fault == "truncated" else content)
+    word, problem = f"{bucket.url}/a.jsonl.gz", f"{bucket.url}/a.jsonl.gz: "
+    if fault == "truncated":
+        problem += "cannot read line "
+    elif fault in ("replaced", "grown"):
+        new = b"x" if fault == "replaced" else content + b"x"
+
+        def replace_and_answer(exchange: Exchange) -> None:
+            found = exchange.forward()
+            store.put("a.jsonl.gz", new)
+            exchange.send(*(found if fault == "grown" else exchange.forward()))
+
+        bucket.fault("GET", replace_and_answer)
+        problem = (
+            f"{bucket.url}/a.jsonl.gz.* the object (ends at byte 1, not |was replaced while it was read)"
+        )
+    elif fault == "denied":
+        bucket.fault("GET", answer(403, "AccessDenied"))
+        problem = f"{bucket.url}/a.jsonl.gz .*403 AccessDenied"
+    elif fault == "absent":
+        word, problem = f"{bucket.url}/b.jsonl", "b.jsonl: no object"
+    elif fault == "no match":
+        word, problem = f"{bucket.url}/*.zst", "no object matches the pattern"
+    elif fault == "scheme":
+        word, problem = "gs://bucket/a.jsonl", "unknown scheme"
+    output = str(tmp_path / "out")
+    if fault == "output":
+        output, problem = "s3://bucket/out", "--output-prefix s3:.*expected a path"
+    with pytest.raises(SystemExit, match="2"):
+        tokenize_new(word, output, tokenizer)
+    message = capsys.readouterr().err
+    assert re.search(problem, message) and message.count("\n") == 1
+    assert not os.path.exists(output) or os.listdir(output) == []
 
 
 @pytest.mark.parametrize("ending", FORMATS)
@@ -214,18 +302,7 @@ def test_a_start_and_the_verification_notice_other_tokens(tmp_path: Path, tokeni
 def test_shards_that_are_killed_at_any_time_end_with_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, tokenizer: list[str]
 ) -> None:
+    """With 50 kills: benchmarks/kills.py --preprocessing."""
     corpus(tmp_path)
-    words = ["--input", f"{tmp_path}/part*.jsonl", *tokenizer]
-    preprocess_data.main([*words, "--output-prefix", f"{tmp_path}/undisturbed/"])
-    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *words, "--log-interval", "50"]
-    command += ["--output-prefix", f"{tmp_path}/out/", "--workers", "2"]
-    for lines_before in (1, 3, 6):
-        tool = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert tool.stdout is not None
-        for _ in range(lines_before):  # lines about files and about progress
-            tool.stdout.readline()
-        tool.kill()
-        tool.communicate(timeout=HANG_TIMEOUT_S)
-    preprocess_data.main([*words, "--output-prefix", f"{tmp_path}/out/"])
-    assert token_bytes(tmp_path / "out") == token_bytes(tmp_path / "undisturbed")
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    outcome = kill_shards(tmp_path, ["--input", f"{tmp_path}/part*.jsonl", *tokenizer], kills=3, seed=5)
+    assert outcome.unfinished >= 3 and outcome.completed

@@ -11,6 +11,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, build_tokenizer, fast
 from megatron.tokenizer.fast import GigatokenEncoder, ReferenceEncoder, texts_encoder
+from megatron.tokenizer.words import WordEncoder
 from tests.unit.tokenizer.test_tokenizers import TRICKY, train_sentence_piece
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
 
@@ -46,10 +47,18 @@ def texts() -> list[str]:
     return [*TRICKY, *mixed]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "transformers", "sentencepiece"])
-def test_the_ids_are_those_of_the_tokenizers_library(name: str, tokenizers: dict[str, Tokenizer]) -> None:
-    encoder = texts_encoder(tokenizers[name], "auto")
-    assert isinstance(encoder, GigatokenEncoder)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *(("gpt2", "auto"), ("gpt2", "words"), ("transformers", "gigatoken"), ("transformers", "words")),
+        ("sentencepiece", "auto"),
+    ],
+)
+def test_the_ids_are_those_of_the_tokenizers_library(
+    name: str, backend: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    encoder = texts_encoder(tokenizers[name], backend)
+    assert isinstance(encoder, WordEncoder if backend == "words" else GigatokenEncoder)
     for is_first in (True, False):
         ids, sizes = encoder.encode(texts(), is_first)
         expected_ids, expected_sizes = ReferenceEncoder(tokenizers[name]).encode(texts(), is_first)
@@ -57,11 +66,12 @@ def test_the_ids_are_those_of_the_tokenizers_library(name: str, tokenizers: dict
     assert [len(part) for part in encoder.encode([], True)] == [0, 0]
 
 
+@pytest.mark.parametrize("backend", ["gigatoken", "words"])
 def test_other_ids_are_noticed_in_every_batch(
-    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    backend: str, tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizers["gpt2"]
-    encoder = texts_encoder(tokenizer, "gigatoken")
+    encoder = texts_encoder(tokenizer, backend)
     monkeypatch.setattr(tokenizer, "tokenize", lambda text: [*text.encode(), 0])
     for is_first in (True, False):
         with pytest.raises(UserError, match="other token ids .*set --tokenizer-backend reference"):
@@ -73,11 +83,14 @@ def test_what_gigatoken_does_not_support_is_tokenized_by_the_library(
 ) -> None:
     assert isinstance(texts_encoder(tokenizers["unigram"], "auto"), ReferenceEncoder)
     with pytest.raises(
-        UserError, match="does not support this tokenizer .*set --tokenizer-backend reference"
+        UserError, match="gigatoken does not support this tokenizer .*set --tokenizer-backend reference"
     ):
         texts_encoder(tokenizers["unigram"], "gigatoken")
     assert isinstance(texts_encoder(tokenizers["gpt2"], "reference"), ReferenceEncoder)
+    with pytest.raises(UserError, match="words does not support this tokenizer"):
+        texts_encoder(tokenizers["unigram"], "words")
     monkeypatch.setattr(fast, "find_spec", lambda name: None)
-    assert isinstance(texts_encoder(tokenizers["gpt2"], "auto"), ReferenceEncoder)
+    assert isinstance(texts_encoder(tokenizers["gpt2"], "auto"), WordEncoder)
+    assert isinstance(texts_encoder(tokenizers["sentencepiece"], "auto"), ReferenceEncoder)
     with pytest.raises(UserError, match="pip install gigatoken"):
         texts_encoder(tokenizers["gpt2"], "gigatoken")

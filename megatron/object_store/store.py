@@ -21,7 +21,7 @@ from megatron.errors import ConfigError, printable
 from megatron.object_urls import is_url
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.object_store.s3 import Failure
+    from megatron.object_store.s3 import Failure
 
 # scheme of a URL -> (package that fsspec needs for it, extra of this package that installs it)
 SCHEMES = {"s3": ("s3fs", "objectstore")}
@@ -64,6 +64,10 @@ class ObjectInfo:
 
     size: int
     modified: float
+
+
+def _object_info(answer: dict[str, Any]) -> ObjectInfo:
+    return ObjectInfo(answer["size"], answer["LastModified"].timestamp())
 
 
 def _is_file_name(key: str) -> bool:
@@ -128,18 +132,26 @@ class ObjectStore:
         """Returns the full URL of an object."""
         return f"{self.url}/{key}" if key else self.url
 
-    def list(self, prefix: str = "") -> dict[str, ObjectInfo]:
-        """Returns all objects below a folder, at any depth, by key; {} if nothing exists. Never cached.
+    def list(self, prefix: str = "", depth: int | None = None) -> dict[str, ObjectInfo]:
+        """Returns all objects below a folder, by key; {} if nothing exists. Never cached. depth: 1 for the
+        objects in the folder itself; None for any depth.
 
         It leaves out keys that cannot be names of files in a folder."""
         root = self._path(prefix.rstrip("/"))
-        found = self._request("LIST", prefix, lambda files, limit: files.find(root, detail=True, **limit))
+        found = self._request(
+            "LIST", prefix, lambda files, limit: files.find(root, maxdepth=depth, detail=True, **limit)
+        )
         start = len(self._path("")) + 1
         return {
-            name[start:]: ObjectInfo(info["size"], info["LastModified"].timestamp())
+            name[start:]: _object_info(info)
             for name, info in found.items()
             if name.startswith(f"{root}/") and _is_file_name(name[start:])
         }
+
+    def info(self, key: str) -> ObjectInfo:
+        """Returns size and time of change of an object."""
+        path = self._path(key)
+        return _object_info(self._request("HEAD", key, lambda files, limit: files.info(path, **limit)))
 
     def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Returns an object's bytes from `start` to before `end`, with one GET."""
@@ -151,21 +163,26 @@ class ObjectStore:
             "GET", key, lambda files, limit: files.cat_file(path, start=start or None, end=end, **limit)
         )
 
+    def read_block(self, key: str, start: int, end: int) -> bytes:
+        """Returns all bytes from `start` to before `end`. Raises OSError if the object ends before."""
+        data = self.read(key, start, end)
+        if len(data) != end - start:
+            raise OSError(
+                errno.EIO,
+                f"GET: the object ends at byte {start + len(data):,}, not {end:,}",
+                self.url_of(key),
+            )
+        return data
+
     def download(
         self, key: str, path: str | os.PathLike[str], start: int = 0, end: int | None = None
     ) -> None:
         """Writes an object's bytes from `start` to before `end` into an existing file, at their offset."""
         if end is None:
-            end = self._size(key)
+            end = self.info(key).size
         with open(path, "r+b", buffering=0) as file:
             for block in range(start, end, self._part_bytes):
-                block_end = min(block + self._part_bytes, end)
-                data = memoryview(self.read(key, block, block_end))
-                if len(data) != block_end - block:
-                    size = block + len(data)
-                    raise OSError(
-                        errno.EIO, f"GET: the object ends at byte {size:,}, not {end:,}", self.url_of(key)
-                    )
+                data = memoryview(self.read_block(key, block, min(block + self._part_bytes, end)))
                 while data:
                     written = os.pwrite(file.fileno(), data, block)
                     data, block = data[written:], block + written
@@ -251,10 +268,6 @@ class ObjectStore:
         """Returns the object's name in fsspec's file system."""
         return "/".join(filter(None, (self._bucket, self._root, key)))
 
-    def _size(self, key: str) -> int:
-        path = self._path(key)
-        return self._request("HEAD", key, lambda files, limit: files.info(path, **limit)["size"])
-
     def _s3(
         self, operation: str, method: str, key: str, retries: Retries | None = None, **options: Any
     ) -> Any:
@@ -275,7 +288,7 @@ class ObjectStore:
     ) -> T:
         """Returns what `call(file system, limit of its time)` returns; retries transient errors. Raises
         OSError."""
-        from megatron.checkpoint.object_store.s3 import open_file_system, read_failure
+        from megatron.object_store.s3 import open_file_system, read_failure
 
         retries = retries or self._retries
         files = self._file_systems.get(os.getpid())
