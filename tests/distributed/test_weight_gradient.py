@@ -37,9 +37,9 @@ def products_that_add():
     """The shapes of the sums to which products add in the context."""
     shapes = []
 
-    def add(total, a, b):
+    def add(total, a, b, factor=1.0):
         shapes.append(tuple(total.shape))
-        total.add_(a.float() @ b.float())
+        total.add_(a.float() @ b.float(), alpha=factor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
