@@ -175,6 +175,7 @@ def build_trainer(
 # Settings that change only training steps, and their values for inference.
 _FOR_TRAINING = {
     "training.compile": False,
+    "training.deterministic_mode": False,
     "training.checkpoint_activations": False,
     "training.recompute_granularity": None,
     "training.partition_activations": False,

@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from megatron.config import ParallelConfig
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
 from megatron.errors import UserError
+from megatron.training.build import config_of_layout
 from megatron.units import GIB
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
@@ -100,6 +102,13 @@ def test_deterministic_mode_refuses_operations_that_are_not() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_deterministic_mode_of_a_checkpoint_ends_with_training() -> None:
+    """tools/evaluate.py does not set cuBLAS's variable, so its first product on a GPU would be refused."""
+    saved: Any = SimpleNamespace(config=parse_args([*SMALL, "--deterministic-mode"]), vocab_size=128, eod=0)
+    assert saved.config.training.deterministic_mode
+    assert not config_of_layout(saved, ParallelConfig()).training.deterministic_mode
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
