@@ -102,12 +102,12 @@ class LogitChunks:
         )
         # The range of fp16 is too small for a large vocabulary: probabilities of 1e-6 are subnormal, and sums
         # over a chunk overflow. These scales keep both in range; powers of two are exact.
-        # Sums that the product adds in fp32 do not overflow.
+        # Sums that the product adds in fp32 do not overflow. But one token may have the weight of all.
         fp16 = hidden.dtype == torch.float16
         self.fuses_accumulation = weight_gradient.supports_fused_accumulation(hidden)
         self.gradient_scale = 64.0 if fp16 else 1.0
-        rounds_sums = fp16 and not self.fuses_accumulation
-        self.hidden_scale = 0.5 ** (per_chunk - 1).bit_length() if rounds_sums else 1.0
+        bits = (tokens - 1).bit_length() // 2 if self.fuses_accumulation else (per_chunk - 1).bit_length()
+        self.hidden_scale = 0.5**bits if fp16 else 1.0
         if self.in_kernel:
             self.kernel_target = self.target.squeeze(-1).masked_fill(~self.own_label, -1)
         else:
@@ -203,7 +203,7 @@ class LogitChunks:
     ) -> None:
         """Adds factor * gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32).
 
-        relative: [tokens], about 1 or less, within the range of fp16."""
+        relative: [tokens], at most the number of tokens."""
         hidden = self.hidden[chunk]
         if relative is not None:
             hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)

@@ -248,6 +248,30 @@ def test_fp16_holds_the_gradient_of_one_label_for_all_and_of_many_small_probabil
     torch.testing.assert_close(main_grad_of(torch.ones(4, 1), weight)[1:], expected, rtol=0.1, atol=0.0)
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_fp16_holds_the_gradient_of_one_token_with_the_weight_of_all(monkeypatch, adds):
+    """--eod-mask-loss can leave one token of a sample; large hidden states times the sequence overflow."""
+    monkeypatch.setattr(weight_gradient, "supports_fused_accumulation", lambda tensor: adds)
+    monkeypatch.setattr(
+        weight_gradient,
+        "add_product",
+        lambda total, a, b, factor: total.add_(a.float() @ b.float(), alpha=factor),
+    )
+    hidden, weight = (40 * torch.randn(4096, 8)).half().requires_grad_(), torch.zeros(ROWS, 8).half()
+    main_grad, token_weights = torch.zeros(ROWS, 8), torch.eye(4096)[7]
+    vocab_parallel_linear_cross_entropy(
+        hidden,
+        weight.requires_grad_(),
+        torch.zeros(4096, dtype=torch.int64),
+        ONE,
+        ROWS,
+        token_weights=token_weights,
+        main_grad=main_grad,
+    )
+    expected = torch.outer(torch.full((ROWS,), 1 / ROWS) - torch.eye(ROWS)[0], hidden[7].detach().float())
+    torch.testing.assert_close(main_grad, expected, rtol=2e-3, atol=1e-5)
+
+
 def test_no_tokens_have_no_loss_and_gradients_of_zero():
     hidden, weight, labels = (x[:0] if i != 1 else x for i, x in enumerate(make_inputs(torch.float32)))
     hidden = hidden.detach().requires_grad_()
