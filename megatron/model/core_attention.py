@@ -227,7 +227,10 @@ def _flash_kernel_accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return True
     if query.dtype == torch.float32:
         return False
-    if query.device.type != "cuda":
-        return True
+    return query.device.type != "cuda" or _flash_kernel_of_cuda_accepts(query, key, value)
+
+
+@not_compiled  # dynamo cannot follow SDPAParams: it would end the graph twice, with a warning
+def _flash_kernel_of_cuda_accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, True))

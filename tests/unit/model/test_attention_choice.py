@@ -19,6 +19,7 @@ from megatron.model.attention_choice import (
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.position import AttentionMasks, document_ids_of
+from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.context_parallel import positions_of
 from megatron.mpu.layout import CPGroup, TPGroup
 from megatron.mpu.random import DropoutRNG
@@ -80,6 +81,21 @@ def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtyp
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     for expected, found in zip(*results, strict=True):
         assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.full
+def test_a_compiled_layer_asks_for_the_flash_kernel_of_cuda_between_two_graphs():
+    """dynamo cannot follow the question itself."""
+
+    class Copies(torch.nn.Module):
+        def forward(self, query, key, value):
+            accepts = core_attention._flash_kernel_of_cuda_accepts(query * 2, key, value)
+            return key * 2 if accepts else value * 2
+
+    torch._dynamo.reset()
+    compile_in_place(module := Copies())
+    found = torch._dynamo.explain(module.forward)(*(torch.randn(8, 2, n, 16) for n in (4, 2, 2)))
+    assert (found.graph_count, found.graph_break_count) == (2, 1)
 
 
 def test_the_reason_is_logged_once(caplog):
