@@ -171,6 +171,8 @@ class IndexStamp:
                 "blends": content["blends"] if self.shard[0] == 0 else {},
             }
             path = self._parts[self.shard[0]]
+            if not os.path.exists(path):
+                self._text = ""  # a shard without data sets writes its part, too
         try:
             self._text = _write(path, content, self._text)
             self._merge_parts()

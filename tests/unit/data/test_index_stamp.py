@@ -239,6 +239,10 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
     for shard in ("0/3", "1/3", "2/3"):
         prepare(sharded, "--shard", shard)
     assert all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, WANTED))
+    more = replace(data, data_cache_path=str(tmp_path / "more_shards"))
+    for index in range(5):  # of 4 data sets
+        prepare(more, "--shard", f"{index}/5")
+    assert all(index.is_prepared for index in list_index_files(more, SEQ, SEED, WANTED))
 
 
 def killed_at_sync(data: DataConfig, number: int) -> bool:
