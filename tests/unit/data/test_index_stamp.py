@@ -363,6 +363,7 @@ def test_a_stamp_that_cannot_be_written_is_an_error_of_the_tool_and_a_line_of_a_
         (["--threads", "0"], "--threads is 0"),
         (["--data-path", "nowhere"], "the file nowhere.idx does not exist"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--data-cache-path", __file__], "set --data-cache-path to a different folder"),
     ],
 )
 def test_mistakes_are_sentences(
