@@ -41,7 +41,7 @@ from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.statistics import dataset_statistics
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.engine.deepspeed_config import with_curriculum
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
 from megatron.planner.command import without_settings
 from megatron.planner.page import write_page
@@ -194,8 +194,8 @@ def sampled_run(words: Sequence[str]) -> Config:
         for section in ("model", "parallel")
         for field in dataclasses.fields(SECTIONS[section])
     } - {"model.seq_length", "parallel.zero_stage"}
-    words = [*_DEFAULT_FLAGS, *without_settings(rewrite(words)[0], dropped)]
-    return read_deepspeed_config(read_command_line(words, {}).config).config
+    kept = without_settings(rewrite(words)[0], dropped)
+    return with_curriculum(read_command_line([*_DEFAULT_FLAGS, *kept], {}).config)
 
 
 def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:

@@ -122,8 +122,9 @@ class BlendOrder:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int]) -> BlendOrder:
-        # The first sum(sizes) samples are exactly one epoch of each data set.
-        return cls.from_fractions([Fraction(size) for size in sizes])
+        # The first sum(sizes) samples are exactly one epoch of each data set. All sizes are 0 if the split is
+        # empty, or if `IndexRequest.plan` rejects its data sets.
+        return cls.from_fractions([Fraction(max(size, 1)) for size in sizes])
 
     def planned_samples(self, num_samples: int) -> list[int]:
         return self.samples_of_components(num_samples)

@@ -24,7 +24,7 @@ class CoreCache:
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
-        self._descriptions: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        self._descriptions: dict[str, dict[str, list[tuple[str, dict[str, Any]]]]] = {}
 
     def index_files(self, request: IndexRequest) -> Iterator[IndexPaths]:
         """Yields the files of indices with the data set's name, and with the seed, sequence length and number
@@ -36,14 +36,9 @@ class CoreCache:
             "random_seed": request.seed,
             "sequence_length": request.seq_length,
         }
-        for stem, description in self._described(folder):
-            name = os.path.basename(str(description.get("dataset_path")))
+        for stem, description in self._described(folder, prefix):
             samples = description.get("num_samples", 0)
-            if (
-                name == os.path.basename(prefix)
-                and samples in (None, request.num_samples)
-                and wanted.items() <= description.items()
-            ):
+            if samples in (None, request.num_samples) and wanted.items() <= description.items():
                 yield (
                     f"{stem}-document_index.npy",
                     f"{stem}-sample_index.npy",
@@ -52,14 +47,23 @@ class CoreCache:
 
     def blend_files(self, weights: list[float]) -> Iterator[tuple[str, str]]:
         """Yields the tables of blends with these weights."""
-        for stem, description in [] if self._folder is None else self._described(self._folder):
+        for stem, description in [] if self._folder is None else self._described(self._folder, None):
             if description.get("class") == "BlendedDataset" and description.get("weights") == weights:
                 yield f"{stem}-dataset_index.npy", f"{stem}-dataset_sample_index.npy"
 
-    def _described(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+    def _described(self, folder: str, dataset_path: Any) -> list[tuple[str, dict[str, Any]]]:
+        """Returns stems and descriptions of the files of a data set; of blends if dataset_path is None."""
         if folder not in self._descriptions:
-            self._descriptions[folder] = list(_read_descriptions(folder))
-        return self._descriptions[folder]
+            by_name: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+            for stem, description in _read_descriptions(folder):
+                name = _name_of(description.get("dataset_path"))
+                by_name.setdefault(name, []).append((stem, description))
+            self._descriptions[folder] = by_name
+        return self._descriptions[folder].get(_name_of(dataset_path), [])
+
+
+def _name_of(dataset_path: Any) -> str:
+    return os.path.basename(str(dataset_path))
 
 
 def _read_descriptions(folder: str) -> Iterator[tuple[str, dict[str, Any]]]:

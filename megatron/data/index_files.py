@@ -95,8 +95,8 @@ def replaced_file(path: str) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: str) -> None:
-    """Removes the temporary files of processes that were killed."""
-    with suppress(FileNotFoundError):
+    """Removes the temporary files of processes that were killed. An unreadable folder is left as it is."""
+    with suppress(OSError):
         for name in os.listdir(folder):
             if _LEFTOVER.search(name):
                 path = os.path.join(folder, name)

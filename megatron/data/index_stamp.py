@@ -167,8 +167,12 @@ class IndexStamp:
             content = {
                 **content,
                 "data_sets": {key: content["data_sets"][key] for key in content["data_sets"] if key in own},
+                # Only the first shard builds tables. Old entries of other shards would replace its entries.
+                "blends": content["blends"] if self.shard[0] == 0 else {},
             }
             path = self._parts[self.shard[0]]
+            if not os.path.exists(path):
+                self._text = ""  # a shard without data sets writes its part, too
         try:
             self._text = _write(path, content, self._text)
             self._merge_parts()
@@ -210,6 +214,7 @@ def _write(path: str, content: dict[str, Any], present: str) -> str:
     """Writes a stamp unless its text equals `present`. Returns the text. Raises OSError."""
     text = _text_of(content)
     if text != present:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with replaced_file(path) as file:
             file.write(text.encode())
     return text

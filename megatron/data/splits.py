@@ -136,7 +136,7 @@ def _document_group(
                 "widen the range, or remove it"
             )
     paths = [named.paths[i] for i in used]
-    blend = _blend_of(data, paths, [(tokens[i] - 1) // seq_length for i in used])
+    blend = _blend_of(data, paths, [max(tokens[i] - 1, 0) // seq_length for i in used])
     ranges: list[Any] = [[path.start, path.end] for path in paths]
     fractions = ranges if has_ranges else list(parse_split(data.split))
     group = DocumentGroup(

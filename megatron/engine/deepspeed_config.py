@@ -144,12 +144,26 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     for name, value in _passed_through(settings).items():
         if not _is_off(value):
             notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed unchanged")
-    curriculum = read_curriculum(_section(settings, "curriculum_learning"))
-    if curriculum is not None:
-        notes.append(curriculum.describe())
-    config = dataclasses.replace(config, precision=precision, curriculum=curriculum)
+    config = _with_curriculum(dataclasses.replace(config, precision=precision), settings)
+    if config.curriculum is not None:
+        notes.append(config.curriculum.describe())
     validate(config)
     return DeepSpeedSettings(config, tuple(notes))
+
+
+def with_curriculum(config: Config) -> Config:
+    """Returns the config with the curriculum of the file of --deepspeed_config if it determines the number of
+    samples, with --train-tokens. The other settings of the file are not compared with the flags. Raises
+    ConfigError for a file that is missing or not JSON."""
+    path = config.training.deepspeed_config
+    if path is None or config.training.train_tokens is None:
+        return config
+    return _with_curriculum(config, _load(path))
+
+
+def _with_curriculum(config: Config, settings: Mapping[str, Any]) -> Config:
+    curriculum = read_curriculum(_section(settings, "curriculum_learning"))
+    return dataclasses.replace(config, curriculum=curriculum)
 
 
 def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:

@@ -133,8 +133,9 @@ def test_components_too_small_for_a_split_are_left_out_of_it_with_a_note(
     ]
     saved = data_fingerprint(data, SEQ, SEED, 30)
     assert saved["paths"] == [a, tiny, b] and saved["weights"] == [1, 5, 3]
-    with pytest.raises(UserError, match="short: the train split has 3 tokens"):
-        build(data_config("1", short, "1", short, split="80,20,0"), (8, 0, 0))
+    for words in (("1", short, "1", short), (short, short)):
+        with pytest.raises(UserError, match="short: the train split has 3 tokens"):
+            build(data_config(*words, split="80,20,0"), (8, 0, 0))
 
 
 def test_without_weights_an_epoch_of_each_is_read_in_proportion_to_its_size(

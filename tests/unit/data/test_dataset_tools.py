@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.commands import merge_datasets, verify_dataset
+from megatron.commands import merge_datasets, prepare_indices, verify_dataset
 from megatron.config.batch import RunLength
 from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.planner.command import without_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
+from tests.end_to_end.flags import ABSOLUTE, MODEL
 from tests.unit.config.command_lines import BLOOM, GPT_104B
-from tests.unit.config.test_curriculum import TO_32
 from tests.unit.data.token_files import build, numbered_documents, write_documents
 
 SIZES = ([3, 0, 5], [4], [2, 6])
@@ -265,8 +265,11 @@ def test_flags_of_other_uses_are_refused(inputs: list[str], capsys: pytest.Captu
 def test_the_flags_of_a_large_run_give_its_samples(
     inputs: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], tmp_path: Path
 ) -> None:
-    """The layout, the model and the files of an sbatch script need not fit this machine."""
-    words = [*without_settings(flags, {f"data.{name}" for name in TOKENIZER_FIELDS}), "--seq-length", "4"]
+    """The layout, the model and the files of an sbatch script need not fit this machine. Only a
+    DeepSpeed file that may end the run earlier (104B has --train-tokens) must exist."""
+    dropped = {f"data.{name}" for name in TOKENIZER_FIELDS}
+    dropped |= {"training.deepspeed_config"} if "--train-tokens" in flags else set()
+    words = [*without_settings(flags, dropped), "--seq-length", "4"]
     words += ["--data-path", inputs[0], "--train-samples", "4096", "--data-cache-path", str(tmp_path)]
     words += ["--lr-warmup-samples", "9", "--seed", "3"]
     verify_dataset.main(["--sample", "1", *words])
@@ -275,8 +278,25 @@ def test_the_flags_of_a_large_run_give_its_samples(
     length = RunLength.from_config(config)
     train = build(config.data, 4, 3, length.samples_per_split(config)).train
     assert train is not None and found == train[1].tolist()
-    # A curriculum in the file of DeepSpeed lengthens a run that --train-tokens ends.
-    file = tmp_path / "deepspeed.json"
-    file.write_text(json.dumps({"curriculum_learning": TO_32}))
-    words += ["--deepspeed_config", str(file), "--seq-length", "32"]
-    assert verify_dataset.sampled_run(words).curriculum is not None
+
+
+def test_the_curriculum_of_a_deepspeed_file_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --train-tokens it determines the number of samples, so of epochs: prepared indices are found."""
+    prefix = write_documents(tmp_path / "data", numbered_documents([20] * 20))
+    schedule = {"total_curriculum_step": 1000, "difficulty_step": 8}
+    section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32}
+    section |= {"schedule_type": "fixed_linear", "schedule_config": schedule}
+    file, cache = tmp_path / "ds.json", tmp_path / "cache"
+    run = ["--data-path", prefix, "--data-cache-path", str(cache)]
+    run += "--split 1 --train-samples 9999 --train-tokens 5000 --eval-iters 0 --lr 1".split()
+    run += "--global-batch-size 8 --micro-batch-size 1".split()
+    run += [*MODEL, *ABSOLUTE, "--vocab-size", "100", "--deepspeed_config", str(file)]
+    assert str(file) in mistake(capsys, verify_dataset, "--sample", "3", *run)
+    file.write_text(json.dumps({"curriculum_learning": section}))
+    prepare_indices.main(["--world-size", "2", *run])
+    prepared = set(cache.glob("*.npy"))
+    verify_dataset.main(["--sample", "3", *run])
+    assert set(cache.glob("*.npy")) == prepared and len(prepared) == 3
+    assert "in epoch 1 of 51" in capsys.readouterr().out

@@ -95,6 +95,7 @@ def test_a_start_with_prepared_indices_opens_no_file_of_a_data_set(
     data: DataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = start(replace(data, data_cache_path=None))
+    assert verify_token_files(data).write()  # into a folder that does not exist yet
     prepare(data)
     assert "4 data set(s), 9 indices: 9 built, 0 kept;" in capsys.readouterr().out
     with opened_files() as opened:
@@ -232,6 +233,16 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
         assert not all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, longer))
         prepare(sharded, "--shard", shard, "--train-iters", "60", "--eval-interval", "60")
     assert all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, longer))
+    # The first shard builds a lost table again; the parts of the others do not restore its old entry.
+    for path in cache.glob("blend-*"):
+        path.unlink()
+    for shard in ("0/3", "1/3", "2/3"):
+        prepare(sharded, "--shard", shard)
+    assert all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, WANTED))
+    more = replace(data, data_cache_path=str(tmp_path / "more_shards"))
+    for index in range(5):  # of 4 data sets
+        prepare(more, "--shard", f"{index}/5")
+    assert all(index.is_prepared for index in list_index_files(more, SEQ, SEED, WANTED))
 
 
 def killed_at_sync(data: DataConfig, number: int) -> bool:
@@ -352,6 +363,7 @@ def test_a_stamp_that_cannot_be_written_is_an_error_of_the_tool_and_a_line_of_a_
         (["--threads", "0"], "--threads is 0"),
         (["--data-path", "nowhere"], "the file nowhere.idx does not exist"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--data-cache-path", __file__], "set --data-cache-path to a different folder"),
     ],
 )
 def test_mistakes_are_sentences(
