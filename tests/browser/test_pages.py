@@ -35,7 +35,12 @@ HOSTILE = """<script>window.broken = 1</script><img src=x onerror="window.broken
 
 
 @pytest.fixture(
-    scope="module", params=["1f1b", "dualpipev", pytest.param("zero-bubble", marks=pytest.mark.full)]
+    scope="module",
+    params=[
+        "1f1b",
+        pytest.param("dualpipev", marks=pytest.mark.full),
+        pytest.param("zero-bubble", marks=pytest.mark.full),
+    ],
 )
 def plan(request: pytest.FixtureRequest) -> dict[str, Any]:
     words, _ = with_defaults([*MODEL.split(), *PIPELINE.split(), "--pipeline-schedule", request.param])

@@ -60,7 +60,7 @@ def save_twice(row: Row, folder: Path, memory_gb: float | None, changes: Changes
     assert len(names) == len(list(found.folder.glob("layer_*"))) > 0
 
 
-@pytest.mark.gate(rows=2, also=["DP 4, no ZeRO"])
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_save_in_the_background_writes_what_a_save_at_once_writes(name: str, tmp_path: Path) -> None:
     """With memory for the state, and with the memory of a small part of it."""

@@ -103,7 +103,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.gate(rows=1, also=["unequal nodes"])
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_nodes_and_layouts_resume_after_a_lost_node(name: str, tmp_path: Path) -> None:
     row, nodes, lost, other, other_nodes = CHANGES[name]

@@ -97,6 +97,7 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
     assert sorted(key.rpartition("/")[2] for key in read) == sorted(expected)
 
 
+@pytest.mark.full
 def test_two_nodes_have_mirrors_of_their_own(
     bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
     assert_nothing_is_left(bucket, mirrors)
 
 
+@pytest.mark.full
 def test_the_documented_command(
     bucket: Bucket, corpus: Path, data: list[str], mirrors: Path, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def report(flags: str) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.gate(rows=4)
+@pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(("part", "layout"), ROWS)
 def test_the_planner_plans_what_it_never_saw(part: str, layout: str) -> None:
     flags, operation, _ = PARTS[part]

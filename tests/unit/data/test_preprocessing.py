@@ -292,11 +292,16 @@ def test_a_worker_that_is_killed_at_any_time_ends_the_run(jsonl: str, tmp_path: 
     """Also while it sends a result and another worker lives."""
     times = random.Random(4)
     killed: list[Any] = []
+    timers: list[threading.Timer] = []
+    half = 1000 * len(Path(jsonl).read_bytes().splitlines())
 
     def kill_one(progress: Progress) -> None:
         if not killed:
             killed.append(times.choice(multiprocessing.active_children()))
-            threading.Timer(times.uniform(0.0, 0.2), killed[0].kill).start()
+            timers.append(threading.Timer(times.uniform(0.0, 0.2), killed[0].kill))
+            timers[-1].start()
+        elif progress.lines >= half:
+            timers[-1].join()  # the run cannot end before
 
     for _ in range(3):
         with pytest.raises(UserError, match="--workers: a worker process died"):
