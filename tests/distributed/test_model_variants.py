@@ -249,7 +249,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, layout = LAYOUTS[name]
-    assert_same_numbers(row, numbers={"model": model}, layout=layout)
+    # Adam's first steps are about lr x sign(gradient), also where a gradient is zero up to rounding, unless
+    # epsilon is larger.
+    numbers = {"model": model, "optimizer": {"adam_eps": 1e-4}} if "gemma3" in name else {"model": model}
+    assert_same_numbers(row, numbers=numbers, layout=layout)
 
 
 # The layouts that save and those that resume, on a Llama-like model with an untied head; TP 4 has more ranks

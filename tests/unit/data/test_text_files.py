@@ -299,6 +299,7 @@ def test_a_start_and_the_verification_notice_other_tokens(tmp_path: Path, tokeni
         verify_token_files(data)
 
 
+@pytest.mark.full
 def test_shards_that_are_killed_at_any_time_end_with_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, tokenizer: list[str]
 ) -> None:
