@@ -132,11 +132,12 @@ class _Requested(NamedTuple):
 
 
 def _requested(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int], stamp: IndexStamp
+    groups: Iterable[tuple[DocumentGroup, int]], seq_length: int, seed: int, cache_folder: str | None
 ) -> list[_Requested]:
+    """groups: see `RequestedGroups`."""
     return [
-        _Requested(group, wanted, index_requests(group, wanted, seq_length, seed, data.data_cache_path))
-        for group, wanted in chain(*requested_groups(data, seq_length, num_samples, stamp))
+        _Requested(group, wanted, index_requests(group, wanted, seq_length, seed, cache_folder))
+        for group, wanted in groups
     ]
 
 
@@ -159,7 +160,8 @@ def prepare_index_files(
     """
     stamp = IndexStamp(data) if stamp is None else stamp
     of_shard = {prefix for _, prefix in stamp.prefixes}
-    groups = _requested(data, seq_length, seed, num_samples, stamp)
+    found = chain(*requested_groups(data, seq_length, num_samples, stamp))
+    groups = _requested(found, seq_length, seed, data.data_cache_path)
     requests = {
         request.paths(): request
         for requested in groups
@@ -246,7 +248,8 @@ def list_index_files(
     """Returns the files that `build_gpt_datasets` reads if it has equal arguments. They may not exist."""
     stamp = IndexStamp(data)
     found: dict[tuple[str, ...], IndexFiles] = {}
-    for requested in _requested(data, seq_length, seed, num_samples, stamp):
+    groups = chain(*requested_groups(data, seq_length, num_samples, stamp))
+    for requested in _requested(groups, seq_length, seed, data.data_cache_path):
         for request in requested.indices:
             paths, prefix = request.paths(), request.dataset.prefix
             found[paths] = IndexFiles(paths, 4 * sum(request.num_elements()), stamp.vouches(prefix, paths))
@@ -266,14 +269,7 @@ def build_gpt_datasets(
     split with fewer tokens than one sample.
     """
     train, valid, test = (
-        tuple(
-            _build(
-                _Requested(
-                    group, wanted, index_requests(group, wanted, seq_length, seed, data.data_cache_path)
-                )
-            )
-            for group, wanted in groups
-        )
+        tuple(map(_build, _requested(groups, seq_length, seed, data.data_cache_path)))
         for groups in requested_groups(data, seq_length, num_samples)
     )
     return Datasets(train[0] if train else None, valid, test)
@@ -293,14 +289,13 @@ def find_sample(
     """Returns the data set and the number of sample i of a group, from the index files of the run. Builds
     missing files of only this data set. group, num_samples: of `requested_groups`."""
     core_cache = CoreCache(data.data_cache_path)
-    indices = index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
-    requested = _Requested(group, num_samples, indices)
+    (requested,) = _requested([(group, num_samples)], seq_length, seed, data.data_cache_path)
     component, number = 0, i
     if group.blend is not None:
         if requested.table_paths:
             _prepare_table(requested, IndexStamp(data), core_cache)
         component, number = group.blend.load(requested.folder, num_samples).find(i)
-    request = indices[component]
+    request = requested.indices[component]
     prepare_sample_index(request, _other_files(request, core_cache))
     dataset = GPTDataset.from_files(request)
     return FoundSample(dataset, number, request.plan())

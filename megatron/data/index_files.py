@@ -83,7 +83,8 @@ def replaced_file(path: str) -> Iterator[BinaryIO]:
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
         with open(temporary, "xb") as file:
-            _lock(file)  # until the file is renamed: no process holds the lock of a leftover
+            with suppress(OSError):  # until the file is renamed: no process holds the lock of a leftover
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -101,14 +102,5 @@ def remove_leftovers(folder: str) -> None:
             if _LEFTOVER.search(name):
                 path = os.path.join(folder, name)
                 with suppress(OSError), open(path, "rb") as file:
-                    if _lock(file):
-                        os.remove(path)
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Returns whether this process has locked the file; not if another has, or without locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.remove(path)

@@ -108,6 +108,7 @@ class CoreAttention(nn.Module):
         seq = len(query) * self.cp_group.size
         key, value = gather_keys_and_values(key, value, self.cp_group)
         key, value = _for_each_head(query, key, value, choice)
+        shares = key.shape[2] < query.shape[2]
         outputs = []
         for rows, own in zip(self.cp_group.chunks(seq), query.chunk(2), strict=True):
             parts = (own, key[: rows.stop], value[: rows.stop])
@@ -116,10 +117,7 @@ class CoreAttention(nn.Module):
                 continue
             own, keys, values = (x.permute(1, 2, 0, 3) for x in parts)
             if choice == Implementation.SDPA:
-                bias, shares = (
-                    attention_bias.causal_lower_right(len(rows), rows.stop),
-                    key.shape[2] < own.shape[1],
-                )
+                bias = attention_bias.causal_lower_right(len(rows), rows.stop)
                 output = F.scaled_dot_product_attention(
                     own, keys, values, bias, scale=self.scale, enable_gqa=shares
                 )
