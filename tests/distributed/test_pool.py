@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from tests.support import pool
 from tests.support.pool import WorldError, run_world
 
 
@@ -101,3 +102,13 @@ def test_a_dead_worker_is_reported_with_its_exit_code():
 def test_a_world_that_is_too_large_is_refused():
     with pytest.raises(ValueError, match="9 ranks"):
         run_world(9, ranks_and_sum)
+
+
+def test_a_worker_that_was_killed_between_two_cases_is_reported_once():
+    run_world(2, ranks_and_sum)
+    worker, _ = pool._pool._workers[1]
+    worker.kill()
+    worker.join()
+    with pytest.raises(WorldError, match="a test before this one killed a worker of the pool: .*SIGKILL"):
+        run_world(1, ranks_and_sum)
+    assert len(run_world(2, ranks_and_sum)) == 2

@@ -64,6 +64,7 @@ def run_world(
     """Run `function(*args, **kwargs)` on each of `world_size` ranks; return their results in rank order.
 
     WorldError if a rank raised or died, or has not answered after `timeout` seconds: then it says where.
+    WorldError, too, if a worker was killed since the last case. The next case has new workers.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"a world of {world_size} ranks: expected 1 to {MAX_WORLD_SIZE}")
@@ -81,6 +82,10 @@ class _Pool:
 
     def run(self, world_size: int, job: bytes, timeout: float) -> list[Any]:
         self._grow(world_size)
+        dead = [process for process, _ in self._workers if not process.is_alive()]
+        if dead:
+            self.close()
+            raise WorldError(f"a test before this one killed a worker of the pool: {dead}")
         self._cases += 1
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
             connection.send((rank, world_size, self._store.port, self._cases, job))
