@@ -219,11 +219,7 @@ class CheckpointManager:
         return all_specs(self.engine)
 
     def _publish(
-        self,
-        saving: Path,
-        state: TrainingState,
-        run: dict[str, Any],
-        of_ranks: Sequence[tuple[Files, Any]],
+        self, saving: Path, state: TrainingState, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]]
     ) -> Files:
         """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: each rank's files, and
         its table (see `SaveFormat`). Returns all files. Raises OSError, on every rank, if one is missing."""

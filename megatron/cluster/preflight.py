@@ -93,10 +93,7 @@ def preflight(config: Config, fingerprint: Mapping[str, Any]) -> list[str]:
         )
     problems = _write_figures(config, facts)
     seconds = time.monotonic() - started
-    return [
-        f"{describe(facts)}; {seconds:.1f} s (--no-preflight)",
-        *problems,
-    ]
+    return [f"{describe(facts)}; {seconds:.1f} s (--no-preflight)", *problems]
 
 
 def check_kernels(required: bool) -> list[str]:

@@ -148,11 +148,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     """Writes the Hugging Face model; returns notes for the user."""
-    from megatron.checkpoint.huggingface.exporter import (
-        format_differences,
-        verification,
-        write_hugging_face,
-    )
+    from megatron.checkpoint.huggingface.exporter import format_differences, verification, write_hugging_face
     from megatron.checkpoint.huggingface.family import family_of
     from megatron.checkpoint.reading import read_checkpoint
 

@@ -44,14 +44,10 @@ def build_parser() -> ToolParser:
         "--num_merge_workers", type=int, default=2, help="see --num_extract_workers (default: 2)"
     )
     parser.add_argument(
-        "--keep_temp_folder",
-        action="store_true",
-        help="ignored: the conversion writes no temporary slices",
+        "--keep_temp_folder", action="store_true", help="ignored: the conversion writes no temporary slices"
     )
     parser.add_argument(
-        "--no_strict",
-        action="store_true",
-        help="if a rule matches no parameter, warn instead of stopping",
+        "--no_strict", action="store_true", help="if a rule matches no parameter, warn instead of stopping"
     )
     parser.add_argument(
         "--inject_missing_state",

@@ -32,12 +32,7 @@ from tqdm import tqdm
 from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
 from megatron.config.data import SPLIT_NAMES, splits_with_own_data
 from megatron.config.registries import DATA_ORDERS
-from megatron.config.tool_parser import (
-    ToolParser,
-    add_verify_digests_flag,
-    check_at_least_1,
-    check_folder,
-)
+from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, check_at_least_1, check_folder
 from megatron.config.validate import no_harness
 from megatron.data.indexed_dataset import IndexedDataset, index_path
 from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable

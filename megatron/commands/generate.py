@@ -16,12 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.config import LoggingConfig
-from megatron.config.tool_parser import (
-    ToolParser,
-    add_verify_digests_flag,
-    check_at_least_1,
-    check_folder,
-)
+from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, check_at_least_1, check_folder
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_tokenizer_flags
 
@@ -125,15 +120,7 @@ def write_text(
         )
     print(prompt, end="", flush=True)
     num_prompt_tokens, start = len(tokens), len(tokenizer.detokenize(tokens))
-    stream = generate(
-        model,
-        tokens,
-        max_new_tokens,
-        sampling,
-        window=window,
-        eod=tokenizer.eod,
-        seed=seed,
-    )
+    stream = generate(model, tokens, max_new_tokens, sampling, window=window, eod=tokenizer.eod, seed=seed)
     text = ""
     for token in stream:
         tokens.append(token)

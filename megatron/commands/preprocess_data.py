@@ -24,12 +24,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from megatron.config.tool_parser import (
-    ToolParser,
-    check_at_least_1,
-    check_output_prefix,
-    exit_on_interrupt,
-)
+from megatron.config.tool_parser import ToolParser, check_at_least_1, check_output_prefix, exit_on_interrupt
 from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error

@@ -247,11 +247,7 @@ class ObjectStore:
             with open(path, "rb") as file, ThreadPoolExecutor(_UPLOAD_THREADS) as pool:
                 parts = [*pool.map(upload_part, range(1, -(-size // part_bytes) + 1))]
             self._s3(
-                "PUT",
-                "complete_multipart_upload",
-                key,
-                UploadId=upload_id,
-                MultipartUpload={"Parts": parts},
+                "PUT", "complete_multipart_upload", key, UploadId=upload_id, MultipartUpload={"Parts": parts}
             )
         except BaseException:
             # What ended the upload may prevent its removal, too, or this process may have little time left.

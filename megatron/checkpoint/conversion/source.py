@@ -31,9 +31,7 @@ from megatron.checkpoint.formats.universal_info import (
 from megatron.checkpoint.names import check_parameter, is_shape
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
 from megatron.errors import UserError
-from megatron.files import (
-    expect_layout,
-)
+from megatron.files import expect_layout
 from megatron.mpu.parameters import ParameterSpec
 
 

@@ -38,9 +38,7 @@ from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import Source
 from megatron.checkpoint.discovery import read_name
 from megatron.checkpoint.files import add_checksum
-from megatron.checkpoint.formats.deepspeed_files import (
-    model_files,
-)
+from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import ReplicaMismatch
@@ -55,14 +53,7 @@ from megatron.checkpoint.formats.writing import state_blocks, step_of_optimizer
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
-from megatron.files import (
-    open_regular,
-    read_small,
-    rename_synced,
-    sync_file,
-    write_atomically,
-    write_json,
-)
+from megatron.files import open_regular, read_small, rename_synced, sync_file, write_atomically, write_json
 
 # The identity of the source, in a conversion. A task that starts late finds by it that the others are done.
 SOURCE_FILE = "source.json"

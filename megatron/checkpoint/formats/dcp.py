@@ -134,7 +134,6 @@ class DcpReader(StateReader):
     def files_of_parts(
         self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
     ) -> set[str]:
-        """See `StateReader`."""
         files = {METADATA_FILE}
         for name, spec, start, stop in parts:
             regions = [_region(box) for box in shard_boxes(spec, tp_group, start, stop)]
@@ -299,7 +298,6 @@ class DcpWriter(ParameterWriter):
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """See `StateWriter`."""
         for state_name, blocks in states.items():
             self.write_state(name, state_name, spec.valid_shape, blocks)
         if step is not None:
@@ -312,7 +310,6 @@ class DcpWriter(ParameterWriter):
         self.distcp.write(key, _row_chunks(blocks, shape) if shape else (((), block) for block in blocks))
 
     def finish(self) -> None:
-        """See `ParameterWriter`."""
         self.write_run_file(self.distcp.finish(), loss_scaler=self.reader.loss_scaler)
 
 

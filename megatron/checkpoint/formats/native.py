@@ -28,12 +28,7 @@ from megatron.checkpoint.formats.deepspeed_files import (
     optimizer_files,
     unneeded_files,
 )
-from megatron.checkpoint.formats.state import (
-    ParameterRecord,
-    ReplicaMismatch,
-    StateReader,
-    check_shape,
-)
+from megatron.checkpoint.formats.state import ParameterRecord, ReplicaMismatch, StateReader, check_shape
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
@@ -144,7 +139,6 @@ class NativeReader(StateReader):
     def files_of_parts(
         self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
     ) -> set[str]:
-        """See `StateReader`."""
         run = self.checkpoint.run
         if not has_index(run):
             return {path.name for _, path, _ in optimizer_files(self.folder, run["files"])}

@@ -18,19 +18,9 @@ from torch import Tensor
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
-from megatron.checkpoint.formats.torch_dist import (
-    COMMON_FILE,
-    DISTRIBUTED_PARAM,
-    FP32_PARAM,
-    stored_name,
-)
+from megatron.checkpoint.formats.torch_dist import COMMON_FILE, DISTRIBUTED_PARAM, FP32_PARAM, stored_name
 from megatron.checkpoint.formats.universal_info import megatron_args
-from megatron.checkpoint.formats.writing import (
-    ParameterWriter,
-    has_all_digests,
-    rows_of,
-    step_of_optimizer,
-)
+from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of, step_of_optimizer
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import write_json
@@ -71,7 +61,6 @@ class TorchDistWriter(ParameterWriter):
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """See `StateWriter`."""
         key, layer = stored_name(name, self._num_layers)
         dtype = PARAMETER_DTYPES[self._config.precision.name]
         for state_name, blocks in states.items():
@@ -115,7 +104,6 @@ class TorchDistWriter(ParameterWriter):
         return padded_vocab_size(self.reader.checkpoint.vocab_size, self._config.model, size)
 
     def finish(self) -> None:
-        """See `ParameterWriter`."""
         is_fp32 = self._config.precision.name == "fp32"
         for key in {stored_name(name, self._num_layers)[0] for name in self.reader.names}:
             self._files.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)

@@ -64,7 +64,6 @@ class TorchtitanReader(HuggingFaceReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """See `StateReader`."""
         if not (folder / CONFIG_FILE).is_file():
             raise UserError(
                 f"{folder} is a checkpoint of torch.distributed.checkpoint that this program did not write: "
@@ -139,7 +138,6 @@ class TorchtitanWriter(DcpWriter):
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """See `StateWriter`."""
         parameter, head_dim = self._parameters[name], self._model.kv_channels
         keys = [_torchtitan_name(hf_name) for hf_name in parameter.hf]
         for state_name, blocks in states.items():

@@ -40,12 +40,7 @@ from megatron.checkpoint.formats.external_universal import first_int, parameter_
 from megatron.checkpoint.formats.megatron_deepspeed import COMPARED_ARGUMENTS
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape
-from megatron.checkpoint.formats.torch_archive import (
-    is_intact,
-    matches_checksums,
-    read_file,
-    write_tensor,
-)
+from megatron.checkpoint.formats.torch_archive import is_intact, matches_checksums, read_file, write_tensor
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
@@ -84,7 +79,6 @@ class UniversalReader(StateReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """See `StateReader`."""
         checkpoint = external_universal.open_external(folder)
         has_steps = any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}"))
         if has_steps or cls(checkpoint)._common_step is not None:

@@ -49,7 +49,6 @@ class UniversalCheckpointWriter(ParameterWriter):
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        """See `StateWriter`."""
         self._parameters.write_parameter(name, spec, states, step)
         self._parameters.finish_parameter(name)
 

@@ -74,7 +74,6 @@ class ParameterWriter(CheckpointWriter, StateWriter):
 
     @classmethod
     def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
-        """See `CheckpointWriter`."""
         # Imported only here: it imports safetensors.
         from megatron.checkpoint.huggingface.output import temporary_folder
 

@@ -134,7 +134,6 @@ class HuggingFaceExport(CheckpointWriter):
 
     @classmethod
     def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
-        """See `CheckpointWriter`."""
         write_hugging_face(reader.checkpoint, target, None, options.write_tokenizer, verify=options.verify)
         yield from reader.names
 

@@ -51,14 +51,7 @@ from megatron.config import (
 )
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line
-from megatron.files import (
-    HostileFileError,
-    expect_layout,
-    open_regular,
-    read_json,
-    sync_file,
-    write_json,
-)
+from megatron.files import HostileFileError, expect_layout, open_regular, read_json, sync_file, write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec

@@ -64,26 +64,21 @@ class ObjectClaims(ClaimFolder):
         return self._store.url
 
     def names(self) -> list[str]:
-        """See `ClaimFolder`."""
         return [key.removeprefix(f"{_CLAIMS}/") for key in self._store.list(_CLAIMS)]
 
     def read(self, name: str) -> bytes | None:
-        """See `ClaimFolder`."""
         try:
             return self._store.read(f"{_CLAIMS}/{name}")
         except FileNotFoundError:
             return None
 
     def create(self, name: str) -> None:
-        """See `ClaimFolder`."""
         self.write(name, b"")
 
     def write(self, name: str, content: bytes) -> None:
-        """See `ClaimFolder`."""
         self._store.put(f"{_CLAIMS}/{name}", content)
 
     def remove(self, name: str) -> None:
-        """See `ClaimFolder`."""
         # A job prints its error only after this request, even if the store does not answer.
         self._store.delete([f"{_CLAIMS}/{name}"], Retries(attempts=2, request_s=10.0))
 

@@ -104,11 +104,7 @@ class BackgroundSaves:
     """A rank's saves in the background. At most one is in flight."""
 
     def __init__(
-        self,
-        engine: GPTEngine,
-        vocab_size: int,
-        store: dist.Store,
-        heartbeat: Callable[[], None],
+        self, engine: GPTEngine, vocab_size: int, store: dist.Store, heartbeat: Callable[[], None]
     ) -> None:
         """vocab_size: without padding. store: the store of the ranks. heartbeat: called while the state is
         copied, and while `finish` waits if the writer makes progress."""
@@ -132,9 +128,7 @@ class BackgroundSaves:
         return ""
 
     def start(
-        self,
-        save: BackgroundSave,
-        complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome],
+        self, save: BackgroundSave, complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome]
     ) -> None:
         """Copies the state and returns. Collective.
 

@@ -62,7 +62,6 @@ class DcpFormat(SaveFormat):
     """Folders of torch.distributed.checkpoint."""
 
     def write(self, engine: GPTEngine, folder: Path, run: dict[str, Any], files: RankFiles) -> Any:
-        """See `SaveFormat`."""
         optimizer = engine.optimizer
         files.make_folder(folder)
         parts = list(optimizer.local_param_states(with_values=False))

@@ -56,11 +56,9 @@ class DirectFiles(RankFiles):
         self._heartbeat = heartbeat
 
     def make_folder(self, folder: Path) -> None:
-        """See `RankFiles`."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, file: Path, contents: Iterable[Content]) -> None:
-        """See `RankFiles`."""
         hashed = HashedFile(file)
         for content in contents:
             content.save(hashed)
@@ -93,7 +91,6 @@ class BackgroundFiles(RankFiles):
         self._write(file, contents)
 
     def add_digests(self, contents: Iterable[Content]) -> None:
-        """See `RankFiles`."""
         self._write(None, contents)
 
     def _write(self, path: Path | None, contents: Iterable[Content]) -> None:

@@ -66,7 +66,6 @@ class NativeFormat(SaveFormat):
         return adapter.places
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
-        """See `SaveFormat`."""
         return missing_files(files, run)
 
     def finish(self, folder: Path, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
