@@ -35,11 +35,9 @@ BLOCK_BYTES = 1 << 23
 def convert(source: Path, target: Path, name: str, workers: int, verify: bool) -> None:
     """Converts a checkpoint."""
     from megatron.checkpoint.formats.registry import writer_class
-    from megatron.checkpoint.formats.writing import WriteOptions
     from megatron.commands.convert_checkpoint import open_source
 
-    options = WriteOptions(workers, verify)
-    for _ in writer_class(name).write_checkpoint(open_source(source), target, options):
+    for _ in writer_class(name).write_checkpoint(open_source(source), target, workers, verify):
         pass
 
 
@@ -125,8 +123,8 @@ def profile(folder: Path, arguments: Namespace) -> None:
         target = folder / "target"
         target.mkdir()
         writer = writer_class(arguments.profile)(target, open_source(native))
-        for name in writer.in_order():
-            writing._copy(writer, name, verify=True)
+        for name in writer.reader.specs:
+            writing.copy_parameter(writer, name, verify=True)
         writer.finish()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(15)
 

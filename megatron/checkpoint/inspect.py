@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.conversion.to_universal import PARTIAL, SOURCE_FILE
+from megatron.checkpoint.conversion.to_universal import SOURCE_FILE
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import Files, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import missing_files
@@ -28,6 +28,7 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
+from megatron.checkpoint.formats.writing import PARTIAL
 from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.checkpoint.names import read_name
 from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of

@@ -46,13 +46,12 @@ def build_parser() -> ToolParser:
         help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
     )
     parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help="folder to write")
-    written = {name: entry.description for name, entry in FORMATS.items() if entry.writer}
     parser.add_argument(
         "--format",
         default=NATIVE,
-        choices=tuple(written),
+        choices=tuple(FORMATS),
         metavar="NAME",
-        help="; ".join(f"{name}: {description}" for name, description in written.items())
+        help="; ".join(f"{name}: {entry.description}" for name, entry in FORMATS.items())
         + " (default: %(default)s)",
     )
     parser.add_argument(
@@ -119,15 +118,14 @@ def open_source(
 
 def convert(arguments: argparse.Namespace) -> None:
     """Writes the checkpoint --to. Raises UserError for a user's mistake."""
-    from megatron.checkpoint.formats.writing import WriteOptions
-
     source, target = Path(arguments.source), Path(arguments.target)
     vocabulary = tokenizer_settings(arguments), arguments.vocab_size
     reader = open_source(source, arguments.universal_checkpoint, *vocabulary)
-    options = WriteOptions(arguments.workers, not arguments.no_verify_digests)
-    count = 0
+    count, verify = 0, not arguments.no_verify_digests
     with tqdm(total=len(reader.specs), unit="parameter", disable=None) as bar:
-        for name in writer_class(arguments.format).write_checkpoint(reader, target, options):
+        for name in writer_class(arguments.format).write_checkpoint(
+            reader, target, arguments.workers, verify
+        ):
             bar.set_postfix_str(name)
             bar.update()
             count += 1

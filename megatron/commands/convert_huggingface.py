@@ -187,18 +187,17 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
 
 def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Writes the universal checkpoint; returns notes for the user."""
-    from megatron.checkpoint.huggingface.importer import (
-        own_tokenizer,
-        read_hugging_face,
-        start_flags,
-        write_universal,
-    )
+    from megatron.checkpoint.conversion.external import describe_run
+    from megatron.checkpoint.formats.universal_writer import UniversalWriter
+    from megatron.checkpoint.huggingface.importer import own_tokenizer, start_flags
     from megatron.checkpoint.huggingface.output import check_digests
+    from megatron.checkpoint.huggingface.reader import HuggingFaceReader
     from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
     check_digests(source)
-    model = read_hugging_face(source)
+    reader = HuggingFaceReader(HuggingFaceReader.open_external(source))
+    model = reader.model
     tokenizer = tokenizer_settings(arguments) or own_tokenizer(source)
     vocab_size, notes = arguments.vocab_size, []
     if not tokenizer and vocab_size is None:
@@ -210,7 +209,15 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     config = model.config(DataConfig(**tokenizer), vocab_size)
     vocabulary = find_vocabulary(config)
     check_tokenizer_fits(model.rows, vocabulary.size, arguments.vocab_size)
-    write_universal(model, config, vocabulary.size, vocabulary.eod, output)
+    if vocabulary.size > model.rows:
+        raise UserError(
+            f"{source} has embeddings of {model.rows} tokens, and the tokenizer has {vocabulary.size}: give "
+            "the flags of the tokenizer that the model was trained with"
+        )
+    describe_run(reader, config, vocabulary)
+    # One thread: a weight is in memory as a whole. Its files were compared with their digests above.
+    for _ in UniversalWriter.write_checkpoint(reader, output, workers=1, verify=False):
+        pass
     print(f"wrote {output}: {model.family.architecture} of {source}, {vocabulary.size:,} tokens")
     print(f"start from it with: {shlex.join(start_flags(config, output))}")
     if dropped := model.rows - vocabulary.size:

@@ -21,8 +21,9 @@ from tqdm import tqdm
 
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import Source, open_source
-from megatron.checkpoint.conversion.to_universal import PARTIAL, convert, is_published
+from megatron.checkpoint.conversion.to_universal import convert, is_published
 from megatron.checkpoint.files import Files, file_problem
+from megatron.checkpoint.formats.writing import PARTIAL
 from megatron.cluster.launch import decimal_number, rank_of, world_size_of
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable

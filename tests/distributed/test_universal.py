@@ -13,7 +13,8 @@ from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_universal, open_checkpoint
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.formats.universal import UniversalReader, UniversalWriter
+from megatron.checkpoint.formats.universal import UniversalReader
+from megatron.checkpoint.formats.universal_writer import UniversalWriter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
@@ -154,7 +155,8 @@ def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     source = saved(tmp_path, Row(), BLOOM)
     converted(source, tmp_path / "whole")
     (tmp_path / "parts").mkdir()
-    written, writer = UniversalReader(find_universal(tmp_path / "whole")), UniversalWriter(tmp_path / "parts")
+    written = UniversalReader(find_universal(tmp_path / "whole"))
+    writer = UniversalWriter(tmp_path / "parts", written)
     for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
         values, moments, others = written.read_parameter(name, spec, TPGroup())
         rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])

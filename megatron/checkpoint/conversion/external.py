@@ -15,9 +15,9 @@ from megatron.checkpoint.huggingface.importer import (
 )
 from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import ConfigError, DataConfig, OptimizerConfig, PrecisionConfig
+from megatron.config import Config, ConfigError, DataConfig, OptimizerConfig, PrecisionConfig
 from megatron.errors import UserError, one_line
-from megatron.tokenizer.vocabulary import find_vocabulary
+from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 
 # Arguments of Megatron that its optimizer takes from a checkpoint.
 _OPTIMIZER_ARGS = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
@@ -64,7 +64,13 @@ def open_external(
         )
     vocabulary = find_vocabulary(config)
     reader.check_external(config, vocabulary.size)
+    describe_run(reader, config, vocabulary)
+    return reader
+
+
+def describe_run(reader: StateReader, config: Config, vocabulary: Vocabulary) -> None:
+    """Gives a checkpoint of another framework the `run.json` of a run that could have saved it, and the specs
+    of its parameters, without padding."""
     specs = specs_without_padding(config, vocabulary.size, vocabulary.eod)
     run = first_run_record(config, vocabulary.size, vocabulary.eod, specs)
-    reader.describe({**run, "state": asdict(checkpoint.state)}, specs)
-    return reader
+    reader.describe({**run, "state": asdict(reader.checkpoint.state)}, specs)

@@ -9,9 +9,8 @@
     latest_universal                    the name of the folder
 
 The vocabulary is stored without padding. This format is for exchange with other Megatron programs; `--load`
-opens native checkpoints on any layout without a conversion. Hugging Face models are imported in this format,
-without moments (`huggingface.importer`). A conversion copies one block at a time, in several threads:
-reading, checksums and writing release the GIL.
+opens native checkpoints on any layout without a conversion. A conversion copies one block at a time, in
+several threads: reading, checksums and writing release the GIL.
 
 Processes on several nodes convert one checkpoint together (`shared_work`). Every file and folder is complete
 when it gets its name, by a rename, and all processes write equal bytes.
@@ -27,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial as partial_function
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,15 +39,16 @@ from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
-from megatron.checkpoint.formats.state import ReplicaMismatch
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
-from megatron.checkpoint.formats.universal import (
-    LOSS_SCALE_KEY,
-    OPTIMIZER_STATE_FILE,
-    UNFINISHED_FOLDER,
-    UniversalWriter,
+from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
+from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, UniversalWriter
+from megatron.checkpoint.formats.writing import (
+    PARTIAL,
+    copy_parameter,
+    largest_first,
+    state_bytes,
+    step_of_optimizer,
 )
-from megatron.checkpoint.formats.writing import state_blocks, step_of_optimizer
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
@@ -61,8 +60,6 @@ SOURCE_FILE = "source.json"
 AVERAGED_FOLDER = "averaged"
 # Holds an empty file per parameter that an earlier, interrupted conversion wrote.
 KEPT_FOLDER = "kept"
-# Suffix of an unfinished conversion.
-PARTIAL = ".partial"
 # Entries that optimizer_state.pt lacks, because the parameters' files hold them.
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
@@ -74,6 +71,30 @@ class Converted:
 
     name: str
     mismatch: float = 0.0
+
+
+class _NativeConversion(UniversalWriter):
+    """Writes the parameters of a conversion that may be interrupted, and that several processes share."""
+
+    def __init__(self, folder: Path, source: Source, allow_replica_mismatch: bool) -> None:
+        super().__init__(folder, source.reader)
+        self._allow_replica_mismatch = allow_replica_mismatch
+
+    def accept_mismatch(self, name: str, largest: float) -> None:
+        """See `ParameterWriter`."""
+        if not self._allow_replica_mismatch:
+            super().accept_mismatch(name, largest)
+        # Written before the parameter is finished: a resumed conversion does not compare its replicas again.
+        _mark(self.folder / AVERAGED_FOLDER, name, str(largest))
+
+    def convert(self, name: str, verify_digests: bool) -> Converted | None:
+        """Copies a parameter. Returns None if an earlier conversion has finished it."""
+        reader = self.reader
+        spec, step = reader.specs[name], step_of_optimizer(reader, name)
+        if self.has_parameter(name, spec, reader.state_names(name), step):
+            _mark(self.folder / KEPT_FOLDER, name)
+            return None
+        return Converted(*copy_parameter(self, name, verify_digests))
 
 
 def convert(
@@ -102,14 +123,8 @@ def convert(
             is_new = _begin(source, partial)
             # Looked for again: another process may have published before this one created its folder.
             if not is_published(source, target):
-                convert_one = partial_function(
-                    _convert_parameter,
-                    source,
-                    UniversalWriter(partial),
-                    allow_replica_mismatch,
-                    verify_digests,
-                )
-                yield from _convert_parameters(source, partial, workers, convert_one, shared)
+                writer = _NativeConversion(partial, source, allow_replica_mismatch)
+                yield from _convert_parameters(writer, workers, verify_digests, shared)
             elif is_new:
                 shutil.rmtree(partial)
     except (OSError, UserError):
@@ -122,26 +137,16 @@ def convert(
 
 
 def _convert_parameters(
-    source: Source,
-    partial: Path,
-    workers: int,
-    convert_one: Callable[[str], Converted | None],
-    shared: SharedWork,
+    writer: _NativeConversion, workers: int, verify_digests: bool, shared: SharedWork
 ) -> Iterator[Converted]:
-    reader = source.reader
-    sizes = {
-        name: 4 * prod(spec.valid_shape) * len(reader.state_names(name))
-        for name, spec in reader.specs.items()
-    }
+    partial, sizes = writer.folder, state_bytes(writer.reader)
     # What other processes are writing is on the disk already.
     written = _bytes_in(partial / UNFINISHED_FOLDER)
     missing = sum(size for name, size in sizes.items() if not (partial / PARAMETER_FOLDER / name).exists())
     check_space(partial, missing - written, "--output_folder")
     _check_memory(workers)
-    names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
-    for converted in shared.share("parameter", names, convert_one, workers):
-        if converted is not None:
-            yield converted
+    convert_one = partial_function(writer.convert, verify_digests=verify_digests)
+    yield from filter(None, shared.share("parameter", largest_first(sizes), convert_one, workers))
 
 
 def _bytes_in(folder: Path) -> int:
@@ -167,18 +172,11 @@ def _publish(source: Source, partial: Path, target: Path) -> list[str]:
         before = f", {kept} of them by an earlier, interrupted conversion" if kept else ""
         lines.append(f"{target}: {len(source.reader.specs)} parameters{before}")
         _write_common_files(source, partial)
-        move_into_place(partial, target)
-    else:
-        _announce(target)
-    return lines
-
-
-def move_into_place(partial: Path, target: Path) -> None:
-    """Renames a finished universal checkpoint, syncs it, and writes its name into `latest_universal`."""
-    shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
-    sync_file(partial)
-    rename_synced(partial, target)
+        shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
+        sync_file(partial)
+        rename_synced(partial, target)
     _announce(target)
+    return lines
 
 
 def _announce(target: Path) -> None:
@@ -215,30 +213,6 @@ def check_space(folder: Path, needed: int, flag: str) -> None:
             f"{flag}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
             "free space, or pass another folder"
         )
-
-
-def _convert_parameter(
-    source: Source, writer: UniversalWriter, allow_replica_mismatch: bool, verify_digests: bool, name: str
-) -> Converted | None:
-    """Returns None if an earlier conversion has finished the parameter."""
-    mismatch = ReplicaMismatch()
-    reader, spec, step = source.reader, source.reader.specs[name], step_of_optimizer(source.reader, name)
-    if writer.has_parameter(name, spec, reader.state_names(name), step):
-        _mark(writer.folder / KEPT_FOLDER, name)
-        return None
-    blocks = state_blocks(reader, name, mismatch, verify_digests)
-    writer.write_parameter(name, spec, blocks, step)
-    if mismatch.largest and not allow_replica_mismatch:
-        raise UserError(
-            f"checkpoint {source.folder}: the replicas of {name} on the TP ranks differ by up to "
-            f"{mismatch.largest:.2e}: convert an older checkpoint, or use their mean with "
-            "--allow-replica-mismatch"
-        )
-    if mismatch.largest:
-        # Written before the parameter is finished: a resumed conversion does not compare its replicas again.
-        _mark(writer.folder / AVERAGED_FOLDER, name, str(mismatch.largest))
-    writer.finish_parameter(name)
-    return Converted(name, mismatch.largest)
 
 
 def _mark(folder: Path, name: str, text: str = "") -> None:

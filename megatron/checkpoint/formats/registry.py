@@ -1,5 +1,5 @@
 """The checkpoint formats: how the format of a folder is recognized, which `StateReader` reads it, and which
-`CheckpointWriter` writes it."""
+`ParameterWriter` writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.config.registries import SAVE_FORMATS, Choice, Registry, load_obje
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader
-    from megatron.checkpoint.formats.writing import CheckpointWriter
+    from megatron.checkpoint.formats.writing import ParameterWriter
     from megatron.checkpoint.record import Checkpoint
 
 NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
@@ -27,9 +27,9 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    writer: its `CheckpointWriter`, "module:class"; "" if it is only read. markers: files or folders that
-    together only checkpoints of this format contain. latest_file: the file beside the checkpoints that names
-    the newest one; "" if there is none.
+    writer: its `ParameterWriter`, "module:class"; "" for Hugging Face models, which `huggingface.exporter`
+    writes. markers: files or folders that together only checkpoints of this format contain. latest_file: the
+    file beside the checkpoints that names the newest one; "" if there is none.
     """
 
     writer: str = ""
@@ -75,7 +75,6 @@ FORMATS = Registry(
         HUGGING_FACE: CheckpointFormat(
             "a model of Hugging Face transformers: weights only",
             "megatron.checkpoint.huggingface.reader:HuggingFaceReader",
-            writer="megatron.checkpoint.huggingface.exporter:HuggingFaceExport",
             markers=("config.json",),
         ),
     },
@@ -109,6 +108,6 @@ def open_reader(checkpoint: Checkpoint) -> StateReader:
     return found(checkpoint)
 
 
-def writer_class(name: str) -> type[CheckpointWriter]:
+def writer_class(name: str) -> type[ParameterWriter]:
     """Returns the class that writes checkpoints of a format."""
     return load_object(FORMATS[name].writer)

@@ -17,20 +17,14 @@ program's names (see `megatron_deepspeed`). No reader runs code from a file (see
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import secrets
-import shutil
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,13 +33,13 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
 from megatron.checkpoint.formats.megatron_deepspeed import COMPARED_ARGUMENTS
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter, check_shape
-from megatron.checkpoint.formats.torch_archive import is_intact, matches_checksums, read_file, write_tensor
+from megatron.checkpoint.formats.state import StateReader, check_shape
+from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
 from megatron.errors import UserError
-from megatron.files import expect_layout, rename_synced, sync_tree
+from megatron.files import expect_layout
 from megatron.model.layer_list import TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
@@ -57,11 +51,9 @@ STEP_FILE = "step.pt"
 VALUES_FILE = "fp32.pt"
 # The optimizer's name of a moment -> DeepSpeed's name of its file.
 MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
-_STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
+STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
 # A key in optimizer_state.pt. Not 'loss_scaler', where DeepSpeed's loader expects an object of its own class.
 LOSS_SCALE_KEY = "loss_scaler_state"
-# In an unfinished checkpoint: the folder of parameters that are being written.
-UNFINISHED_FOLDER = "unfinished"
 # Maximum number of padded rows if the checkpoint does not say how it was padded. BLOOM has 200.
 _MOST_PADDING = 1024
 
@@ -117,7 +109,7 @@ class UniversalReader(StateReader):
 
     def _check_files(self) -> None:
         """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
-        known = {STEP_FILE, *_STATE_FILES.values()}
+        known = {STEP_FILE, *STATE_FILES.values()}
         folders = sorted(path for path in self._parameters.iterdir() if path.is_dir())
         files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
         all_names = frozenset().union(*files.values())
@@ -265,84 +257,6 @@ class UniversalReader(StateReader):
         return {"step": step}
 
 
-class UniversalWriter(StateWriter):
-    """Writes a universal checkpoint: each parameter's folder is complete and synced, or it does not exist.
-
-    zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
-    zero/<parameter name>/step.pt                               the optimizer's step
-
-    The folder must exist. Several processes may write into it at once, even the same parameter.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._token = secrets.token_hex(8)
-
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
-        """See `StateWriter`. Writes each block as it arrives."""
-        self._remove(self.folder / UNFINISHED_FOLDER / name)  # of a process that has ended
-        # Not with parents: once another process has published the folder, nothing may create it again.
-        (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
-        unfinished = self._unfinished(name)
-        unfinished.mkdir(parents=True)
-        for state_name, blocks in states.items():
-            if state_name not in _STATE_FILES:
-                raise UserError(
-                    f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint: "
-                    f"expected {', '.join(_STATE_FILES)}"
-                )
-            parts = (block.contiguous().numpy() for block in blocks)
-            write_tensor(unfinished / _STATE_FILES[state_name], spec.valid_shape, parts, _merge_entry(spec))
-        if step is not None:
-            write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
-
-    def finish_parameter(self, name: str) -> None:
-        """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
-        (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
-        sync_tree(self._unfinished(name))
-        try:
-            rename_synced(self._unfinished(name), self.folder / PARAMETER_FOLDER / name)
-        except OSError as error:
-            # A process without this one's locks was faster: its files hold equal bytes.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        self._remove(self.folder / UNFINISHED_FOLDER / name)
-
-    def _unfinished(self, name: str) -> Path:
-        """Returns a folder that no other process writes to."""
-        return self.folder / UNFINISHED_FOLDER / name / self._token
-
-    def _remove(self, folder: Path) -> None:
-        """Removes a folder after a rename: another process finds all of it, or nothing."""
-        removed = self.folder / UNFINISHED_FOLDER / f"removed-{secrets.token_hex(8)}"
-        with suppress(FileNotFoundError):
-            os.rename(folder, removed)
-        shutil.rmtree(removed, ignore_errors=True)
-
-    def has_parameter(
-        self, name: str, spec: ParameterSpec, state_names: Collection[str], step: float | None
-    ) -> bool:
-        """Returns whether an interrupted conversion has finished the parameter: all of its files exist, have
-        the right shape and match their checksums. Otherwise its folder is removed."""
-        folder = self.folder / PARAMETER_FOLDER / name
-        if not folder.exists():
-            return False
-        shapes = {_STATE_FILES[state]: spec.valid_shape for state in state_names if state in _STATE_FILES}
-        shapes |= {} if step is None else {STEP_FILE: ()}
-        try:
-            complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
-                is_intact(folder / file, shape) for file, shape in shapes.items()
-            )
-        except (OSError, UserError):
-            complete = False
-        if not complete:
-            (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
-            self._remove(folder)
-        return complete
-
-
 def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
     """Returns the global parameter whose shards of `ranks` tensor-parallel ranks are concatenated along
     dimension 0. Replicas are averaged if they differ, as in Microsoft's Megatron-DeepSpeed."""
@@ -355,13 +269,3 @@ def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
     if tuple(shards[0].shape) != local_shape(spec, TPGroup(0, ranks)):
         return tensor
     return merge_shards(spec, shards)
-
-
-def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
-    """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
-    entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
-    if spec.num_fused_parts > 1:
-        entry["param_n_sub_params"] = spec.num_fused_parts
-    if spec.num_valid_rows is not None:
-        entry["vocab_tensor"] = True
-    return entry

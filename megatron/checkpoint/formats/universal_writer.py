@@ -2,55 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateBlocks, StateReader
-from megatron.checkpoint.formats.torch_archive import write_plain
-from megatron.checkpoint.formats.universal import (
-    LOSS_SCALE_KEY,
-    OPTIMIZER_STATE_FILE,
-    UNFINISHED_FOLDER,
-    UniversalWriter,
-)
+from megatron.checkpoint.formats.torch_archive import is_intact, write_plain, write_tensor
+from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import ParameterWriter, WriteOptions, verify_files
-from megatron.files import write_atomically
+from megatron.checkpoint.formats.writing import ParameterWriter, verify_files
+from megatron.errors import UserError
+from megatron.files import rename_synced, sync_tree, write_atomically
 from megatron.mpu.parameters import ParameterSpec
 
+# In an unfinished checkpoint: the folder of parameters that are being written.
+UNFINISHED_FOLDER = "unfinished"
 
-class UniversalCheckpointWriter(ParameterWriter):
-    """Writes a universal checkpoint, and its name into `latest_universal` beside it."""
+
+class UniversalWriter(ParameterWriter):
+    """Writes a universal checkpoint, and its name into `latest_universal` beside it. The folder of each
+    parameter is complete and synced, or it does not exist.
+
+    zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
+    zero/<parameter name>/step.pt                               the optimizer's step
+
+    The folder must exist. Several processes may write into it at once, even the same parameter.
+    """
 
     def __init__(self, folder: Path, reader: StateReader) -> None:
         super().__init__(folder, reader)
-        self._parameters = UniversalWriter(folder)
+        self._token = secrets.token_hex(8)
 
     @classmethod
-    def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
-        """See `CheckpointWriter`. Native checkpoints are converted as by tools/ds_to_universal.py."""
-        # Imported only here: `to_universal` imports this package.
+    def write_checkpoint(
+        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
+    ) -> Iterator[str]:
+        """See `ParameterWriter`. Native checkpoints are converted as by tools/ds_to_universal.py."""
+        # Imported only here: `to_universal` imports this module.
         from megatron.checkpoint.conversion.source import Source
         from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
-            if options.verify:
+            if verify:
                 verify_files(reader)
-            for parameter in convert(Source(reader), target, options.workers, verify_digests=options.verify):
+            for parameter in convert(Source(reader), target, workers, verify_digests=verify):
                 yield parameter.name
             return
-        yield from super().write_checkpoint(reader, target, options)
+        yield from super().write_checkpoint(reader, target, workers, verify)
         write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
 
     def write_parameter(
         self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
     ) -> None:
-        self._parameters.write_parameter(name, spec, states, step)
-        self._parameters.finish_parameter(name)
+        """See `StateWriter`. Writes each block as it arrives."""
+        self._remove(self.folder / UNFINISHED_FOLDER / name)  # of a process that has ended
+        # Not with parents: once another process has published the folder, nothing may create it again.
+        (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
+        unfinished = self._unfinished(name)
+        unfinished.mkdir(parents=True)
+        for state_name, blocks in states.items():
+            if state_name not in STATE_FILES:
+                raise UserError(
+                    f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint: "
+                    f"expected {', '.join(STATE_FILES)}"
+                )
+            parts = (block.contiguous().numpy() for block in blocks)
+            write_tensor(unfinished / STATE_FILES[state_name], spec.valid_shape, parts, _merge_entry(spec))
+        if step is not None:
+            write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
+
+    def finish_parameter(self, name: str) -> None:
+        """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
+        (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
+        sync_tree(self._unfinished(name))
+        try:
+            rename_synced(self._unfinished(name), self.folder / PARAMETER_FOLDER / name)
+        except OSError as error:
+            # A process without this one's locks was faster: its files hold equal bytes.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        self._remove(self.folder / UNFINISHED_FOLDER / name)
+
+    def _unfinished(self, name: str) -> Path:
+        """Returns a folder that no other process writes to."""
+        return self.folder / UNFINISHED_FOLDER / name / self._token
+
+    def _remove(self, folder: Path) -> None:
+        """Removes a folder after a rename: another process finds all of it, or nothing."""
+        removed = self.folder / UNFINISHED_FOLDER / f"removed-{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            os.rename(folder, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def has_parameter(
+        self, name: str, spec: ParameterSpec, state_names: Collection[str], step: float | None
+    ) -> bool:
+        """Returns whether an interrupted conversion has finished the parameter: all of its files exist, have
+        the right shape and match their checksums. Otherwise its folder is removed."""
+        folder = self.folder / PARAMETER_FOLDER / name
+        if not folder.exists():
+            return False
+        shapes = {STATE_FILES[state]: spec.valid_shape for state in state_names if state in STATE_FILES}
+        shapes |= {} if step is None else {STEP_FILE: ()}
+        try:
+            complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
+                is_intact(folder / file, shape) for file, shape in shapes.items()
+            )
+        except (OSError, UserError):
+            complete = False
+        if not complete:
+            (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
+            self._remove(folder)
+        return complete
 
     def finish(self) -> None:
         """See `ParameterWriter`. Writes the first rank's mp_rank file, which DeepSpeed's loader reads."""
@@ -66,3 +139,13 @@ class UniversalCheckpointWriter(ParameterWriter):
         self.write_run_file(
             {str(path.relative_to(self.folder)): {"bytes": path.stat().st_size} for path in paths}
         )
+
+
+def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
+    """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
+    entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
+    if spec.num_fused_parts > 1:
+        entry["param_n_sub_params"] = spec.num_fused_parts
+    if spec.num_valid_rows is not None:
+        entry["vocab_tensor"] = True
+    return entry

@@ -1,5 +1,5 @@
-"""The write side of the checkpoint formats: each format has one `CheckpointWriter`, registered beside its
-`StateReader` in `registry.FORMATS`.
+"""The write side of the checkpoint formats: `registry.FORMATS` lists a `ParameterWriter` beside each
+`StateReader`.
 
 A writer gets the reader of a checkpoint of any format. Parameters are copied in blocks by several threads, so
 the memory does not grow with the model. While the blocks pass, their digests are compared with the integrity
@@ -8,13 +8,12 @@ record.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,39 +27,13 @@ from megatron.files import expect_layout, rename_synced, sync_tree, write_json
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-# Suffix of the folder while it is written.
+# Suffix of a conversion's folder while it is written.
 PARTIAL = ".partial"
 # Entries of `run.json` that describe the files of one format.
 _OF_A_FORMAT = ("files", "index", "loss_scaler")
 
 
-@dataclass(frozen=True)
-class WriteOptions:
-    """How a checkpoint is written.
-
-    workers: number of threads. verify: compare all states with the digests of the source. write_tokenizer:
-    writes the tokenizer into a folder, for formats that have one.
-    """
-
-    workers: int = 4
-    verify: bool = True
-    write_tokenizer: Callable[[Path], None] | None = None
-
-
-class CheckpointWriter(ABC):
-    """Writes checkpoints of one format."""
-
-    @classmethod
-    @abstractmethod
-    def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
-        """Writes the folder `target`, complete or not at all, and yields the name of each parameter that is
-        written. Raises UserError for a source that is damaged or lacks what the format needs."""
-
-
-class ParameterWriter(CheckpointWriter, StateWriter):
+class ParameterWriter(StateWriter):
     """Writes a checkpoint parameter by parameter, in several threads. A format defines `write_parameter`,
     which several threads call, and `finish`."""
 
@@ -68,35 +41,47 @@ class ParameterWriter(CheckpointWriter, StateWriter):
         super().__init__(folder)
         self.reader = reader
 
+    def finish_parameter(self, name: str) -> None:
+        """Completes a parameter that is written, once its replicas were compared."""
+
     @abstractmethod
     def finish(self) -> None:
         """Writes what does not belong to a single parameter, `run.json` last."""
 
+    def accept_mismatch(self, name: str, largest: float) -> None:
+        """Called for a parameter whose replicas differ and were averaged. largest: the largest difference.
+        Raises UserError unless the format accepts it."""
+        raise UserError(
+            f"checkpoint {self.reader.folder}: the replicas of {name} on the TP ranks differ by up to "
+            f"{largest:.2e}: convert an older checkpoint, or use their mean with "
+            "tools/ds_to_universal.py --allow-replica-mismatch"
+        )
+
     @classmethod
-    def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
+    def write_checkpoint(
+        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
+    ) -> Iterator[str]:
+        """Writes the folder `target`, complete or not at all, and yields the name of each parameter that is
+        written. Raises UserError for a source that is damaged or lacks what the format needs.
+
+        workers: number of threads. verify: compare all states with the digests of the source.
+        """
         # Imported only here: it imports safetensors.
         from megatron.checkpoint.huggingface.output import temporary_folder
 
-        size = sum(
-            4 * prod(spec.valid_shape) * len(reader.state_names(n)) for n, spec in reader.specs.items()
-        )
-        with temporary_folder(target, PARTIAL, size) as partial:
+        with temporary_folder(target, PARTIAL, sum(state_bytes(reader).values())) as partial:
             writer = cls(partial, reader)
-            if options.verify:
+            if verify:
                 verify_files(reader)
-            pool = ThreadPoolExecutor(options.workers)
+            pool = ThreadPoolExecutor(workers)
+            names = largest_first(state_bytes(reader))
             try:
-                yield from pool.map(lambda name: _copy(writer, name, options.verify), writer.in_order())
+                yield from pool.map(lambda name: copy_parameter(writer, name, verify)[0], names)
             finally:
                 pool.shutdown(cancel_futures=True)
             writer.finish()
             sync_tree(partial)
             rename_synced(partial, target)
-
-    def in_order(self) -> list[str]:
-        """Returns the parameters, large ones first, so that the threads end together."""
-        specs = self.reader.specs
-        return sorted(specs, key=lambda name: prod(specs[name].valid_shape), reverse=True)
 
     def write_run_file(self, files: Files, **more: Any) -> None:
         """Writes `run.json` of the source with these files. more: further entries."""
@@ -127,19 +112,27 @@ def step_of_optimizer(reader: StateReader, name: str) -> float | None:
         return None if step is None else float(step)
 
 
-def _copy(writer: ParameterWriter, name: str, verify: bool) -> str:
-    """Copies all states of a parameter from the writer's reader. Returns its name."""
-    reader = writer.reader
-    spec, mismatch = reader.specs[name], ReplicaMismatch()
+def state_bytes(reader: StateReader) -> dict[str, int]:
+    """Returns the bytes of all states of each parameter, without padding."""
+    specs = reader.specs
+    return {name: 4 * prod(specs[name].valid_shape) * len(reader.state_names(name)) for name in specs}
+
+
+def largest_first(sizes: Mapping[str, int]) -> list[str]:
+    """Returns the names in the order in which several threads take them, so that they end together."""
+    return sorted(sizes, key=lambda name: sizes[name], reverse=True)
+
+
+def copy_parameter(writer: ParameterWriter, name: str, verify: bool) -> tuple[str, float]:
+    """Copies all states of a parameter from the writer's reader. Returns its name, and the largest difference
+    between its replicas."""
+    reader, mismatch = writer.reader, ReplicaMismatch()
     states = state_blocks(reader, name, mismatch, verify)
-    writer.write_parameter(name, spec, states, step_of_optimizer(reader, name))
+    writer.write_parameter(name, reader.specs[name], states, step_of_optimizer(reader, name))
     if mismatch.largest:
-        raise UserError(
-            f"checkpoint {reader.folder}: the replicas of {name} on the TP ranks differ by up to "
-            f"{mismatch.largest:.2e}: convert an older checkpoint, or use their mean with "
-            "tools/ds_to_universal.py --allow-replica-mismatch"
-        )
-    return name
+        writer.accept_mismatch(name, mismatch.largest)
+    writer.finish_parameter(name)
+    return name, mismatch.largest
 
 
 def state_blocks(reader: StateReader, name: str, mismatch: ReplicaMismatch, verify: bool) -> StateBlocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter
-from megatron.checkpoint.formats.writing import CheckpointWriter, WriteOptions
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
 from megatron.checkpoint.huggingface.output import digest_of, temporary_folder, write_digests
 from megatron.checkpoint.record import Checkpoint
@@ -127,15 +126,6 @@ def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
     config = checkpoint.config
     master_weights = _needs_master_weights(config, precision or config.precision.name)
     return open_reader(checkpoint).weights_verification(master_weights)
-
-
-class HuggingFaceExport(CheckpointWriter):
-    """Writes a Hugging Face model in the precision of the run."""
-
-    @classmethod
-    def write_checkpoint(cls, reader: StateReader, target: Path, options: WriteOptions) -> Iterator[str]:
-        write_hugging_face(reader.checkpoint, target, None, options.write_tokenizer, verify=options.verify)
-        yield from reader.names
 
 
 @dataclass(frozen=True)

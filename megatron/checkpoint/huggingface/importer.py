@@ -1,4 +1,4 @@
-"""Converts a Hugging Face model into a universal checkpoint at iteration 0, from which training starts.
+"""Reads a Hugging Face model: its settings, and its weights with the names of this program.
 
 It reads folders in the layout of `save_pretrained` and the hub: config.json, and the weights in
 `model.safetensors` or `pytorch_model.bin`, or in several files with a JSON index (`weight_map`: weight ->
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron.checkpoint.conversion.to_universal import PARTIAL, move_into_place
-from megatron.checkpoint.files import add_checksum
-from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import PARAMETER_FOLDER, TORCHTITAN, format_of
+from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
-from megatron.checkpoint.formats.universal import UniversalWriter
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.huggingface.family import (
     FAMILIES,
@@ -35,10 +30,9 @@ from megatron.checkpoint.huggingface.family import (
     Parameter,
     count_non_finite,
 )
-from megatron.checkpoint.huggingface.output import temporary_folder
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
-from megatron.checkpoint.record import IMPORTED_KEY, RUN_FILE, TrainingState
+from megatron.checkpoint.record import IMPORTED_KEY, TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import (
     BatchConfig,
@@ -51,7 +45,7 @@ from megatron.config import (
 )
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line
-from megatron.files import HostileFileError, expect_layout, open_regular, read_json, sync_file, write_json
+from megatron.files import HostileFileError, expect_layout, open_regular, read_json
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
@@ -403,37 +397,6 @@ def check_finite(values: Tensor, folder: Path, name: str) -> None:
         )
 
 
-def write_universal(
-    model: HuggingFaceModel, config: Config, vocab_size: int, eod: int | None, output: Path
-) -> None:
-    """Writes the universal checkpoint `output`, complete or not at all, and its name into `latest_universal`
-    beside it. The checkpoint has no moments, so the optimizer starts with new ones.
-
-    config: from `model.config`. vocab_size: size of the vocabulary without padding; further rows are removed.
-    eod: the end-of-document token, None if unknown. Only one weight at a time is in memory. Raises UserError
-    if the vocabulary is too large for the model, a weight is not finite, `output` exists, or the disk is
-    full.
-    """
-    if vocab_size > model.rows:
-        raise UserError(
-            f"{model.folder} has embeddings of {model.rows} tokens, and the tokenizer has {vocab_size}: give "
-            "the flags of the tokenizer that the model was trained with"
-        )
-    specs = specs_without_padding(config, vocab_size, eod)
-    size_bytes = sum(4 * prod(spec.global_shape) for spec in specs.values())
-    with temporary_folder(output, PARTIAL, size_bytes) as partial:
-        writer = UniversalWriter(partial)
-        for name, weight in model.weights():
-            values = weight[: specs[name].num_valid_rows].float().contiguous()
-            check_finite(values, model.folder, name)
-            writer.write_parameter(name, specs[name], {VALUES: [values]})
-            writer.finish_parameter(name)
-        run = first_run_record(config, vocab_size, eod, specs)
-        sync_file(partial / PARAMETER_FOLDER)
-        write_json(partial / RUN_FILE, add_checksum(run))
-        move_into_place(partial, output)
-
-
 def first_run_record(
     config: Config, vocab_size: int, eod: int | None, specs: Mapping[str, ParameterSpec]
 ) -> dict[str, Any]:
@@ -459,8 +422,8 @@ def first_run_record(
 
 
 def start_flags(config: Config, output: Path) -> list[str]:
-    """Returns the flags of `pretrain_gpt.py` that start a run from `output`, the checkpoint of
-    `write_universal`: checkpoint, model and tokenizer. Settings with default values are not included."""
+    """Returns the flags of `pretrain_gpt.py` that start a run from `output`, a universal checkpoint of the
+    model: checkpoint, model and tokenizer. Settings with default values are not included."""
     model, chosen = config.model, config.model.chosen_settings()
     values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     derived = {field.name for field in dataclasses.fields(model) if flag_of(field).derived} - chosen

@@ -39,12 +39,13 @@ class HuggingFaceReader(StateReader):
         return Checkpoint(folder, TrainingState(), run, unverified_note=note)
 
     @cached_property
-    def _model(self) -> HuggingFaceModel:
+    def model(self) -> HuggingFaceModel:
+        """The model in the folder."""
         return read_hugging_face(self.folder)
 
     @property
     def stored_names(self) -> Collection[str]:
-        return self._model.parameters.keys()
+        return self.model.parameters.keys()
 
     def files_to_verify(self) -> list[str]:
         """See `StateReader`. Returns the files for which an export of this program wrote digests."""
@@ -62,7 +63,7 @@ class HuggingFaceReader(StateReader):
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. Raises UserError for values that are not finite."""
-        full = self._converted(name, self._model.parts(name), self._model.model)
+        full = self._converted(name, self.model.parts(name), self.model.model)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
@@ -73,14 +74,14 @@ class HuggingFaceReader(StateReader):
         """See `StateReader`. Reads only a slice of the stored tensors if the slice makes this rank's shard.
         Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for query groups that
         cannot be divided evenly among the ranks."""
-        ranks, transform = tp_group.size, self._model.parameters[name].transform
+        ranks, transform = tp_group.size, self.model.parameters[name].transform
         dim = spec.shard_dim if transform is IDENTITY else transform.slice_dim
         has_one_rank = ranks == 1 or spec.shard_dim is None
-        splits_groups = transform.needs_whole_groups and self._model.model.query_groups % ranks
+        splits_groups = transform.needs_whole_groups and self.model.model.query_groups % ranks
         if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
             return None
-        slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self._model.parts(name)]
-        of_rank = self._model.model
+        slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self.model.parts(name)]
+        of_rank = self.model.model
         if transform.needs_whole_groups:
             of_rank = dataclasses.replace(
                 of_rank,
@@ -91,7 +92,7 @@ class HuggingFaceReader(StateReader):
         return self._converted(name, slices, of_rank).reshape(-1)
 
     def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
-        values = self._model.parameters[name].transform.to_megatron(parts, model).float()
+        values = self.model.parameters[name].transform.to_megatron(parts, model).float()
         check_finite(values, self.folder, name)
         return values
 
@@ -102,12 +103,12 @@ class HuggingFaceReader(StateReader):
         embeddings. Extra rows are allowed."""
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         differences = [
-            f"{name} was {getattr(self._model.model, name)}, is {value}"
+            f"{name} was {getattr(self.model.model, name)}, is {value}"
             for name, value in config.model_settings().items()
-            if name in fields and getattr(self._model.model, name) != value
+            if name in fields and getattr(self.model.model, name) != value
         ]
-        if vocab_size > self._model.rows:
+        if vocab_size > self.model.rows:
             differences.append(
-                f"it has embeddings of {self._model.rows} tokens, and the vocabulary has {vocab_size}"
+                f"it has embeddings of {self.model.rows} tokens, and the vocabulary has {vocab_size}"
             )
         return differences

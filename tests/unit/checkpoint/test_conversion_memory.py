@@ -15,12 +15,7 @@ from megatron.checkpoint import digests
 from megatron.checkpoint.formats import dcp, native, native_writer
 from megatron.checkpoint.formats.registry import writer_class
 from megatron.checkpoint.formats.state import ReplicaMismatch
-from megatron.checkpoint.formats.writing import (
-    ParameterWriter,
-    WriteOptions,
-    state_blocks,
-    step_of_optimizer,
-)
+from megatron.checkpoint.formats.writing import state_blocks, step_of_optimizer
 from megatron.commands.convert_checkpoint import open_source
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -67,7 +62,6 @@ def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
     reader = open_source(source)
     spec = reader.specs[LARGEST]
     writer = writer_class(format_name)(target, reader)
-    assert isinstance(writer, ParameterWriter)
     blocks = state_blocks(reader, LARGEST, ReplicaMismatch(), verify=True)
     assert len(blocks) == 3
     with Allocations() as mode:
@@ -83,7 +77,7 @@ def test_the_largest_allocation_is_a_chunk(
     config = config_of(Row(tp=tp, zero=1), model={"ffn_hidden_size": FFN, **model})
     source = write_native(tmp_path, config, random_wholes(config))
     whole = tmp_path / "whole"
-    list(writer_class("dcp").write_checkpoint(open_source(source), whole, WriteOptions()))
+    list(writer_class("dcp").write_checkpoint(open_source(source), whole))
     for number, (folder, format_name) in enumerate(
         [*((source, name) for name in ("dcp", "torch_dist", "native", "universal")), (whole, "native")]
     ):
