@@ -37,7 +37,7 @@ from megatron.checkpoint.lineage.identity import (
     parse_lineage,
     parse_run_id,
     read_latest,
-    read_record,
+    read_latest_record,
 )
 from megatron.checkpoint.names import check_run, read_name
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
@@ -68,7 +68,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
             raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; pass another checkpoint to --load")
         return open_checkpoint(folder)
     names = saved_names(folder)
-    latest, record = read_latest(folder), read_record(folder)
+    latest, record = read_latest(folder), read_latest_record(folder)
     lineage, reason = _candidates(folder, latest, record, names)
     skip_reason = [reason] if reason else []
     if latest is not None and not current_path(folder, latest).exists():

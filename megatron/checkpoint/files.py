@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.errors import is_access_error
-from megatron.files import open_own, open_regular
+from megatron.files import HostileFileError, open_own, open_regular, read_json
 
 # Delays between attempts: a network file system may take seconds to recover or to show a new file.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
@@ -96,18 +96,9 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def file_problem(folder: Path, name: str, expected: dict[str, Any]) -> str | None:
-    """Reads a file and returns what is wrong with it; None if it has the expected size and digest. Raises
-    OSError if it cannot be read now."""
-    differs = "is damaged: its digest differs from that in run.json"
-    return content_problem(folder, name, lambda found: found == expected, differs)
-
-
-def content_problem(
-    folder: Path, name: str, is_expected: Callable[[dict[str, Any]], bool], differs: str
-) -> str | None:
-    """Reads a file. Returns None if `is_expected` accepts its description by `describe_file`. Otherwise
-    returns a problem: `differs`, or the error of the read. Raises OSError if it cannot be read now."""
+def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run.json") -> str | None:
+    """Reads a file and returns what is wrong with it; None if it has this digest. source: the file that holds
+    the digest. Raises OSError if it cannot be read now."""
     path = folder / name
     try:
         found = read_with_retries(path, lambda: describe_file(path))
@@ -115,13 +106,33 @@ def content_problem(
         if is_access_error(error):
             raise
         return f"{name} cannot be read ({error.strerror or error})"
-    return None if is_expected(found) else f"{name} {differs}"
+    return (
+        None if found["sha256"] == sha256 else f"{name} is damaged: its digest differs from that in {source}"
+    )
 
 
 def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> Iterator[str | None]:
     """Yields the `file_problem` of every file, in order. Several threads read the files."""
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(lambda name: file_problem(folder, name, files[name]), files)
+        yield from pool.map(lambda name: file_problem(folder, name, files[name].get("sha256")), files)
+
+
+def file_sizes(folder: Path, pattern: str = "*") -> dict[str, int]:
+    """Returns the sizes of the files below a folder, by their sorted paths in it."""
+    paths = (path for path in sorted(folder.rglob(pattern)) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Returns the object in a JSON file with the checksum of `add_checksum`; None if the file is missing or
+    damaged. Raises OSError if it cannot be read now."""
+    try:
+        record = read_with_retries(path, lambda: read_json(path))
+    except (OSError, ValueError, HostileFileError) as error:
+        if is_access_error(error):
+            raise
+        return None
+    return record if isinstance(record, dict) and has_valid_checksum(record) else None
 
 
 def add_checksum(record: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,13 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
     writer_class,
 )
-from megatron.config.tool_parser import ToolParser, exit_on_interrupt
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_universal_flag,
+    check_at_least_1,
+    check_folder,
+    exit_on_interrupt,
+)
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_settings
 
@@ -54,12 +60,7 @@ def build_parser() -> ToolParser:
         help="; ".join(f"{name}: {entry.description}" for name, entry in FORMATS.items())
         + " (default: %(default)s)",
     )
-    parser.add_argument(
-        "--universal_checkpoint",
-        "--universal-checkpoint",
-        action="store_true",
-        help="use the newest universal checkpoint of --from, even if it also has native ones",
-    )
+    add_universal_flag(parser, "--from")
     parser.add_argument(
         "--workers", type=int, default=4, metavar="N", help="number of threads (default: %(default)s)"
     )
@@ -108,11 +109,7 @@ def open_source(
     with expect_layout(checkpoint.folder / RUN_FILE, "the record of a checkpoint of this program"):
         records = checkpoint.run["parameters"]
         reader.specs = {name: recorded_spec(record) for name, record in records.items()}
-    if missing := sorted(reader.specs.keys() - set(reader.stored_names)):
-        raise UserError(
-            f"checkpoint {checkpoint.folder} holds no state of {missing[0]} ({len(missing)} such "
-            "parameters): use another checkpoint"
-        )
+    reader.check_complete()
     return reader
 
 
@@ -136,10 +133,8 @@ def run(argv: Sequence[str] | None) -> None:
     """Runs the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     source = Path(arguments.source)
-    if arguments.workers < 1:
-        raise UserError(f"--workers is {arguments.workers}, expected 1 or more")
-    if not source.is_dir():
-        raise UserError(f"--from {source}: there is no such folder")
+    check_at_least_1(arguments, "workers")
+    check_folder("--from", arguments.source)
     is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
     if is_model and arguments.format != UNIVERSAL:
         raise UserError(

@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config import DataConfig, LoggingConfig
-from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, exit_on_interrupt
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_universal_flag,
+    add_verify_digests_flag,
+    check_folder,
+    exit_on_interrupt,
+)
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
@@ -71,12 +77,7 @@ def build_parser() -> ToolParser:
         "--from, CKPT/global_step0_universal with --from-hugging-face",
     )
     group = parser.add_argument_group(f"for {CHECKPOINT}")
-    group.add_argument(
-        "--universal_checkpoint",
-        "--universal-checkpoint",
-        action="store_true",
-        help="use the newest universal checkpoint of the folder, even if it also has native ones",
-    )
+    add_universal_flag(group, "the folder")
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
@@ -103,8 +104,7 @@ def find_direction(arguments: argparse.Namespace) -> None:
     """Detects the direction of --from and sets its flags. Raises UserError if the folder does not exist."""
     if arguments.source is None:
         return
-    if not os.path.isdir(arguments.source):
-        raise UserError(f"--from {arguments.source}: there is no such folder")
+    check_folder("--from", arguments.source)
     if not os.path.isfile(os.path.join(arguments.source, "config.json")):
         arguments.load = arguments.source
         return
@@ -117,9 +117,7 @@ def check_direction(arguments: argparse.Namespace) -> None:
     """Raises UserError for a missing folder or a flag of the other direction."""
     is_checkpoint = arguments.load is not None
     folder = arguments.load if is_checkpoint else arguments.from_hugging_face
-    if not os.path.isdir(folder):
-        typed = "--load" if is_checkpoint else "--from-hugging-face"
-        raise UserError(f"{typed} {folder}: there is no such folder")
+    check_folder("--load" if is_checkpoint else "--from-hugging-face", folder)
     kind, other = (CHECKPOINT, MODEL) if is_checkpoint else (MODEL, CHECKPOINT)
     for flag in FLAGS_OF_ONE[other]:
         if getattr(arguments, flag.removeprefix("--").replace("-", "_")):

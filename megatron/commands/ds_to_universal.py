@@ -25,7 +25,7 @@ from megatron.checkpoint.conversion.to_universal import convert, is_published
 from megatron.checkpoint.files import Files, file_problem
 from megatron.checkpoint.formats.writing import PARTIAL
 from megatron.cluster.launch import decimal_number, rank_of, world_size_of
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, check_folder
 from megatron.errors import UserError, exit_on_user_error, printable
 
 
@@ -77,23 +77,16 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises UserError for invalid arguments."""
-    for name in ("num_extract_workers", "num_merge_workers"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name} is {getattr(arguments, name)}, expected 1 or more")
-    folder = Path(arguments.input_folder)
-    if not folder.is_dir():
-        raise UserError(f"--input_folder {folder}: there is no such folder")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
     rank, num_tasks = decimal_number(rank_of(os.environ)) or 0, world_size_of(os.environ)
     print_once = print if rank == 0 else lambda _: None
     with exit_on_user_error({"RANK": str(rank)}):  # an error that all tasks have
         arguments = build_parser().parse_args(argv)
-        check_arguments(arguments)
+        for name in ("num_extract_workers", "num_merge_workers"):
+            if getattr(arguments, name) < 1:
+                raise UserError(f"--{name} is {getattr(arguments, name)}: expected at least 1")
+        check_folder("--input_folder", arguments.input_folder)
         if arguments.keep_temp_folder:
             print_once("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")
         source = open_source(
@@ -142,7 +135,7 @@ def verify_digests(
     problems = shared.share(
         "source file",
         names,
-        lambda name: file_problem(folder, name, files[name]),
+        lambda name: file_problem(folder, name, files[name].get("sha256")),
         workers,
         lambda found: not found,
     )

@@ -32,7 +32,13 @@ from tqdm import tqdm
 from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
 from megatron.config.data import SPLIT_NAMES, splits_with_own_data
 from megatron.config.registries import DATA_ORDERS
-from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, check_at_least_1, check_folder
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_universal_flag,
+    add_verify_digests_flag,
+    check_at_least_1,
+    check_folder,
+)
 from megatron.config.validate import no_harness
 from megatron.data.indexed_dataset import IndexedDataset, index_path
 from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
@@ -60,12 +66,7 @@ def build_parser() -> ToolParser:
         metavar="FOLDER",
         help="folder with the file `latest` or `latest_universal`, or a global_stepN folder",
     )
-    parser.add_argument(
-        "--universal_checkpoint",
-        "--universal-checkpoint",
-        action="store_true",
-        help="use the newest universal checkpoint of the folder, even if it also has native ones",
-    )
+    add_universal_flag(parser, "the folder")
     parser.add_argument(
         "--data-path",
         nargs="+",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import LoggingConfig
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, check_folder
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
 
 
@@ -74,8 +74,7 @@ def run(argv: Sequence[str] | None) -> int:
     if len(folders) > 2:
         raise UserError(f"got {len(folders)} folders, expected one to describe or two to compare")
     for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: there is no such folder")
+        check_folder("FOLDER", str(folder))
     if arguments.verify and len(folders) == 2:
         raise UserError(
             "--verify needs one folder, got two: a comparison reads all tensors anyway; remove the flag"

@@ -68,6 +68,16 @@ def check_output_prefix(prefix: str) -> None:
         raise ConfigError(f"--output-prefix {prefix}: the folder {folder} does not exist")
 
 
+def add_universal_flag(parser: argparse._ActionsContainer, flag: str) -> None:
+    """Adds --universal_checkpoint. flag: names the folder with the checkpoints."""
+    parser.add_argument(
+        "--universal_checkpoint",
+        "--universal-checkpoint",
+        action="store_true",
+        help=f"use the newest universal checkpoint of {flag}, even if it also has native ones",
+    )
+
+
 def add_verify_digests_flag(parser: argparse._ActionsContainer) -> None:
     """Adds --no-verify-digests, for tools that load the weights of a checkpoint."""
     parser.add_argument(

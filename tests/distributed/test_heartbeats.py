@@ -32,7 +32,9 @@ def files_verified(folder: Path):
     DirectFiles(lambda: saved.append("file")).write(folder / f"of rank {dist.get_rank()}", [content])
     files = {path.name: describe_file(path) for path in folder.glob("file*")}
     first_problem(
-        sorted(files), lambda name: file_problem(folder, name, files[name]), lambda: loaded.append("file")
+        sorted(files),
+        lambda name: file_problem(folder, name, files[name]["sha256"]),
+        lambda: loaded.append("file"),
     )
     return len(saved), len(loaded)
 

@@ -72,12 +72,7 @@ def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False
     source = (_own_source if (folder / RUN_FILE).is_file() else _external_source)(
         folder, strict, derive_patterns
     )
-    missing = sorted(source.reader.specs.keys() - set(source.reader.stored_names))
-    if missing:
-        raise UserError(
-            f"checkpoint {folder}: the optimizer files hold no state of {missing[0]} ({len(missing)} "
-            "such parameters): use another checkpoint"
-        )
+    source.reader.check_complete()
     return source
 
 

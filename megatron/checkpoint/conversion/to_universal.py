@@ -296,7 +296,7 @@ def _write_common_files(source: Source, partial: Path) -> None:
         sizes = {
             str(path.relative_to(partial)): {"bytes": path.stat().st_size}
             for path in sorted(partial.rglob("*.pt"))
-            if UNFINISHED_FOLDER not in path.parts
+            if UNFINISHED_FOLDER not in path.parts  # which other processes may remove
         }
         content = {**source.run, "files": sizes}
         folder = partial / AVERAGED_FOLDER

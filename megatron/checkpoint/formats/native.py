@@ -28,16 +28,21 @@ from megatron.checkpoint.formats.deepspeed_files import (
     optimizer_files,
     unneeded_files,
 )
-from megatron.checkpoint.formats.state import ParameterRecord, ReplicaMismatch, StateReader, check_shape
+from megatron.checkpoint.formats.state import (
+    ParameterRecord,
+    ReplicaMismatch,
+    StateReader,
+    check_shape,
+    padded_spec,
+)
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
-from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, placed_slices, reshard
+from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, reshard
 from megatron.text_table import first_few
 
 # Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.
@@ -85,17 +90,6 @@ class NativeReader(StateReader):
     @property
     def stored_names(self) -> Collection[str]:
         return self.files.names
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The parameters of the model. Raises UserError if the optimizer's files lack one."""
-        missing = [name for name in self.specs if name not in self.stored_names]
-        if missing:
-            raise UserError(
-                f"checkpoint {self.folder}: the optimizer files hold no state of {missing[0]} "
-                f"({len(missing)} such parameters): use another checkpoint"
-            )
-        return list(self.specs)
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
@@ -161,46 +155,27 @@ class NativeReader(StateReader):
         """See `StateReader`. If replicas differ, it yields their mean."""
         saved = self._saved_spec(self.specs[name])
         shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(self.tp_size)]
-        rows, row_shape = saved.valid_shape[0], saved.global_shape[1:]
+        full = replace(saved, global_shape=saved.valid_shape, num_valid_rows=None)
+        rows, *row_shape = full.global_shape
         step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
         if saved.shard_dim is None:
             step = max(step // len(shards), 1)  # one block of every replica is in memory
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
+
+        def saved_elements(rank: int, first: int, last: int) -> Tensor:
+            return shards[rank].elements(first, last)
+
+        for first in range(0, rows, step):
+            span = first * prod(row_shape), min(first + step, rows) * prod(row_shape)
             if saved.shard_dim is None:
-                span = start * prod(row_shape), stop * prod(row_shape)
                 yield _mean_of_replicas([shard.elements(*span) for shard in shards], mismatch)
-            elif saved.shard_dim == 0:
-                yield self._concatenated_rows(shards, saved, start, stop)
             else:
-                of_rows = replace(saved, global_shape=(stop - start, *row_shape))
-                shape = local_shape(of_rows, TPGroup(0, self.tp_size))
-                span = start * prod(shape[1:]), stop * prod(shape[1:])
-                yield merge_shards(of_rows, [shard.elements(*span).view(shape) for shard in shards])
+                yield reshard(full, TPGroup(), saved, self.tp_size, saved_elements, *span)
             for shard in shards:
                 shard.release()
 
-    def _concatenated_rows(
-        self, shards: list[FlatShard], saved: ParameterSpec, start: int, stop: int
-    ) -> Tensor:
-        """Returns rows start to stop - 1, flat, of a parameter that is sharded along its rows."""
-        row_elements = prod(saved.global_shape[1:])
-        parts: dict[int, Tensor] = {}
-        for rank, shard in enumerate(shards):
-            for offset, rows in placed_slices(saved, TPGroup(rank, self.tp_size)):
-                first, last = max(start, rows.start), min(stop, rows.stop)
-                if first < last:
-                    begin = (offset + first - rows.start) * row_elements
-                    parts[first] = shard.elements(begin, begin + (last - first) * row_elements)
-        return torch.cat([parts[first] for first in sorted(parts)]) if len(parts) > 1 else parts.popitem()[1]
-
     def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:
         """Returns the spec with the vocabulary padding of the run that saved."""
-        if spec.num_valid_rows is None or self._has_saved_specs:
-            return spec
-        model = self.checkpoint.config.model
-        rows = padded_vocab_size(self.checkpoint.vocab_size, model, self.tp_size)
-        return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
+        return spec if self._has_saved_specs else padded_spec(spec, self.checkpoint, self.tp_size)
 
     def _shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
         """Returns a TP rank's shard. Raises UserError if it has the wrong number of elements."""

@@ -11,7 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,10 @@ from torch.serialization import skip_data
 from megatron.checkpoint.files import READ_THREADS, Files, describe_file
 from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, file_index, layer_of, places_in
 from megatron.checkpoint.formats.native import parameter_prefix
-from megatron.checkpoint.formats.state import StateBlocks, StateReader
+from megatron.checkpoint.formats.state import StateBlocks, StateReader, padded_spec
 from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
-from megatron.config.model import padded_vocab_size
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, placed_slices, shard_of
@@ -55,7 +54,8 @@ class NativeWriter(ParameterWriter):
         checkpoint = reader.checkpoint
         self._config = checkpoint.config
         self._tp_size = self._config.parallel.tensor_model_parallel_size
-        self._specs = {name: self._with_padding(spec) for name, spec in reader.specs.items()}
+        specs = reader.specs.items()
+        self._specs = {name: padded_spec(spec, checkpoint, self._tp_size) for name, spec in specs}
         # (parameter, state, TP rank) -> place; the weights in the layer files have the state "".
         self._places: dict[tuple[str, str, int], _Place] = {}
         # File -> descriptor.
@@ -66,12 +66,6 @@ class NativeWriter(ParameterWriter):
         for stage, names in enumerate(self._stages()):
             for rank in range(self._tp_size):
                 self._create_optimizer_file(stage * self._tp_size + rank, rank, names)
-
-    def _with_padding(self, spec: ParameterSpec) -> ParameterSpec:
-        if spec.num_valid_rows is None:
-            return spec
-        rows = padded_vocab_size(self.reader.checkpoint.vocab_size, self._config.model, self._tp_size)
-        return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
     def _stages(self) -> list[list[str]]:
         """Returns the parameters in the files of each pipeline stage. They need not match the stages

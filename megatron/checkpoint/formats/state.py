@@ -21,6 +21,7 @@ from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import Config
+from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.layout import TPGroup
@@ -141,6 +142,14 @@ class StateReader(ABC):
         """`stored_names` in the order of the model, then those that the model does not have."""
         stored = set(self.stored_names)
         return [*(n for n in self.specs if n in stored), *sorted(stored - self.specs.keys())]
+
+    def check_complete(self) -> None:
+        """Raises UserError if the checkpoint lacks a parameter of the model."""
+        if missing := sorted(self.specs.keys() - set(self.stored_names)):
+            raise UserError(
+                f"checkpoint {self.folder} holds no state of {missing[0]} ({len(missing)} such parameters): "
+                "use another checkpoint"
+            )
 
     def read_unpadded(self, name: str, state_name: str) -> Tensor:
         """Returns the global tensor of one state, fp32, without the padding of the vocabulary. In a
@@ -335,7 +344,7 @@ class StateReader(ABC):
 
     def file_problem(self, name: str) -> str | None:
         """Reads one of `files_to_verify` and returns what is wrong with it; None if it is intact."""
-        return file_problem(self.folder, name, self.checkpoint.run["files"][name])
+        return file_problem(self.folder, name, self.checkpoint.run["files"][name].get("sha256"))
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
         """Compares all data that have digests, or only the weights. Returns the number of digests, and
@@ -406,6 +415,15 @@ class StateReader(ABC):
         if self.specs and (surplus := [name for name in self.names if name not in self.specs]):
             problems.append(f"parameters that the model does not have: {first_few(sorted(surplus))}")
         return records, problems
+
+
+def padded_spec(spec: ParameterSpec, checkpoint: Checkpoint, tp_size: int) -> ParameterSpec:
+    """Returns a parameter's spec with the rows of padding that a run of the checkpoint's model gives the
+    vocabulary on `tp_size` tensor-parallel ranks."""
+    if spec.num_valid_rows is None:
+        return spec
+    rows = padded_vocab_size(checkpoint.vocab_size, checkpoint.config.model, tp_size)
+    return replace(spec, global_shape=(rows, *spec.global_shape[1:]))
 
 
 def check_shape(

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, padded_spec
 from megatron.checkpoint.formats.torch_dist import COMMON_FILE, DISTRIBUTED_PARAM, FP32_PARAM, stored_name
 from megatron.checkpoint.formats.universal_info import megatron_args
 from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of, step_of_optimizer
-from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
@@ -82,7 +81,7 @@ class TorchDistWriter(ParameterWriter):
         blocks: Iterable[Tensor],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = (self._rows(spec), *spec.valid_shape[1:])
+        shape = self._padded(spec)
         self._files.declare(key, shape if layer is None else (self._num_layers, *shape), None, dtype)
         gated = bool(self._config.model.glu_activation) and ".mlp.dense_h_to_4h." in name
         chunks = _chunks(blocks, shape, spec.valid_shape[0], gated)
@@ -96,12 +95,10 @@ class TorchDistWriter(ParameterWriter):
             ),
         )
 
-    def _rows(self, spec: ParameterSpec) -> int:
-        """Returns the rows of a parameter with the padding of the run's tensor-parallel size."""
-        if spec.num_valid_rows is None:
-            return spec.global_shape[0]
+    def _padded(self, spec: ParameterSpec) -> tuple[int, ...]:
+        """Returns the shape of a parameter with the padding of the run's tensor-parallel size."""
         size = self._config.parallel.tensor_model_parallel_size
-        return padded_vocab_size(self.reader.checkpoint.vocab_size, self._config.model, size)
+        return padded_spec(spec, self.reader.checkpoint, size).global_shape
 
     def finish(self) -> None:
         is_fp32 = self._config.precision.name == "fp32"
@@ -156,7 +153,7 @@ class TorchDistWriter(ParameterWriter):
             "args": Namespace(
                 **args,
                 iteration=checkpoint.state.iteration,
-                padded_vocab_size=self._rows(words),
+                padded_vocab_size=self._padded(words)[0],
                 tokenizer_type=self._config.data.tokenizer_type,
                 no_save_rng=True,  # Megatron-LM then looks for no random states
             ),

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.formats import external_universal, megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
@@ -184,7 +185,7 @@ class UniversalReader(StateReader):
         """See `StateReader`. Returns all files, unless the tensors have digests."""
         if self.tensor_digests:
             return []
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.pt"))
+        return list(file_sizes(self.folder, "*.pt"))
 
     def file_problem(self, name: str) -> str | None:
         """Reads a file and compares it with its checksums from torch.save. Raises OSError if it cannot be
@@ -216,9 +217,8 @@ class UniversalReader(StateReader):
             for state_name, by_parameter in self.tensor_digests.items()
             for name in by_parameter
         }
-        others = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*.pt"))]
-        others = [name for name in others if name not in compared]
-        problems += [problem for name in others if (problem := self.file_problem(name))]
+        others = file_sizes(self.folder, "*.pt").keys() - compared
+        problems += [problem for name in sorted(others) if (problem := self.file_problem(name))]
         return count + len(others) - len(self.files_without_checksums), problems
 
     @property

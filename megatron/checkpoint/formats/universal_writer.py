@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateBlocks, StateReader
@@ -135,10 +136,8 @@ class UniversalWriter(ParameterWriter):
         info = checkpoint.run.get(INFO_KEY) or derive_info(self.reader.specs, checkpoint.vocab_size)
         content = client_state(info, checkpoint.config, checkpoint.run["state"])
         torch.save(content, self.folder / "mp_rank_00_model_states.pt")
-        paths = sorted(self.folder.rglob("*.pt"))
-        self.write_run_file(
-            {str(path.relative_to(self.folder)): {"bytes": path.stat().st_size} for path in paths}
-        )
+        sizes = file_sizes(self.folder, "*.pt")
+        self.write_run_file({name: {"bytes": size} for name, size in sizes.items()})
 
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:

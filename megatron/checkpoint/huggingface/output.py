@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megatron.checkpoint.conversion.to_universal import check_space
-from megatron.checkpoint.files import content_problem, describe_file, read_with_retries
+from megatron.checkpoint.files import describe_file, file_problem, file_sizes, read_with_retries
 from megatron.checkpoint.names import check_file
 from megatron.errors import UserError, one_line
 from megatron.files import read_small
@@ -125,9 +125,7 @@ def digest_of(path: Path) -> str:
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
     """Writes the digests of all files below a folder. known: file name -> digest that is known already."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    lines = [f"{known.get(name) or digest_of(folder / name)}  {name}\n" for name in names]
+    lines = [f"{known.get(name) or digest_of(folder / name)}  {name}\n" for name in file_sizes(folder)]
     (folder / DIGEST_FILE).write_text("".join(lines))
 
 
@@ -146,16 +144,9 @@ def read_digests(folder: Path) -> dict[str, str]:
     return {check_file(match[2], path): match[1] for match in found if match}
 
 
-def digest_problem(folder: Path, name: str, digest: str) -> str | None:
-    """Reads a file and returns its problem; None if it has this digest. Raises OSError if it cannot be read
-    now."""
-    differs = f"differs from its digest in {DIGEST_FILE}"
-    return content_problem(folder, name, lambda found: found["sha256"] == digest, differs)
-
-
 def check_digests(folder: Path) -> None:
     """Raises UserError if files differ from their digests. The message names the files."""
-    problems = [digest_problem(folder, *entry) for entry in read_digests(folder).items()]
+    problems = [file_problem(folder, *entry, DIGEST_FILE) for entry in read_digests(folder).items()]
     if damaged := [problem for problem in problems if problem]:
         raise UserError(
             f"{folder} is damaged: {first_few(damaged)}: copy it again, or remove {DIGEST_FILE} if you have "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.huggingface.family import IDENTITY
@@ -18,7 +19,7 @@ from megatron.checkpoint.huggingface.importer import (
     read_hugging_face,
     read_settings,
 )
-from megatron.checkpoint.huggingface.output import DIGEST_FILE, digest_problem, read_digests
+from megatron.checkpoint.huggingface.output import DIGEST_FILE, read_digests
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
 from megatron.mpu.layout import TPGroup
@@ -52,7 +53,7 @@ class HuggingFaceReader(StateReader):
         return list(self._digests)
 
     def file_problem(self, name: str) -> str | None:
-        return digest_problem(self.folder, name, self._digests[name])
+        return file_problem(self.folder, name, self._digests[name], DIGEST_FILE)
 
     @cached_property
     def _digests(self) -> dict[str, str]:

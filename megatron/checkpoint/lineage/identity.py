@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import add_checksum, has_valid_checksum, read_with_retries
+from megatron.checkpoint.files import add_checksum, read_record
 from megatron.checkpoint.names import read_name
-from megatron.errors import is_access_error
-from megatron.files import HostileFileError, read_json, write_atomically, write_json
+from megatron.files import write_atomically, write_json
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
@@ -169,20 +168,16 @@ def read_latest(folder: Path) -> str | None:
     return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
 
 
-def read_record(folder: Path) -> LatestRecord | None:
+def read_latest_record(folder: Path) -> LatestRecord | None:
     """Returns `latest.json`; None if it is missing or damaged. Raises OSError if it cannot be read now."""
-    path = folder / RECORD_FILE
+    if (record := read_record(folder / RECORD_FILE)) is None:
+        return None
     try:
-        record = read_with_retries(path, lambda: read_json(path))
-        if not isinstance(record, dict) or not has_valid_checksum(record):
-            return None
         run_id, origin = parse_run_id(record["run_id"]), record["origin"]
         if run_id is None or not isinstance(record["latest"], str) or not isinstance(origin, dict | None):
             return None
         lineage, upcoming = parse_lineage(record["lineage"]), parse_entry(record["upcoming"])
-    except (OSError, ValueError, KeyError, HostileFileError) as error:
-        if is_access_error(error):
-            raise
+    except (ValueError, KeyError):
         return None
     return LatestRecord(record["latest"], run_id, lineage, origin, upcoming)
 

@@ -34,7 +34,7 @@ from megatron.checkpoint.lineage.identity import (
     LatestRecord,
     RunIdentity,
     read_latest,
-    read_record,
+    read_latest_record,
 )
 from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.ranks import first_problem_of_ranks
@@ -231,7 +231,7 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
     if config.save is None:
         return RunIdentity(lineage=lineage, origin=origin)
     save = Path(config.save)
-    record = read_record(save)
+    record = read_latest_record(save)
     resumes = not checkpoint.weights_only and is_same_path(checkpoint.folder.parent, save)
     if resumes and (converted or _is_current(checkpoint, config)):
         run_id = checkpoint.run_id or RunIdentity().run_id

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron.checkpoint.files import add_checksum, has_valid_checksum, read_with_retries
+from megatron.checkpoint.files import add_checksum, read_record
 from megatron.checkpoint.lineage.identity import LineageEntry, parse_lineage
-from megatron.errors import is_access_error
-from megatron.files import HostileFileError, read_json, write_json
+from megatron.files import write_json
 
 LOCAL_RECORD_FILE = "latest_local"
 
@@ -30,15 +28,10 @@ class LocalRecord:
 def read_local_entries(save: Path) -> tuple[LineageEntry, ...]:
     """Returns the checkpoints in `latest_local`, oldest first; () if it is missing or damaged. Raises OSError
     if it cannot be read now."""
-    path = save / LOCAL_RECORD_FILE
+    record = read_record(save / LOCAL_RECORD_FILE)
     try:
-        record: Any = read_with_retries(path, lambda: read_json(path))
-        if not isinstance(record, dict) or not has_valid_checksum(record):
-            return ()
-        return parse_lineage(record["entries"])
-    except (OSError, ValueError, KeyError, HostileFileError) as error:
-        if is_access_error(error):
-            raise
+        return () if record is None else parse_lineage(record["entries"])
+    except (ValueError, KeyError):
         return ()
 
 

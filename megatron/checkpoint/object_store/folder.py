@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.lineage.identity import (
     LATEST_FILE,
     RECORD_FILE,
     LineageEntry,
     RunIdentity,
-    read_record,
+    read_latest_record,
     record_upcoming,
 )
 from megatron.checkpoint.lineage.owner import ClaimFolder
@@ -122,7 +123,7 @@ class ObjectFolder:
         for key in (LATEST_FILE, RECORD_FILE):
             if (content := contents.get(key)) is not None:
                 show_object(self.path / key, listed[key].size, listed[key].modified, content)
-        record = read_record(self.path)
+        record = read_latest_record(self.path)
         digests = {entry.sha256 for entry in record.entries} if record is not None else set()
 
         def priority(folder: str) -> tuple[bool, float]:
@@ -150,9 +151,8 @@ class ObjectFolder:
 
     def sizes(self, name: str) -> dict[str, int]:
         """Returns the sizes of a checkpoint's files except `run.json`, on rank 0."""
-        folder = self.path / name
-        files = [path for path in folder.rglob("*") if path.is_file() and path != folder / RUN_FILE]
-        return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+        sizes = file_sizes(self.path / name)
+        return {file: size for file, size in sizes.items() if file != RUN_FILE}
 
     def show(self, name: str, run: dict[str, Any], sizes: Mapping[str, int]) -> None:
         """Makes a mirror show one checkpoint, with placeholders of its files."""

@@ -331,7 +331,7 @@ def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change
     names = reader.files_to_verify()
     assert len(names) == 3 and not any(reader.file_problem(name) for name in names)
     convert("--from", exported, "--to", tmp_path / "intact")
-    damaged, words = "model.safetensors", "differs from its digest in megatron.sha256"
+    damaged, words = "model.safetensors", "its digest differs from that in megatron.sha256"
     if change == "bit":
         content = bytearray((exported / damaged).read_bytes())
         content[-5] ^= 1

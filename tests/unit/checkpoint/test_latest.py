@@ -11,7 +11,7 @@ import pytest
 from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import identity as identity_module
-from megatron.checkpoint.lineage.identity import read_record
+from megatron.checkpoint.lineage.identity import read_latest_record
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.saving import publishing
 from megatron.checkpoint.selection import find_checkpoint
@@ -234,7 +234,7 @@ def test_latest_of_a_folder_from_before_run_ids_is_used(tmp_path):
 def test_a_damaged_latest_json_is_ignored(content, tmp_path):
     Run(tmp_path, tmp_path).save(2, 4)
     (tmp_path / "latest.json").write_bytes(content)
-    assert read_record(tmp_path) is None and Run(tmp_path, tmp_path).started_from == "global_step4"
+    assert read_latest_record(tmp_path) is None and Run(tmp_path, tmp_path).started_from == "global_step4"
 
 
 def test_latest_set_by_hand_is_used_after_a_kill_before_latest_json_was_written(tmp_path, monkeypatch):
