@@ -281,7 +281,6 @@ def _first_with_end(reports: Sequence[Report], end: ExitStatus) -> Report | None
 
 
 def _missing(reports: Sequence[Report], processes: int) -> list[int]:
-    """Returns the ranks without a report."""
     return sorted(set(range(processes)) - {report["rank"] for report in reports})
 
 

@@ -199,7 +199,6 @@ class Watchdog:
         self._device_facts, self._flight_record = facts, flight_record
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._stopped = True
         os.write(self._awake, b"\0")
         self._thread.join()

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--from",

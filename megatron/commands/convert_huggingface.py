@@ -46,7 +46,6 @@ FLAGS_OF_ONE = {
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input (one of three) and output")
     source = group.add_mutually_exclusive_group(required=True)

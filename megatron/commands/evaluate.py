@@ -58,7 +58,6 @@ _SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--load",
@@ -122,7 +121,6 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises UserError for invalid arguments."""
     check_folder("--load", arguments.load)
     if not arguments.data_path and not arguments.tasks:
         raise UserError("nothing to evaluate: set --data-path or --tasks")

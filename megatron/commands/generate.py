@@ -32,7 +32,6 @@ MAX_SEED = 2**63 - 1
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(

@@ -26,7 +26,6 @@ from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error,
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "folders",

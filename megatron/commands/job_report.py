@@ -273,7 +273,6 @@ def _points(values: dict[int, float]) -> tuple[list[int], list[float]]:
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "logs", nargs="+", type=Path, metavar="LOG", help="console logs, in the order of the run"

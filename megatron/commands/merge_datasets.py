@@ -31,7 +31,6 @@ from megatron.tokenizer.vocabulary_record import common_digest, copy_record, rec
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--input",
@@ -48,7 +47,6 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises UserError for invalid arguments."""
     output = arguments.output_prefix
     arguments.input = [prefix for word in arguments.input for prefix in _prefixes_of(word, output)]
     if len(arguments.input) < 2:

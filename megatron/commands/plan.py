@@ -31,7 +31,6 @@ RECIPES = ("nodes", "micro-batch")
 
 
 def build_parser() -> RunFlagsParser:
-    """Returns the parser of the command line."""
     parser = RunFlagsParser(__doc__)
     parser.add_argument(
         "--script",

@@ -33,7 +33,6 @@ from megatron.planner.command import RunFlagsParser, run_flags
 
 
 def build_parser() -> RunFlagsParser:
-    """Returns the parser of the command line."""
     parser = RunFlagsParser(__doc__)
     parser.add_argument(
         "--script",

@@ -95,7 +95,6 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises UserError for invalid arguments."""
     check_at_least_1(arguments, "workers", "log_interval")
     prefix = arguments.output_prefix
     if is_url(prefix):

@@ -52,7 +52,6 @@ class _SweepParser(ToolParser):
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = _SweepParser(__doc__)
     parser.add_argument("action", choices=("plan", "run", "report"), help="see above")
     parser.add_argument(

@@ -29,7 +29,6 @@ MIN_VOCAB_SIZE = BYTE_SYMBOLS + 1  # all bytes and <|endoftext|>
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = ToolParser(__doc__)
     parser.add_argument(
         "--input",
@@ -55,7 +54,6 @@ def build_parser() -> ToolParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises UserError for invalid arguments."""
     if arguments.vocab_size < MIN_VOCAB_SIZE:
         raise UserError(
             f"--vocab-size is {arguments.vocab_size}, expected at least {MIN_VOCAB_SIZE} "

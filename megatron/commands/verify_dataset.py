@@ -97,7 +97,6 @@ def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_parser() -> ToolParser:
-    """Returns the parser of the command line."""
     parser = VerifyParser(__doc__)
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="data set, without .bin and .idx")
     parser.add_argument("--html", metavar="FILE", help="write a page with statistics and examples")

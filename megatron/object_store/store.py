@@ -129,7 +129,6 @@ class ObjectStore:
         self._file_systems: dict[int, Any] = {}
 
     def url_of(self, key: str) -> str:
-        """Returns the full URL of an object."""
         return f"{self.url}/{key}" if key else self.url
 
     def list(self, prefix: str = "", depth: int | None = None) -> dict[str, ObjectInfo]:

@@ -81,7 +81,6 @@ class _NativeConversion(UniversalWriter):
         self._allow_replica_mismatch = allow_replica_mismatch
 
     def accept_mismatch(self, name: str, largest: float) -> None:
-        """See `ParameterWriter`."""
         if not self._allow_replica_mismatch:
             super().accept_mismatch(name, largest)
         # Written before the parameter is finished: a resumed conversion does not compare its replicas again.

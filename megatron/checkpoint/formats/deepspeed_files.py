@@ -141,7 +141,6 @@ class FlatShard:
         return parts
 
     def whole(self) -> Tensor:
-        """Returns all elements."""
         return self.elements(0, self.numel)
 
     def release(self) -> None:
@@ -411,7 +410,6 @@ def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, P
 
 
 def is_tensor(value: Any) -> bool:
-    """Returns whether a value in a file is a tensor."""
     from torch import Tensor
 
     return isinstance(value, Tensor)

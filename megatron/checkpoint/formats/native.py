@@ -77,14 +77,12 @@ class NativeReader(StateReader):
 
     @cached_property
     def files(self) -> OptimizerFiles:
-        """The optimizer's files."""
         run = self.checkpoint.run
         present = {path.name for path in self.folder.glob("*")} if self.checkpoint.is_partial else None
         return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"), present)
 
     @cached_property
     def layers(self) -> LayerFiles:
-        """The layer files."""
         return LayerFiles(self.folder)
 
     @property

@@ -98,7 +98,6 @@ def is_run_format(folder: Path) -> bool:
 
 
 def reader_class(folder: Path) -> type[StateReader]:
-    """Returns the class that reads the checkpoint in `folder`."""
     return FORMATS.load(format_of(folder))
 
 

@@ -115,7 +115,6 @@ class TorchDistWriter(ParameterWriter):
         self.write_run_file(self._files.finish(), loss_scaler=self.reader.loss_scaler)
 
     def _common(self) -> dict[str, Any]:
-        """Returns the content of common.pt."""
         checkpoint, optimizer = self.reader.checkpoint, self._config.optimizer
         args = vars(megatron_args(self._config, checkpoint.run["state"]))
         words = next(spec for spec in self.reader.specs.values() if spec.num_valid_rows is not None)

@@ -84,7 +84,6 @@ def write_hugging_face(
 
 
 def _size_bytes(reader: StateReader, precision: str) -> int:
-    """Returns the size of the weights in the output, in bytes."""
     return PARAMETER_DTYPES[precision].itemsize * sum(prod(s.valid_shape) for s in reader.specs.values())
 
 

@@ -41,7 +41,6 @@ class HuggingFaceReader(StateReader):
 
     @cached_property
     def model(self) -> HuggingFaceModel:
-        """The model in the folder."""
         return read_hugging_face(self.folder)
 
     @property

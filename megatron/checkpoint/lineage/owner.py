@@ -120,7 +120,6 @@ class FolderOwner:
         return self._lost_reason
 
     def start(self) -> None:
-        """Starts the heartbeat."""
         self._thread.start()
 
     def set_run_id(self, run_id: str) -> None:
@@ -160,7 +159,6 @@ class FolderOwner:
         return self._lost_reason
 
     def release(self) -> None:
-        """Ends the ownership."""
         self._released.set()
         if self._thread.is_alive():
             self._thread.join(_LAST_HEARTBEAT_S)
@@ -223,7 +221,6 @@ class ClaimFolder:
             raise
 
     def create(self, name: str) -> None:
-        """Creates an empty file."""
         os.close(os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
 
     def write(self, name: str, content: bytes) -> None:
@@ -236,7 +233,6 @@ class ClaimFolder:
             os.close(descriptor)
 
     def remove(self, name: str) -> None:
-        """Removes a file."""
         (self._path / name).unlink()
 
 

@@ -170,11 +170,9 @@ class _CollectedWrites:
         return len(content)
 
     def tell(self) -> int:
-        """Returns the position in the file."""
         return self._position
 
     def flush(self) -> None:
-        """Writes what is collected."""
         if self._small:
             self._file.write(bytes(self._small))
             self._small.clear()

@@ -87,7 +87,6 @@ class BackgroundFiles(RankFiles):
             self._problem = self._problem or str(error)
 
     def write(self, file: Path, contents: Iterable[Content]) -> None:
-        """See `RankFiles`. Returns once the content is copied."""
         self._write(file, contents)
 
     def add_digests(self, contents: Iterable[Content]) -> None:

@@ -75,7 +75,6 @@ class NativeFormat(SaveFormat):
 
 
 def _own_state(optimizer: MixedPrecisionOptimizer, parts: Mapping[str, LocalParamState]) -> Iterator[Content]:
-    """Yields the optimizer's state of this rank."""
     state = optimizer.state_dict()
     yield Content(partial(save_archive, state), list(_parts_in(state, parts)))
 
