@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.model.layer_context import LayerIO
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import final_norm_of
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.context_parallel import gather_sequence
@@ -62,7 +62,7 @@ class DistributedGPT:
         parallel = module.config.parallel
         self._rank_of_stage = parallel.rank_of_stage
         self._length_multiple = parallel.length_multiple
-        self._final_norm = FIRST_TRANSFORMER_LAYER + module.config.model.num_layers + 1
+        self._final_norm = final_norm_of(module.config.model.num_layers)
         self._device = next(module.parameters()).device
         self._specs: dict[tuple[int, ...], list[tuple[torch.Size, torch.dtype]]] = {}
 

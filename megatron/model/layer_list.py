@@ -5,5 +5,14 @@ import torch
 
 FIRST_TRANSFORMER_LAYER = 3
 TIED_EMBEDDING = "embed"
+# Global names: the prefix of the embedding's parameters, and its weight, which is tied to the LM head.
+EMBEDDING = f"tied_modules.{TIED_EMBEDDING}."
+WORD_EMBEDDINGS = f"{EMBEDDING}word_embeddings.weight"
+
+
+def final_norm_of(num_layers: int) -> int:
+    """Returns the index of the final norm in the pipeline's layer list. An untied LM head follows it."""
+    return FIRST_TRANSFORMER_LAYER + num_layers + 1
+
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

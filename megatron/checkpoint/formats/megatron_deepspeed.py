@@ -43,13 +43,13 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError, one_line
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, final_norm_of
 
 _SOURCE_FIRST_LAYER = 2
 # This parameter identifies a transformer layer. No model has longer layer numbers.
 _INPUT_NORM = re.compile(r"(0|[1-9]\d{0,5})\.input_layernorm\.weight")
 _INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
-_POSITIONS = f"tied_modules.{TIED_EMBEDDING}.position_embeddings.weight"
+_POSITIONS = f"{EMBEDDING}position_embeddings.weight"
 # Names in a model without a pipeline.
 _PLAIN_MODEL = "language_model."
 _PLAIN_LAYER = re.compile(r"language_model\.encoder\.layers\.(0|[1-9]\d{0,5})\.(.+)")
@@ -214,12 +214,11 @@ def _is_plain(names: Collection[str]) -> bool:
 def _translate_plain_name(name: str, last: int) -> str:
     """Translates a name without a pipeline. last: index of the last transformer layer in the source."""
     if name.startswith(_PLAIN_EMBEDDING):
-        return f"tied_modules.{TIED_EMBEDDING}.{name.removeprefix(_PLAIN_EMBEDDING)}"
+        return EMBEDDING + name.removeprefix(_PLAIN_EMBEDDING)
     if name.startswith(_PLAIN_FINAL_NORM):
-        # This program has a function between the last transformer layer and the final norm.
-        return f"{last + FIRST_TRANSFORMER_LAYER + 2}.{name.removeprefix(_PLAIN_FINAL_NORM)}"
+        return f"{final_norm_of(last + 1)}.{name.removeprefix(_PLAIN_FINAL_NORM)}"
     if name.startswith(_PLAIN_HEAD):
-        return f"{last + FIRST_TRANSFORMER_LAYER + 3}.lm_head.{name.removeprefix(_PLAIN_HEAD)}"
+        return f"{final_norm_of(last + 1) + 1}.lm_head.{name.removeprefix(_PLAIN_HEAD)}"
     match = _PLAIN_LAYER.fullmatch(name)
     return name if match is None else f"{int(match[1]) + FIRST_TRANSFORMER_LAYER}.{match[2]}"
 
@@ -232,7 +231,7 @@ def _translate_name(name: str, last: int) -> str:
     """Translates a pipeline's name. last: index of the last transformer layer in the source. Distinct names
     of one model stay distinct, because it has the word embeddings under only one of their two names."""
     if name.startswith(_UNTIED_EMBEDDING):
-        return f"tied_modules.{TIED_EMBEDDING}.{name.removeprefix(_UNTIED_EMBEDDING)}"
+        return EMBEDDING + name.removeprefix(_UNTIED_EMBEDDING)
     match = _INDEXED.fullmatch(name)
     if match is None or int(match[1]) < _SOURCE_FIRST_LAYER:
         return name

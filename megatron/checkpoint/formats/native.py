@@ -40,7 +40,7 @@ from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, reshard
 from megatron.text_table import first_few
@@ -330,4 +330,4 @@ class LayerFiles:
 
 def parameter_prefix(layer_index: int) -> str:
     """Returns the prefix of names. The embedding is the only layer with parameters before the transformer."""
-    return f"tied_modules.{TIED_EMBEDDING}." if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."
+    return EMBEDDING if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."

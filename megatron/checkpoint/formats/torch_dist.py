@@ -38,17 +38,16 @@ from megatron.config import Config
 from megatron.config.model import MEGATRON_MODEL_ARGS, MEGATRON_POSITIONS, argument_differences
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, WORD_EMBEDDINGS, final_norm_of
 from megatron.mpu.parameters import ParameterSpec
 
 COMMON_FILE = "common.pt"
 _LAYERS = "decoder.layers."
-_EMBED = "tied_modules.embed."
 # Name in Megatron-Core -> name in this program, outside of the transformer layers. {final} and {head} are
 # indices in the pipeline's layer list.
 _OUTER = {
-    "embedding.word_embeddings.weight": f"{_EMBED}word_embeddings.weight",
-    "embedding.position_embeddings.weight": f"{_EMBED}position_embeddings.weight",
+    "embedding.word_embeddings.weight": WORD_EMBEDDINGS,
+    "embedding.position_embeddings.weight": f"{EMBEDDING}position_embeddings.weight",
     "decoder.final_layernorm.weight": "{final}.weight",
     "decoder.final_layernorm.bias": "{final}.bias",
     "output_layer.weight": "{head}.lm_head.weight",
@@ -280,7 +279,7 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
     weights = [key for key in stored.tensors if not key.startswith((_OPTIMIZER, "rng_state"))]
     layers = [_layers_in(key, stored.tensors[key].shape) for key in weights if key.startswith(_LAYERS)]
     num_layers = max((last + 1 for _, last in layers), default=0)
-    final = FIRST_TRANSFORMER_LAYER + num_layers + 1
+    final = final_norm_of(num_layers)
     keys: dict[str, tuple[str, int | None]] = {}
     for key in weights:
         if key in _OUTER:
@@ -305,7 +304,7 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
 def stored_name(name: str, num_layers: int) -> tuple[str, int | None]:
     """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers.
     Raises UserError if Megatron-Core has none."""
-    final = FIRST_TRANSFORMER_LAYER + num_layers + 1
+    final = final_norm_of(num_layers)
     for key, own in _OUTER.items():
         if own.format(final=final, head=final + 1) == name:
             return key, None

@@ -41,7 +41,7 @@ from megatron.config import Config
 from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
 from megatron.errors import UserError
 from megatron.files import expect_layout
-from megatron.model.layer_list import TIED_EMBEDDING
+from megatron.model.layer_list import WORD_EMBEDDINGS
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
 
@@ -104,8 +104,7 @@ class UniversalReader(StateReader):
             return None
         fields = {"activation": megatron_deepspeed.gelu_of(args)}
         fields |= {name: args.get(name) for name in (*MEGATRON_MODEL_ARGS, *COMPARED_ARGUMENTS)}
-        words = f"tied_modules.{TIED_EMBEDDING}.word_embeddings.weight"
-        num_tokens = self._external["vocab_size"] or self.read(words, VALUES).shape[0]
+        num_tokens = self._external["vocab_size"] or self.read(WORD_EMBEDDINGS, VALUES).shape[0]
         return {name: value for name, value in fields.items() if value is not None}, num_tokens
 
     def _check_files(self) -> None:

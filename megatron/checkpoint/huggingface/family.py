@@ -18,14 +18,10 @@ from megatron.config import ModelConfig
 from megatron.config.fields import changes_model, option_name, value_text
 from megatron.config.registries import Choice, Registry
 from megatron.errors import UserError, one_line
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, final_norm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-EMBED = "tied_modules.embed"
-WORD_EMBEDDINGS = f"{EMBED}.word_embeddings.weight"
-"""Megatron name of the word embeddings, which are tied to the LM head."""
 
 LM_HEAD = "lm_head.weight"
 """Hugging Face name of the LM head. Some files contain it although it is tied."""
@@ -84,6 +80,20 @@ def with_bias(
         Parameter(f"{megatron}.weight", (f"{hf}.weight",), weight),
         Parameter(f"{megatron}.bias", (f"{hf}.bias",), bias),
     )
+
+
+_LAYER_MODULES = (
+    *("input_layernorm", "self_attention.query_key_value", "self_attention.dense"),
+    *("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+)
+
+
+def layers_of_megatron(layer: str, attention: str = "self_attention") -> tuple[Parameter, ...]:
+    """Returns the parameters of the transformer layers of a family that has Megatron's names in them. layer:
+    the layer's name, with `{block}`. attention: the name of the attention in it."""
+    names = {name: f"{layer}.{name.replace('self_attention', attention)}" for name in _LAYER_MODULES}
+    pairs = [with_bias(f"{{layer}}.{name}", hf) for name, hf in names.items()]
+    return tuple(parameter for pair in pairs for parameter in pair)
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,7 @@ class Family:
 
     def names(self, num_layers: int, untied: bool = False) -> Iterator[Parameter]:
         """Yields the parameters of a model with `num_layers` layers, with the layer numbers filled in."""
-        final = FIRST_TRANSFORMER_LAYER + num_layers + 1
+        final = final_norm_of(num_layers)
         head = (self.head,) if untied and self.head is not None else ()
         for parameter in (*self.parameters, *head):
             blocks = range(num_layers) if "{layer}" in parameter.megatron else (0,)

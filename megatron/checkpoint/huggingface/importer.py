@@ -25,7 +25,6 @@ from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.huggingface.family import (
     FAMILIES,
     LM_HEAD,
-    WORD_EMBEDDINGS,
     Family,
     Parameter,
     count_non_finite,
@@ -46,7 +45,7 @@ from megatron.config import (
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError, one_line
 from megatron.files import HostileFileError, expect_layout, open_regular, read_json
-from megatron.model.layer_list import PARAMETER_DTYPES
+from megatron.model.layer_list import PARAMETER_DTYPES, WORD_EMBEDDINGS
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
 from megatron.pipeline.stages import plan_stages

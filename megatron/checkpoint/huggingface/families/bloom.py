@@ -2,14 +2,14 @@
 
 from megatron.checkpoint.huggingface.family import (
     DROPOUT,
-    EMBED,
     INITIALIZATION,
-    WORD_EMBEDDINGS,
     Family,
     Parameter,
     equal_heads,
+    layers_of_megatron,
     with_bias,
 )
+from megatron.model.layer_list import EMBEDDING, WORD_EMBEDDINGS
 
 BLOOM = Family(
     title="BLOOM",
@@ -33,16 +33,8 @@ BLOOM = Family(
     hf_constants={"tie_word_embeddings": True, "slow_but_exact": False},
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),
-        *with_bias(f"{EMBED}.word_embeddings.norm", "transformer.word_embeddings_layernorm"),
-        *with_bias("{layer}.input_layernorm", "transformer.h.{block}.input_layernorm"),
-        *with_bias(
-            "{layer}.self_attention.query_key_value",
-            "transformer.h.{block}.self_attention.query_key_value",
-        ),
-        *with_bias("{layer}.self_attention.dense", "transformer.h.{block}.self_attention.dense"),
-        *with_bias("{layer}.post_attention_layernorm", "transformer.h.{block}.post_attention_layernorm"),
-        *with_bias("{layer}.mlp.dense_h_to_4h", "transformer.h.{block}.mlp.dense_h_to_4h"),
-        *with_bias("{layer}.mlp.dense_4h_to_h", "transformer.h.{block}.mlp.dense_4h_to_h"),
+        *with_bias(f"{EMBEDDING}word_embeddings.norm", "transformer.word_embeddings_layernorm"),
+        *layers_of_megatron("transformer.h.{block}"),
         *with_bias("{final}", "transformer.ln_f"),
     ),
     # Settings of the program that BLOOM was trained with, and n_embed, an old name of hidden_size.

@@ -9,7 +9,6 @@ from megatron.checkpoint.huggingface.family import (
     DROPOUT,
     INITIALIZATION,
     SIZES,
-    WORD_EMBEDDINGS,
     Conversion,
     Family,
     Parameter,
@@ -20,6 +19,7 @@ from megatron.checkpoint.huggingface.family import (
 from megatron.checkpoint.huggingface.rope import ROPE
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
+from megatron.model.layer_list import WORD_EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

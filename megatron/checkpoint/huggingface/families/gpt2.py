@@ -3,8 +3,6 @@
 from torch import Tensor
 
 from megatron.checkpoint.huggingface.family import (
-    EMBED,
-    WORD_EMBEDDINGS,
     Family,
     Parameter,
     equal_heads,
@@ -12,6 +10,7 @@ from megatron.checkpoint.huggingface.family import (
     with_bias,
 )
 from megatron.config import ModelConfig
+from megatron.model.layer_list import EMBEDDING, WORD_EMBEDDINGS
 
 
 def _heads_last(rows: Tensor, model: ModelConfig) -> Tensor:
@@ -30,7 +29,6 @@ HEADS_LAST = one_to_one(_heads_last, _heads_first)
 HEADS_LAST_TRANSPOSED = one_to_one(
     lambda x, model: _heads_last(x, model).t(), lambda x, model: _heads_first(x.t(), model)
 )
-
 
 GPT2 = Family(
     title="GPT-2",
@@ -61,7 +59,7 @@ GPT2 = Family(
     },
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("transformer.wte.weight",)),
-        Parameter(f"{EMBED}.position_embeddings.weight", ("transformer.wpe.weight",)),
+        Parameter(f"{EMBEDDING}position_embeddings.weight", ("transformer.wpe.weight",)),
         *with_bias("{layer}.input_layernorm", "transformer.h.{block}.ln_1"),
         *with_bias(
             "{layer}.self_attention.query_key_value",

@@ -8,15 +8,16 @@ from megatron.checkpoint.huggingface.family import (
     INITIALIZATION,
     LM_HEAD,
     SIZES,
-    WORD_EMBEDDINGS,
     Conversion,
     Family,
     Parameter,
     equal_heads,
     exact_or_tanh,
+    layers_of_megatron,
     with_bias,
 )
 from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
+from megatron.model.layer_list import WORD_EMBEDDINGS
 
 # use_parallel_residual -> layer_arrangement.
 _ARRANGEMENTS = {True: "parallel", False: "pre-norm"}
@@ -41,12 +42,7 @@ GPT_NEOX = Family(
     conversions=(ARRANGEMENT, UNTIED, PARTIAL_ROPE, exact_or_tanh("hidden_act")),
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("gpt_neox.embed_in.weight",)),
-        *with_bias("{layer}.input_layernorm", f"{_LAYER}.input_layernorm"),
-        *with_bias("{layer}.self_attention.query_key_value", f"{_ATTENTION}.query_key_value"),
-        *with_bias("{layer}.self_attention.dense", f"{_ATTENTION}.dense"),
-        *with_bias("{layer}.post_attention_layernorm", f"{_LAYER}.post_attention_layernorm"),
-        *with_bias("{layer}.mlp.dense_h_to_4h", f"{_LAYER}.mlp.dense_h_to_4h"),
-        *with_bias("{layer}.mlp.dense_4h_to_h", f"{_LAYER}.mlp.dense_4h_to_h"),
+        *layers_of_megatron(_LAYER, attention="attention"),
         *with_bias("{final}", "gpt_neox.final_layer_norm"),
     ),
     head=Parameter("{head}.lm_head.weight", ("embed_out.weight",)),

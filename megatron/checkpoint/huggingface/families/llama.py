@@ -14,7 +14,6 @@ from megatron.checkpoint.huggingface.family import (
     INITIALIZATION,
     LM_HEAD,
     SIZES,
-    WORD_EMBEDDINGS,
     Conversion,
     Family,
     Parameter,
@@ -24,6 +23,7 @@ from megatron.checkpoint.huggingface.family import (
 from megatron.checkpoint.huggingface.rope import LAYERED_ROPE, ROPE
 from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
+from megatron.model.layer_list import WORD_EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
