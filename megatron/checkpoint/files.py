@@ -111,9 +111,9 @@ def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run
     )
 
 
-def file_problems(folder: Path, files: Files, workers: int = READ_THREADS) -> Iterator[str | None]:
+def file_problems(folder: Path, files: Files) -> Iterator[str | None]:
     """Yields the `file_problem` of every file, in order. Several threads read the files."""
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(READ_THREADS) as pool:
         yield from pool.map(lambda name: file_problem(folder, name, files[name].get("sha256")), files)
 
 

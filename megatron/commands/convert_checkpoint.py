@@ -129,7 +129,6 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Runs the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     source = Path(arguments.source)
     check_at_least_1(arguments, "workers")
@@ -156,7 +155,6 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_interrupt(), exit_on_user_error():
         run(argv)
 

@@ -225,7 +225,6 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Runs the tool. Raises UserError for a user's mistake."""
     arguments = build_parser().parse_args(argv)
     find_direction(arguments)
     check_direction(arguments)
@@ -239,7 +238,6 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_interrupt(), exit_on_user_error():
         run(argv)
 

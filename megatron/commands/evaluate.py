@@ -296,7 +296,6 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Runs the tool. Raises UserError for a user's mistake."""
     from megatron.cluster.devices import set_library_defaults
     from megatron.cluster.launch import init_from_slurm_env, world_size_of
 

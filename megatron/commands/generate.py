@@ -133,7 +133,6 @@ def write_text(
 
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_folder("--load", arguments.load)
     prompts = read_prompts(arguments)

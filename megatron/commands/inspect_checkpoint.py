@@ -89,7 +89,6 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     with exit_on_user_error():
         return run(argv)
 

@@ -319,7 +319,6 @@ def read_runs(logs: Sequence[Path]) -> dict[str, Run]:
 
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     options = build_parser().parse_args(argv)
     try:
         if options.compare:

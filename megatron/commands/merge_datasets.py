@@ -94,7 +94,6 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
 @exit_on_interrupt()
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     notes = merge(arguments.input, arguments.output_prefix)

@@ -60,7 +60,6 @@ def build_parser() -> RunFlagsParser:
 @exit_on_interrupt()
 @exit_on_user_error()
 def main() -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args()
     # Imported after the flags are checked: the import of DeepSpeed takes seconds, in the server process, too.
     from megatron.planner.simulation.processes import start_server

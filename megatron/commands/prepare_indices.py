@@ -59,7 +59,6 @@ def build_parser() -> RunFlagsParser:
 @exit_on_interrupt()
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_at_least_1(arguments, "threads")
     shard = parse_shard(arguments.shard, os.environ)

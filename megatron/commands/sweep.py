@@ -139,7 +139,6 @@ def write_report(folder: SweepFolder) -> str:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    """Runs the tool. Raises UserError for a user's mistake."""
     options = build_parser().parse_args(argv)
     options.argv = argv
     if options.steps < 1 or not 1 <= options.repeat <= MAX_REPEAT:

@@ -87,7 +87,6 @@ def read_texts(path: str, json_key: str) -> Iterator[str]:
 
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2."""
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()

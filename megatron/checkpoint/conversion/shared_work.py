@@ -39,16 +39,10 @@ _IS_HELD = (errno.EACCES, errno.EAGAIN)
 class SharedWork:
     """The share of one process. Without a file, the process has all items for itself."""
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        rank: int = 0,
-        num_tasks: int = 1,
-        print_fn: Callable[[str], object] = print,
-    ) -> None:
+    def __init__(self, path: Path | None = None, rank: int = 0, num_tasks: int = 1) -> None:
         """rank, num_tasks: decide only the order in which this process tries the items. Raises UserError if
         the file system has no locks and there are several tasks."""
-        self._path, self._rank, self._num_tasks, self._print_fn = path, rank, num_tasks, print_fn
+        self._path, self._rank, self._num_tasks = path, rank, num_tasks
         self._poll_s = max(_MIN_POLL_S, num_tasks / _POLLS_PER_S)
         self._file: int | None = None
         if path is None:
@@ -120,7 +114,7 @@ class SharedWork:
                 elif waiting:
                     if idle_since is not None and time.monotonic() - idle_since >= REPORT_AFTER_S:
                         idle_since = None  # one report
-                        self._print_fn(f"waiting for other tasks: {kind} {first_few(list(waiting))}")
+                        print(f"waiting for other tasks: {kind} {first_few(list(waiting))}")
                     time.sleep(self._poll_s)
         finally:
             pool.shutdown(cancel_futures=True)

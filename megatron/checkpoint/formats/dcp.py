@@ -170,18 +170,13 @@ class DcpReader(StateReader):
         rows = spec.valid_shape[0] if spec is not None else shape[0]
         step = max(_BLOCK_BYTES // 4 // prod(shape[1:]), 1)
         for start in range(0, rows, step):
-            region = _with(shape, 0, (start, min(start + step, rows)))
+            region = [(start, min(start + step, rows)), *((0, size) for size in shape[1:])]
             yield self.region_of(name, state_name, region).float()
 
 
 def _region(box: ShardBox) -> Region:
     """Returns the region of a box of a parameter."""
     return [(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)]
-
-
-def _with(shape: Sequence[int], dim: int, span: tuple[int, int]) -> Region:
-    """Returns the region of a tensor that is limited in one dimension."""
-    return [span if index == dim else (0, size) for index, size in enumerate(shape)]
 
 
 class DcpFiles:

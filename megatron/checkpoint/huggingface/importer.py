@@ -8,7 +8,7 @@ file).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -114,12 +114,6 @@ class HuggingFaceModel:
     def parts(self, name: str) -> list[Tensor]:
         """Returns the memory-mapped Hugging Face tensors of a parameter."""
         return [self.stored[hf_name].read() for hf_name in self.parameters[name].hf]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Megatron name, global weight) of every parameter, in the dtype of the files. Each weight is
-        read only when it is used. There are `rows` word embeddings."""
-        for name, parameter in self.parameters.items():
-            yield name, parameter.transform.to_megatron(self.parts(name), self.model)
 
 
 def config_without_run(

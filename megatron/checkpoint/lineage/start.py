@@ -37,7 +37,7 @@ from megatron.checkpoint.lineage.identity import (
     read_latest_record,
 )
 from megatron.checkpoint.local.record import read_local_entries
-from megatron.checkpoint.ranks import first_problem_of_ranks
+from megatron.checkpoint.ranks import errors_of_all_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
@@ -366,18 +366,16 @@ def share_checkpoint(
     the folder: one request per file and rank would overload the metadata server if a checkpoint has thousands
     of files. Raises UserError on every rank if one node cannot see the checkpoint after some retries.
     """
-    checkpoint, problem = share(checkpoint), None
-    if checkpoint is not None and dist.get_rank() != 0 and leads_node:
-        try:
-            _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
-        except (UserError, OSError) as error:
-            problem = str(error)
-    if (found := first_problem_of_ranks(problem)) is not None:
-        rank, text = found
-        raise UserError(
-            f"rank {rank} cannot open the checkpoint that rank 0 resumes from ({text}): --load must be a "
-            "folder that all nodes share"
-        )
+    checkpoint = share(checkpoint)
+    with errors_of_all_ranks():
+        if checkpoint is not None and dist.get_rank() != 0 and leads_node:
+            try:
+                _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
+            except (UserError, OSError) as error:
+                raise UserError(
+                    f"rank {dist.get_rank()} cannot open the checkpoint that rank 0 resumes from ({error}): "
+                    "--load must be a folder that all nodes share"
+                ) from error
     return checkpoint
 
 

@@ -22,7 +22,7 @@ from megatron.checkpoint.files import Files
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry
 from megatron.checkpoint.local.nodes import FileTransfer, Nodes
 from megatron.checkpoint.local.record import LocalRecord, write_local_record
-from megatron.checkpoint.ranks import first_problem_of_ranks
+from megatron.checkpoint.ranks import errors_of_all_ranks
 from megatron.checkpoint.record import RUN_FILE
 from megatron.checkpoint.saving.background import BackgroundSave, wait_for_value
 from megatron.checkpoint.saving.publishing import UNFINISHED, remove_checkpoint
@@ -157,18 +157,19 @@ def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
     ones. Collective."""
     token = f".node-{broadcast_from_rank_0(secrets.token_hex(8))}"
     own = folder / f"{token}-{nodes.index}"
-    problem = None
-    if nodes.leads:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            own.touch()
-        except OSError as error:
-            problem = (
-                f"--save-local {options.save_local} is not writable on node {nodes.name} ({error.strerror})"
-            )
     try:
-        _raise_on_all_ranks(problem)
-        _check_sharing(options, folder, nodes, token)
+        with errors_of_all_ranks():
+            if nodes.leads:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    own.touch()
+                except OSError as error:
+                    raise UserError(
+                        f"--save-local {options.save_local} is not writable on node {nodes.name} "
+                        f"({error.strerror})"
+                    ) from error
+        with errors_of_all_ranks():
+            _check_sharing(options, folder, nodes, token)
     finally:
         if nodes.leads:
             with suppress(OSError):
@@ -176,29 +177,25 @@ def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
 
 
 def _check_sharing(options: CheckpointConfig, folder: Path, nodes: Nodes, token: str) -> None:
-    """Raises UserError on every rank unless exactly the leader of this node has a file in this folder. token:
-    begins the names of these files."""
-    own, problem = folder / f"{token}-{nodes.index}", None
+    """Raises UserError unless exactly the leader of this node has a file in this folder. token: begins the
+    names of these files."""
     try:
         found = {path.name for path in folder.glob(f"{token}-*")}
-        if others := sorted(found - {own.name}):
-            other = nodes.names[int(others[0].rpartition("-")[2])]
-            problem = (
-                f"--save-local {options.save_local}: nodes {other} and {nodes.name} have one folder, "
-                "expected one on the disk of each node: set another folder, or put {node} into the path, "
-                "which stands for the node's name"
-            )
-        elif own.name not in found:
-            problem = (
-                f"--save-local {options.save_local}: rank {nodes.rank} does not see the files of rank "
-                f"{nodes.ranks[nodes.index][0]}, although both are on node {nodes.name}: set a folder that "
-                "all processes of a node share"
-            )
     except OSError as error:
-        problem = f"--save-local {options.save_local} cannot be read on node {nodes.name} ({error.strerror})"
-    _raise_on_all_ranks(problem)
-
-
-def _raise_on_all_ranks(problem: str | None) -> None:
-    if (found := first_problem_of_ranks(problem)) is not None:
-        raise UserError(found[1])
+        raise UserError(
+            f"--save-local {options.save_local} cannot be read on node {nodes.name} ({error.strerror})"
+        ) from error
+    own = f"{token}-{nodes.index}"
+    if others := sorted(found - {own}):
+        other = nodes.names[int(others[0].rpartition("-")[2])]
+        raise UserError(
+            f"--save-local {options.save_local}: nodes {other} and {nodes.name} have one folder, expected "
+            "one on the disk of each node: set another folder, or put {node} into the path, which stands for "
+            "the node's name"
+        )
+    if own not in found:
+        raise UserError(
+            f"--save-local {options.save_local}: rank {nodes.rank} does not see the files of rank "
+            f"{nodes.ranks[nodes.index][0]}, although both are on node {nodes.name}: set a folder that all "
+            "processes of a node share"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, GP
 from transformers.utils import logging
 
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.huggingface.importer import HuggingFaceModel
 from megatron.checkpoint.record import Checkpoint
 from megatron.commands import convert_huggingface
 from megatron.errors import USER_ERROR_EXIT_CODE
@@ -47,6 +49,12 @@ def save_hf(
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn(parameter.shape))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def weights_of(model: HuggingFaceModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each parameter of a model in a folder, in the dtype of its files."""
+    for name, parameter in model.parameters.items():
+        yield name, parameter.transform.to_megatron(model.parts(name), model.model)
 
 
 def change_config(folder: Path, **changes: Any) -> None:

@@ -28,7 +28,7 @@ from megatron.config import read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
 from tests.support.layouts import EOD, VOCAB, Row, config_of
-from tests.unit.checkpoint.hugging_face_folder import save_hf
+from tests.unit.checkpoint.hugging_face_folder import save_hf, weights_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.hostile import MUTATIONS, fuzz, mutated, mutated_json
 
@@ -157,7 +157,7 @@ def hugging_face(tmp_path: Path) -> Case:
     (folder / "generation_config.json").unlink()
 
     def read() -> None:
-        for _, weight in read_hugging_face(folder).weights():
+        for _, weight in weights_of(read_hugging_face(folder)):
             weight.sum()
 
     return folder, read

@@ -41,6 +41,7 @@ from tests.unit.checkpoint.hugging_face_folder import (
     hf_logits,
     megatron_logits,
     mistake,
+    weights_of,
 )
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
@@ -76,7 +77,7 @@ def test_hugging_face_gives_the_logits_of_the_checkpoint_and_its_weights_are_rea
     assert expected.std() > 0.1 and expected.shape == (2, SEQ, VOCAB)
     torch.testing.assert_close(hf_logits(tmp_path / "hf"), expected, rtol=1e-5, atol=1e-5)
     model = read_hugging_face(tmp_path / "hf")
-    weights = dict(model.weights())
+    weights = dict(weights_of(model))
     assert weights.keys() == wholes.keys()
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
     assert (model.rows, model.precision) == (VOCAB, "fp32")

@@ -31,6 +31,7 @@ from tests.unit.checkpoint.hugging_face_folder import (
     megatron_logits,
     mistake,
     save_hf,
+    weights_of,
 )
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
@@ -154,9 +155,9 @@ def with_a_copy_of_the_head(kind, weights):
 @pytest.mark.parametrize("change", [as_on_the_hub, with_a_copy_of_the_head])
 def test_names_as_on_the_hub_are_read(kind, change, tmp_path):
     save_hf(tmp_path, kind)
-    expected = dict(read_hugging_face(tmp_path).weights())
+    expected = dict(weights_of(read_hugging_face(tmp_path)))
     change_weights(tmp_path, partial(change, kind))
-    weights = dict(read_hugging_face(tmp_path).weights())
+    weights = dict(weights_of(read_hugging_face(tmp_path)))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
@@ -164,7 +165,7 @@ def test_names_as_on_the_hub_are_read(kind, change, tmp_path):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_that_torch_saved_are_read(parts, tmp_path):
     save_hf(tmp_path, "gpt2")
-    expected = dict(read_hugging_face(tmp_path).weights())
+    expected = dict(weights_of(read_hugging_face(tmp_path)))
     weights = list(load_file(tmp_path / "model.safetensors").items())
     (tmp_path / "model.safetensors").unlink()
     files = {f"pytorch_model-{part}.bin": dict(weights[part::parts]) for part in range(parts)}
@@ -175,7 +176,7 @@ def test_weights_that_torch_saved_are_read(parts, tmp_path):
     else:
         index = {"weight_map": {name: file for file, held in files.items() for name in held}}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    found = dict(read_hugging_face(tmp_path).weights())
+    found = dict(weights_of(read_hugging_face(tmp_path)))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

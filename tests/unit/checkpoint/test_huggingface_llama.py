@@ -27,6 +27,7 @@ from tests.unit.checkpoint.hugging_face_folder import (
     convert,
     hf_logits,
     megatron_logits,
+    weights_of,
 )
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.checkpoint.test_huggingface_import import make_universal, save_tokenizer
@@ -163,7 +164,7 @@ def test_a_megatron_checkpoint_survives_a_round_trip(model, row, architecture, t
     write_hugging_face(open_checkpoint(native.folder), tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [architecture]
     assert_equal_logits(hf_logits(tmp_path / "hf"), megatron_logits(native))
-    weights = dict(read_hugging_face(tmp_path / "hf").weights())
+    weights = dict(weights_of(read_hugging_face(tmp_path / "hf")))
     assert weights.keys() == wholes.keys()
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
 
@@ -314,7 +315,7 @@ def test_only_the_weights_in_use_are_mapped_into_memory(tmp_path):
     model = read_hugging_face(tmp_path)
     assert mappings() == 0
     found = 0
-    for _weight in model.weights():
+    for _weight in weights_of(model):
         assert mappings() <= 3  # queries, keys and values
         found += mappings()
     del _weight
