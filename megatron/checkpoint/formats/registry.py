@@ -49,7 +49,7 @@ FORMATS = Registry(
         UNIVERSAL: CheckpointFormat(
             "DeepSpeed's format for exchange: one folder per parameter",
             "megatron.checkpoint.formats.universal:UniversalReader",
-            writer="megatron.checkpoint.formats.universal_writer:UniversalCheckpointWriter",
+            writer="megatron.checkpoint.formats.universal_writer:UniversalWriter",
             markers=(PARAMETER_FOLDER,),
             latest_file=LATEST_UNIVERSAL_FILE,
         ),
