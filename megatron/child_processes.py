@@ -1,4 +1,4 @@
-"""Processes that this program starts beside itself: what they import, which signals reach them, their end."""
+"""Processes of this node: children, their imports and signals, and what /proc says of a process."""
 
 from __future__ import annotations
 
@@ -39,3 +39,19 @@ def end_with_parent() -> None:
     """Lets the kernel end this process when its parent has ended, on Linux."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def process_fields(pid: int) -> list[str]:
+    """Returns the fields of /proc/<pid>/stat without the first two (process id and name): the first is the
+    state, 'Z' or 'X' of a process that has ended. [] if it is unreadable."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def start_of(pid: int) -> str | None:
+    """Returns the start time of a process, in clock ticks; None if it does not exist."""
+    fields = process_fields(pid)
+    return fields[19] if len(fields) > 19 else None

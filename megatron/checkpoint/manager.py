@@ -282,7 +282,7 @@ class CheckpointManager:
         name = f"global_step{save.state.iteration}"
         folder = self.folder / name
         if problem := problem_in(results):
-            return SaveOutcome(folder, save.state.iteration, problem)
+            return save.ended(folder, problem)
         record = _record_of(save, results, self.engine.run_config)
         try:
             self.check_owner()
@@ -290,13 +290,11 @@ class CheckpointManager:
             of_ranks = [(result.files, result.table) for result in results]
             files = self._publish(save.saving, save.state, run, of_ranks)
         except (OSError, UserError, FolderTakenError) as error:
-            return SaveOutcome(folder, save.state.iteration, str(error))
+            return save.ended(folder, str(error))
         mismatched = tuple(record["unequal_copies"])
         if not mismatched:  # else `finish_save` finds the checkpoint that must be kept, with all ranks
             self._delete_in_background(None)
-        num_bytes = sum(facts["bytes"] for facts in files.values())
-        seconds = time.monotonic() - save.started
-        return SaveOutcome(folder, save.state.iteration, "", num_bytes, seconds, mismatched)
+        return save.ended(folder, "", files, mismatched)
 
     def save_local(self, state: TrainingState) -> bool:
         """Begins to save to --save-local, always in the background. Returns false if the save is left out,
@@ -351,11 +349,8 @@ class CheckpointManager:
             failed = self.local.commit(save.saving, run)
         except OSError as error:
             failed = str(error)
-        problem = problem or failed
         folder = save.saving.with_name(f"global_step{save.state.iteration}")
-        num_bytes = sum(facts["bytes"] for facts in files.values())
-        seconds = time.monotonic() - save.started
-        return SaveOutcome(folder, save.state.iteration, problem, num_bytes, seconds, is_local=True)
+        return save.ended(folder, problem or failed, files)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.child_processes import process_fields, start_of
 from megatron.cluster.launch import has_torch_launcher
 from megatron.errors import UserError
 
@@ -54,8 +55,7 @@ def is_running(pid: int) -> bool:
 
 def process_state(pid: int) -> str:
     """Returns the state of a process in /proc: 'R', 'S', 'T' (stopped), 'Z' (zombie), ...; '' if unknown."""
-    fields = _process_fields(pid)
-    return fields[0] if fields else ""
+    return next(iter(process_fields(pid)), "")
 
 
 def io_bytes() -> int:
@@ -79,22 +79,11 @@ def status_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def _process_fields(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat without the first two (process id and name); [] if it is
-    unreadable."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def started_by_living_launcher(folder: Path) -> bool:
     """Returns whether the launcher or shell that started the ranks of a `shared_temporary_folder` still
     runs."""
     pid, _, rest = folder.name.partition("-")
-    fields = _process_fields(int(pid)) if pid.isdigit() else []
-    return len(fields) > 19 and fields[19] == rest.partition("-")[0]
+    return pid.isdigit() and start_of(int(pid)) == rest.partition("-")[0]
 
 
 def earlier_folders(folder: Path) -> list[Path]:
@@ -131,10 +120,8 @@ def _start_key(env: Mapping[str, str]) -> str:
     # The launcher, or the session of the shell. Processes that are started by hand may each have a parent
     # (timeout, numactl). Process ids are reused, so the start time is a part of the name.
     starter = os.getppid() if has_torch_launcher(env) else os.getsid(0)
-    fields = _process_fields(starter)
-    started = fields[19] if len(fields) > 19 else "0"
     port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{starter}-{started}-{port}-{restart}"
+    return f"{starter}-{start_of(starter) or '0'}-{port}-{restart}"
 
 
 def _pid_namespace() -> str:

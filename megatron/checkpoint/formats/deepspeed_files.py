@@ -264,6 +264,21 @@ class OptimizerFiles:
         return FlatShard(self._fragments[tp_rank][name], key, lacks)
 
 
+def layer_file(layer: int, tp_rank: int) -> str:
+    """Returns the name of the file with a tensor-parallel rank's weights of a layer."""
+    return f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt"
+
+
+def model_file(model_rank: int) -> str:
+    """Returns the name of the file of a (stage, tensor-parallel rank) pair."""
+    return f"mp_rank_{model_rank:02d}_model_states.pt"
+
+
+def optimizer_file(model_rank: int, dp_rank: int = 0) -> str:
+    """Returns the name of the file with the optimizer state of one rank."""
+    return f"zero_pp_rank_{dp_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
+
+
 def optimizer_files(folder: Path, names: Collection[str] | None = None) -> list[tuple[int, Path, str]]:
     """Returns (model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
     data-parallel ranks. Without ZeRO, the mp_rank files hold the optimizer. names: the files in the folder,
@@ -336,11 +351,11 @@ def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
 def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
     """Yields the names of all files. replicas: number of data-parallel ranks that write files (ZeRO)."""
     for layer, rank in product(sorted({layer_of(name) for name in parameters}), range(tensor)):
-        yield f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+        yield layer_file(layer, rank)
     for rank in range(tensor * pipeline):
-        yield f"mp_rank_{rank:02d}_model_states.pt"
+        yield model_file(rank)
         for replica in range(replicas):
-            yield f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
+            yield optimizer_file(rank, replica)
 
 
 def layer_of(parameter: str) -> int:

@@ -24,7 +24,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from megatron.checkpoint.files import READ_THREADS, Files, describe_file
-from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, file_index, layer_of, places_in
+from megatron.checkpoint.formats.deepspeed_files import (
+    VALUES,
+    Place,
+    file_index,
+    layer_file,
+    layer_of,
+    model_file,
+    optimizer_file,
+    places_in,
+)
 from megatron.checkpoint.formats.native import parameter_prefix
 from megatron.checkpoint.formats.state import StateBlocks, StateReader, padded_spec
 from megatron.checkpoint.formats.torch_archive import save_archive
@@ -86,7 +95,7 @@ class NativeWriter(ParameterWriter):
         for name in self.reader.names:
             layers.setdefault(layer_of(name), []).append(name)
         for layer, names in layers.items():
-            path = self.folder / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+            path = self.folder / layer_file(layer, rank)
             keys = {name: name.removeprefix(parameter_prefix(layer)) for name in names}
             with FakeTensorMode():
                 tensors = {keys[name]: torch.empty(self._shape(name, rank), dtype=dtype) for name in names}
@@ -123,7 +132,7 @@ class NativeWriter(ParameterWriter):
             "param_slice_mappings": mappings,
             "loss_scaler": self.reader.loss_scaler,
         }
-        path = self.folder / f"zero_pp_rank_0_mp_rank_{model_rank:02d}_optim_states.pt"
+        path = self.folder / optimizer_file(model_rank)
         saved = self._create(path, {"optimizer_state_dict": state})["optimizer_state_dict"]
         self._index[path.name] = places_in(saved, path)
         for index, (_, step) in enumerate(groups):
@@ -138,7 +147,7 @@ class NativeWriter(ParameterWriter):
                 self._places[name, state_name, rank] = _Place(path, offset, torch.float32)
         info = run.get(INFO_KEY) or derive_info(self._specs, self.reader.checkpoint.vocab_size)
         extra = client_state(info, self._config, run["state"])
-        torch.save(extra, self.folder / f"mp_rank_{model_rank:02d}_model_states.pt")
+        torch.save(extra, self.folder / model_file(model_rank))
 
     def _groups(self, names: list[str]) -> dict[tuple[tuple[str, ...], float | None], list[str]]:
         """Returns (moments, optimizer's step) -> the parameters that have them."""

@@ -52,8 +52,8 @@ _OUTER = {
     "decoder.final_layernorm.bias": "{final}.bias",
     "output_layer.weight": "{head}.lm_head.weight",
 }
-# Modules of a transformer layer in Megatron-Core -> in this program, without '.weight' and '.bias'.
-_INNER = {
+# Modules of a transformer layer in Megatron-Core -> in this program.
+_MODULES = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
     "self_attention.linear_proj.": "self_attention.dense.",
@@ -63,6 +63,9 @@ _INNER = {
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
 }
+# Names of parameters in a transformer layer in Megatron-Core -> in this program.
+_INNER = {module + kind: own + kind for module, own in _MODULES.items() for kind in ("weight", "bias")}
+_IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)")
 _FC1 = "mlp.dense_h_to_4h."
 _OPTIMIZER = "optimizer."
 # Prefixes of the optimizer's fp32 values: in 16-bit runs, and in the distributed optimizer since 0.14.
@@ -276,50 +279,45 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
     """Returns the parameters of a checkpoint of Megatron-Core: name in this program -> name of the tensor,
     and the index of the layer in it (None: the tensor holds one parameter). Raises UserError for a tensor
     that no model of this program has."""
-    weights = [key for key in stored.tensors if not key.startswith((_OPTIMIZER, "rng_state"))]
-    layers = [_layers_in(key, stored.tensors[key].shape) for key in weights if key.startswith(_LAYERS)]
-    num_layers = max((last + 1 for _, last in layers), default=0)
-    final = final_norm_of(num_layers)
     keys: dict[str, tuple[str, int | None]] = {}
-    for key in weights:
-        if key in _OUTER:
-            keys[_OUTER[key].format(final=final, head=final + 1)] = (key, None)
+    outer, num_layers = [], 0
+    for key, tensor in stored.tensors.items():
+        if key.startswith((_OPTIMIZER, "rng_state")):
             continue
-        inner = re.sub(r"^(\d+)\.", "", key.removeprefix(_LAYERS))
-        module = next((module for module in _INNER if inner.startswith(module)), None)
-        kind = inner.removeprefix(module or "")
-        if not key.startswith(_LAYERS) or module is None or kind not in ("weight", "bias"):
+        match = _IN_LAYER.fullmatch(key)
+        if key in _OUTER:
+            outer.append(key)
+        elif match is None or match[2] not in _INNER:
             raise UserError(
                 f"checkpoint {stored.folder} holds {shown(key)}, which no model of this program has: "
                 "expected a GPT without experts"
             )
-        first, last = _layers_in(key, stored.tensors[key].shape)
-        is_stacked = not re.match(r"\d+\.", key.removeprefix(_LAYERS))
-        for layer in range(first, last + 1):
-            name = f"{FIRST_TRANSFORMER_LAYER + layer}.{_INNER[module]}{kind}"
-            keys[name] = (key, layer if is_stacked else None)
-    return keys
+        else:
+            is_stacked = match[1] is None
+            for layer in range(tensor.shape[0]) if is_stacked else [int(match[1])]:
+                name = f"{FIRST_TRANSFORMER_LAYER + layer}.{_INNER[match[2]]}"
+                keys[name] = (key, layer if is_stacked else None)
+                num_layers = max(num_layers, layer + 1)
+    names = _outer_names(num_layers)
+    return keys | {names[key]: (key, None) for key in outer}
+
+
+def _outer_names(num_layers: int) -> dict[str, str]:
+    """Returns name in Megatron-Core -> name in this program, of parameters outside of transformer layers."""
+    final = final_norm_of(num_layers)
+    return {key: name.format(final=final, head=final + 1) for key, name in _OUTER.items()}
 
 
 def stored_name(name: str, num_layers: int) -> tuple[str, int | None]:
     """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers.
     Raises UserError if Megatron-Core has none."""
-    final = final_norm_of(num_layers)
-    for key, own in _OUTER.items():
-        if own.format(final=final, head=final + 1) == name:
-            return key, None
+    if name in (names := {own: key for key, own in _outer_names(num_layers).items()}):
+        return names[name], None
     layer, _, inner = name.partition(".")
-    for module, own in _INNER.items():
-        kind = inner.removeprefix(own)
-        if inner.startswith(own) and kind in ("weight", "bias"):
-            return f"{_LAYERS}{module}{kind}", int(layer) - FIRST_TRANSFORMER_LAYER
+    for key, own in _INNER.items():
+        if own == inner:
+            return f"{_LAYERS}{key}", int(layer) - FIRST_TRANSFORMER_LAYER
     raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
-
-
-def _layers_in(key: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the first and the last layer in a tensor."""
-    number = re.match(r"(\d{1,6})\.", key.removeprefix(_LAYERS))
-    return (int(number[1]), int(number[1])) if number else (0, shape[0] - 1)
 
 
 def _layer_region(layer: int | None) -> list[tuple[int, int]]:

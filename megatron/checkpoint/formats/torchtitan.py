@@ -82,15 +82,13 @@ def hugging_face_weights(folder: Path, head_dim: int) -> Iterator[tuple[str, tor
     for key, record in stored.tensors.items():
         if _NO_WEIGHTS.match(key):
             continue
-        name = key.removeprefix(_PREFIX)
-        block = re.match(r"layers\.(\d+)\.", name)
-        pattern = name.replace(block[0], f"{_BLOCK}.", 1) if block else name
+        pattern, block = _pattern_of(key.removeprefix(_PREFIX))
         if pattern not in _HUGGING_FACE_NAMES:
             raise UserError(
                 f"{folder} holds {key if is_plain(key) else shown(key)}, which no Llama 3 model of "
                 "torchtitan has: use a checkpoint of a Llama 3 model"
             )
-        hf_name = _HUGGING_FACE_NAMES[pattern].format(block=block[1] if block else "")
+        hf_name = _HUGGING_FACE_NAMES[pattern].format(block=block)
         read: Callable[[], Tensor] = partial(stored.read, key)
         if _ROTATED.fullmatch(hf_name):
             if len(record.shape) != 2 or record.shape[0] % head_dim:
@@ -165,6 +163,11 @@ class TorchtitanWriter(DcpWriter):
 
 
 def _torchtitan_name(hf_name: str) -> str:
-    block = re.search(r"layers\.(\d+)\.", hf_name)
-    pattern = hf_name.replace(block[0], f"{_BLOCK}.", 1) if block else hf_name
-    return _NAMES[pattern][0].format(block=block[1] if block else "")
+    pattern, block = _pattern_of(hf_name)
+    return _NAMES[pattern][0].format(block=block)
+
+
+def _pattern_of(name: str) -> tuple[str, str]:
+    """Returns a name with `{block}` for the number of the transformer layer, and the number, "" if none."""
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return (name.replace(match[0], f"{_BLOCK}.", 1), match[1]) if match else (name, "")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.files import file_sizes
+from megatron.checkpoint.formats.deepspeed_files import model_file
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateBlocks, StateReader
@@ -135,7 +136,7 @@ class UniversalWriter(ParameterWriter):
         )
         info = checkpoint.run.get(INFO_KEY) or derive_info(self.reader.specs, checkpoint.vocab_size)
         content = client_state(info, checkpoint.config, checkpoint.run["state"])
-        torch.save(content, self.folder / "mp_rank_00_model_states.pt")
+        torch.save(content, self.folder / model_file(0))
         sizes = file_sizes(self.folder, "*.pt")
         self.write_run_file({name: {"bytes": size} for name, size in sizes.items()})
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.child_processes import process_fields, start_of
 from megatron.errors import UserError
 from megatron.files import open_regular
 
@@ -79,7 +80,7 @@ class Owner:
             host=host[:_LONGEST_TEXT],
             machine=_machine(),
             pid=os.getpid(),
-            process_start=_start_of(os.getpid()) or "",
+            process_start=start_of(os.getpid()) or "",
             since=now,
             seen=now,
         )
@@ -96,8 +97,8 @@ class Owner:
 
     def has_ended(self) -> bool:
         """Returns whether the process has ended. Valid only on the same machine."""
-        start = _start_of(self.pid)
-        return start is None or start != self.process_start
+        is_gone = process_fields(self.pid)[:1] in (["Z"], ["X"])
+        return is_gone or start_of(self.pid) != self.process_start
 
 
 class FolderOwner:
@@ -448,12 +449,3 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _start_of(pid: int) -> str | None:
-    """Returns the start time of a process on this machine; None if it does not exist or has ended."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if status[0] in ("Z", "X") else status[19]

@@ -384,8 +384,7 @@ def _open_with_retries(
 ) -> None:
     """Raises UserError unless the folder holds all files of the checkpoint with this digest, after some
     retries."""
-    delays = iter(delays_s)
-    while True:
+    for delay_s in (*delays_s, None):
         try:
             run = open_checkpoint(folder, with_files=False).run
             if run.get("sha256") != sha256:
@@ -395,7 +394,6 @@ def _open_with_retries(
                 raise UserError(f"checkpoint {folder}: {absent} is missing")
             return
         except UserError:
-            delay_s = next(delays, None)
             if delay_s is None:
                 raise
         sleep(delay_s)

@@ -95,6 +95,16 @@ class BackgroundSave:
     has_ended: threading.Event = field(default_factory=threading.Event)
     """Set on rank 0 once it has the outcome."""
 
+    def ended(
+        self, folder: Path, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
+    ) -> SaveOutcome:
+        """Returns the outcome. folder, files: of the checkpoint. problem, mismatched: see `SaveOutcome`."""
+        num_bytes = sum(facts["bytes"] for facts in (files or {}).values())
+        seconds = time.monotonic() - self.started
+        return SaveOutcome(
+            folder, self.state.iteration, problem, num_bytes, seconds, mismatched, self.is_local
+        )
+
     def count_bytes(self, count: int) -> None:
         """Counts copied bytes: the heartbeats of `BackgroundSaves.finish` depend on them."""
         self.num_copied_bytes += count
@@ -222,8 +232,7 @@ class BackgroundSaves:
             results = self._results(number)
             save.outcome = complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
-            problem = f"{type(error).__name__}: {error}"
-            save.outcome = SaveOutcome(save.saving, save.state.iteration, problem, is_local=save.is_local)
+            save.outcome = save.ended(save.saving, f"{type(error).__name__}: {error}")
         self._outcomes.put(save.outcome)
         save.has_ended.set()
 
