@@ -163,9 +163,7 @@ def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
         whole = {
             key: flat.view(spec.global_shape)[: rows[0]] for key, flat in {"fp32": values, **moments}.items()
         }
-        writer.write_parameter(
-            name, spec, {key: [full] for key, full in whole.items()}, others["step"].item()
-        )
+        writer.write_parameter(name, {key: [full] for key, full in whole.items()}, others["step"].item())
         writer.finish_parameter(name)
         for path in (tmp_path / "parts" / "zero" / name).iterdir():
             assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()

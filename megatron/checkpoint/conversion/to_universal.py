@@ -47,7 +47,6 @@ from megatron.checkpoint.formats.writing import (
     copy_parameter,
     largest_first,
     state_bytes,
-    step_of_optimizer,
 )
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
@@ -88,9 +87,7 @@ class _NativeConversion(UniversalWriter):
 
     def convert(self, name: str, verify_digests: bool) -> Converted | None:
         """Copies a parameter. Returns None if an earlier conversion has finished it."""
-        reader = self.reader
-        spec, step = reader.specs[name], step_of_optimizer(reader, name)
-        if self.has_parameter(name, spec, reader.state_names(name), step):
+        if self.has_parameter(name):
             _mark(self.folder / KEPT_FOLDER, name)
             return None
         return Converted(*copy_parameter(self, name, verify_digests))

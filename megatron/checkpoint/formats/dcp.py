@@ -290,11 +290,9 @@ class DcpWriter(ParameterWriter):
         # With digests of all states, a reader compares the states.
         self.distcp = DcpFiles(folder, hashed=not has_all_digests(reader))
 
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
+    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
         for state_name, blocks in states.items():
-            self.write_state(name, state_name, spec.valid_shape, blocks)
+            self.write_state(name, state_name, self.reader.specs[name].valid_shape, blocks)
         if step is not None:
             self.write_state(name, "step", (), [torch.tensor(step, dtype=torch.float32)])
 

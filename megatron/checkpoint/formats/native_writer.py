@@ -169,15 +169,12 @@ class NativeWriter(ParameterWriter):
 
     # --- the tensors ---
 
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
-        """See `StateWriter`. The fp32 values are rounded for the layer files, as the optimizer rounds
-        them."""
+    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
+        """The fp32 values are rounded for the layer files, as the optimizer rounds them."""
         saved = self._specs[name]
         for state_name, blocks in states.items():
             first = 0
-            for rows in rows_of(blocks, spec.valid_shape, _STEP_BYTES):
+            for rows in rows_of(blocks, saved.valid_shape, _STEP_BYTES):
                 for rank in range(self._tp_size):
                     for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
                         self._write(self._places[name, state_name, rank], row, part)

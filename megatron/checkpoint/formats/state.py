@@ -1,4 +1,4 @@
-"""`StateReader` and `StateWriter`: the interfaces of every checkpoint format.
+"""`StateReader`: the interface of every checkpoint format.
 
 A parameter has several states, named tensors: its fp32 values (`VALUES`) and its moments ('exp_avg', ...).
 """
@@ -447,19 +447,3 @@ def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
 
     found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
     return f"{found:016x}" == digest
-
-
-class StateWriter(ABC):
-    """Writes the parameters of a checkpoint of one format into a folder, in any order."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @abstractmethod
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
-        """Writes all states of a global parameter.
-
-        step: the optimizer's step. Raises UserError for a state that the format cannot store.
-        """

@@ -57,10 +57,9 @@ class TorchDistWriter(ParameterWriter):
                     "whose state can be written for Megatron-Core: use --format dcp"
                 )
 
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
+    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
         key, layer = stored_name(name, self._num_layers)
+        spec = self.reader.specs[name]
         dtype = PARAMETER_DTYPES[self._config.precision.name]
         for state_name, blocks in states.items():
             if state_name != VALUES:

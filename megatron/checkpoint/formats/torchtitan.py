@@ -28,7 +28,6 @@ from megatron.checkpoint.huggingface.reader import HuggingFaceReader
 from megatron.checkpoint.names import is_plain, shown
 from megatron.checkpoint.record import Checkpoint
 from megatron.errors import UserError
-from megatron.mpu.parameters import ParameterSpec
 
 CONFIG_FILE = "config.json"
 _BLOCK = "layers.{block}"
@@ -133,23 +132,21 @@ class TorchtitanWriter(DcpWriter):
         names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
         self._parameters = {parameter.megatron: parameter for parameter in names}
 
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
-        parameter, head_dim = self._parameters[name], self._model.kv_channels
+    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
+        parameter, shape = self._parameters[name], self.reader.specs[name].valid_shape
         keys = [_torchtitan_name(hf_name) for hf_name in parameter.hf]
         for state_name, blocks in states.items():
             if parameter.transform is IDENTITY:
-                self.write_state(keys[0], state_name, spec.valid_shape, blocks)
+                self.write_state(keys[0], state_name, shape, blocks)
                 continue
-            full = torch.empty(spec.valid_shape)
+            full = torch.empty(shape)
             start = 0
             for block in blocks:
                 full.view(-1)[start : start + block.numel()].copy_(block.reshape(-1))
                 start += block.numel()
             parts = parameter.transform.to_hf(full, self._model)
             for key, hf_name, part in zip(keys, parameter.hf, parts, strict=True):
-                rows = rows_of_pairs(part, head_dim) if _ROTATED.fullmatch(hf_name) else part
+                rows = rows_of_pairs(part, self._model.kv_channels) if _ROTATED.fullmatch(hf_name) else part
                 self.write_state(key, state_name, part.shape, [rows])
         for key in keys if step is not None else ():
             self.write_state(key, "step", (), [torch.tensor(step)])

@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.checkpoint.formats.state import StateBlocks, StateReader
 from megatron.checkpoint.formats.torch_archive import is_intact, write_plain, write_tensor
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import ParameterWriter, verify_files
+from megatron.checkpoint.formats.writing import ParameterWriter, step_of_optimizer, verify_files
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree, write_atomically
 from megatron.mpu.parameters import ParameterSpec
@@ -63,14 +63,12 @@ class UniversalWriter(ParameterWriter):
         yield from super().write_checkpoint(reader, target, workers, verify)
         write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
 
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
-        """See `StateWriter`. Writes each block as it arrives."""
+    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
+        """See `ParameterWriter`. Writes each block as it arrives."""
         self._remove(self.folder / UNFINISHED_FOLDER / name)  # of a process that has ended
         # Not with parents: once another process has published the folder, nothing may create it again.
         (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
-        unfinished = self._unfinished(name)
+        unfinished, spec = self._unfinished(name), self.reader.specs[name]
         unfinished.mkdir(parents=True)
         for state_name, blocks in states.items():
             if state_name not in STATE_FILES:
@@ -106,16 +104,15 @@ class UniversalWriter(ParameterWriter):
             os.rename(folder, removed)
         shutil.rmtree(removed, ignore_errors=True)
 
-    def has_parameter(
-        self, name: str, spec: ParameterSpec, state_names: Collection[str], step: float | None
-    ) -> bool:
+    def has_parameter(self, name: str) -> bool:
         """Returns whether an interrupted conversion has finished the parameter: all of its files exist, have
         the right shape and match their checksums. Otherwise its folder is removed."""
         folder = self.folder / PARAMETER_FOLDER / name
         if not folder.exists():
             return False
-        shapes = {STATE_FILES[state]: spec.valid_shape for state in state_names if state in STATE_FILES}
-        shapes |= {} if step is None else {STEP_FILE: ()}
+        shape, states = self.reader.specs[name].valid_shape, self.reader.state_names(name)
+        shapes = {STATE_FILES[state]: shape for state in states if state in STATE_FILES}
+        shapes |= {} if step_of_optimizer(self.reader, name) is None else {STEP_FILE: ()}
         try:
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
                 is_intact(folder / file, shape) for file, shape in shapes.items()

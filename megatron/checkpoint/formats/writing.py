@@ -8,7 +8,7 @@ record.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, add_checksum
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, StateWriter
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree, write_json
@@ -33,15 +33,19 @@ PARTIAL = ".partial"
 _OF_A_FORMAT = ("files", "index", "loss_scaler")
 
 
-class ParameterWriter(StateWriter):
+class ParameterWriter(ABC):
     """Writes a checkpoint parameter by parameter, in several threads. A format defines `write_parameter`,
     which several threads call, and `finish`."""
 
     def __init__(self, folder: Path, reader: StateReader) -> None:
-        super().__init__(folder)
-        self.reader = reader
+        self.folder, self.reader = folder, reader
 
-    def finish_parameter(self, name: str) -> None:
+    @abstractmethod
+    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
+        """Writes all states of a global parameter. step: the optimizer's. Raises UserError for a state that
+        the format cannot store."""
+
+    def finish_parameter(self, name: str) -> None:  # noqa: B027
         """Completes a parameter that is written, once its replicas were compared."""
 
     @abstractmethod
@@ -128,7 +132,7 @@ def copy_parameter(writer: ParameterWriter, name: str, verify: bool) -> tuple[st
     between its replicas."""
     reader, mismatch = writer.reader, ReplicaMismatch()
     states = state_blocks(reader, name, mismatch, verify)
-    writer.write_parameter(name, reader.specs[name], states, step_of_optimizer(reader, name))
+    writer.write_parameter(name, states, step_of_optimizer(reader, name))
     if mismatch.largest:
         writer.accept_mismatch(name, mismatch.largest)
     writer.finish_parameter(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.formats.state import StateBlocks, StateReader, StateWriter
+from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
 from megatron.checkpoint.huggingface.output import digest_of, temporary_folder, write_digests
 from megatron.checkpoint.record import Checkpoint
@@ -22,7 +21,6 @@ from megatron.config import Config, ModelConfig
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree
 from megatron.model.layer_list import PARAMETER_DTYPES
-from megatron.mpu.parameters import ParameterSpec
 
 CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
@@ -70,10 +68,9 @@ def write_hugging_face(
         writer = HuggingFaceWriter(temporary, config.model, precision, max_file_bytes)
         read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
         for name, tensor in read(verify=verify):
-            spec = reader.specs[name]
-            values = iter([tensor[: spec.num_valid_rows]])
+            values = iter([tensor[: reader.specs[name].num_valid_rows]])
             del tensor  # the writer frees it: its pages need not be resident while a file is written
-            writer.write_parameter(name, spec, {VALUES: values})
+            writer.write_parameter(name, values)
         writer.write_pending()
         digests = number_files(temporary, writer.files)
         if write_tokenizer is not None:
@@ -138,7 +135,7 @@ class WeightFile:
     num_bytes: int
 
 
-class HuggingFaceWriter(StateWriter):
+class HuggingFaceWriter:
     """Writes the weights of a model, or a part of them, as safetensors files. Does not write moments. Only
     one file of weights at a time is in memory.
 
@@ -148,7 +145,7 @@ class HuggingFaceWriter(StateWriter):
     def __init__(
         self, folder: Path, model: ModelConfig, precision: str, max_file_bytes: int, prefix: str = "part"
     ) -> None:
-        super().__init__(folder)
+        self.folder = folder
         self._model, self._precision, self._max_file_bytes = model, precision, max_file_bytes
         _, family = family_of(model)
         names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
@@ -157,21 +154,18 @@ class HuggingFaceWriter(StateWriter):
         self.files: list[WeightFile] = []
         self._pending: dict[str, Tensor] = {}
 
-    def write_parameter(
-        self, name: str, spec: ParameterSpec, states: StateBlocks, step: float | None = None
-    ) -> None:
-        """See `StateWriter`. Raises UserError if the precision cannot hold the values."""
+    def write_parameter(self, name: str, values: Iterator[Tensor]) -> None:
+        """Writes the tensor that `values` yields. Raises UserError if the precision cannot hold it."""
         parameter = self._parameters[name]
-        parts = self._converted(list(states[VALUES]), parameter)
+        parts = self._converted(*values, parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
             pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
             if pending_bytes + part.nbytes > self._max_file_bytes:
                 self.write_pending()
             self._pending[hf_name] = part
 
-    def _converted(self, blocks: list[Tensor], parameter: Parameter) -> list[Tensor]:
+    def _converted(self, values: Tensor, parameter: Parameter) -> list[Tensor]:
         """Returns the Hugging Face tensors of one Megatron parameter."""
-        values = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         converted = values.to(PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
         if rounded and count_non_finite(converted) and not count_non_finite(values):

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron.checkpoint.conversion.to_universal import check_space
-from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.huggingface.exporter import (
     MAX_FILE_BYTES,
     HuggingFaceWriter,
@@ -160,8 +159,8 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
                     spec = spec_of(parameter)
                     values = _collect(parameter.detach(), spec, engine.tp_group)
                     if values is not None and problem is None:
-                        blocks = {VALUES: iter([values[: spec.num_valid_rows]])}
-                        problem = _problem_of(partial(writer.write_parameter, name, spec, blocks))
+                        valid = iter([values[: spec.num_valid_rows]])
+                        problem = _problem_of(partial(writer.write_parameter, name, valid))
         heartbeat()
     return problem
 

@@ -65,7 +65,7 @@ def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
     blocks = state_blocks(reader, LARGEST, ReplicaMismatch(), verify=True)
     assert len(blocks) == 3
     with Allocations() as mode:
-        writer.write_parameter(LARGEST, spec, blocks, step_of_optimizer(reader, LARGEST))
+        writer.write_parameter(LARGEST, blocks, step_of_optimizer(reader, LARGEST))
     return mode.largest, 4 * prod(spec.valid_shape)
 
 
