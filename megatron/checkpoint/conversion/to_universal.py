@@ -79,11 +79,13 @@ class _NativeConversion(UniversalWriter):
         super().__init__(folder, source.reader)
         self._allow_replica_mismatch = allow_replica_mismatch
 
-    def accept_mismatch(self, name: str, largest: float) -> None:
-        if not self._allow_replica_mismatch:
-            super().accept_mismatch(name, largest)
-        # Written before the parameter is finished: a resumed conversion does not compare its replicas again.
-        _mark(self.folder / AVERAGED_FOLDER, name, str(largest))
+    def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
+        """See `ParameterWriter`. Accepts the mean of the replicas if it is allowed."""
+        if mismatch and self._allow_replica_mismatch:
+            # Before the parameter is finished: a resumed conversion does not compare its replicas again.
+            _mark(self.folder / AVERAGED_FOLDER, name, str(mismatch))
+            mismatch = 0.0
+        super().finish_parameter(name, mismatch)
 
     def convert(self, name: str, verify_digests: bool) -> Converted | None:
         """Copies a parameter. Returns None if an earlier conversion has finished it."""

@@ -81,8 +81,9 @@ class UniversalWriter(ParameterWriter):
         if step is not None:
             write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
 
-    def finish_parameter(self, name: str) -> None:
-        """Syncs the parameter's folder and renames it, so that it is complete even after a power failure."""
+    def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
+        """See `ParameterWriter`. Syncs and renames the folder: it is complete even after a power failure."""
+        super().finish_parameter(name, mismatch)
         (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
         sync_tree(self._unfinished(name))
         try:

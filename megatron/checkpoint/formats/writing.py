@@ -45,21 +45,19 @@ class ParameterWriter(ABC):
         """Writes all states of a global parameter. step: the optimizer's. Raises UserError for a state that
         the format cannot store."""
 
-    def finish_parameter(self, name: str) -> None:  # noqa: B027
-        """Completes a parameter that is written, once its replicas were compared."""
+    def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
+        """Completes a parameter that is written. mismatch: the largest difference between its replicas, whose
+        mean was written. Raises UserError if they differ."""
+        if mismatch:
+            raise UserError(
+                f"checkpoint {self.reader.folder}: the replicas of {name} on the TP ranks differ by up to "
+                f"{mismatch:.2e}: convert an older checkpoint, or use their mean with "
+                "tools/ds_to_universal.py --allow-replica-mismatch"
+            )
 
     @abstractmethod
     def finish(self) -> None:
         """Writes what does not belong to a single parameter, `run.json` last."""
-
-    def accept_mismatch(self, name: str, largest: float) -> None:
-        """Called for a parameter whose replicas differ and were averaged. largest: the largest difference.
-        Raises UserError unless the format accepts it."""
-        raise UserError(
-            f"checkpoint {self.reader.folder}: the replicas of {name} on the TP ranks differ by up to "
-            f"{largest:.2e}: convert an older checkpoint, or use their mean with "
-            "tools/ds_to_universal.py --allow-replica-mismatch"
-        )
 
     @classmethod
     def write_checkpoint(
@@ -133,9 +131,7 @@ def copy_parameter(writer: ParameterWriter, name: str, verify: bool) -> tuple[st
     reader, mismatch = writer.reader, ReplicaMismatch()
     states = state_blocks(reader, name, mismatch, verify)
     writer.write_parameter(name, states, step_of_optimizer(reader, name))
-    if mismatch.largest:
-        writer.accept_mismatch(name, mismatch.largest)
-    writer.finish_parameter(name)
+    writer.finish_parameter(name, mismatch.largest)
     return name, mismatch.largest
 
 
