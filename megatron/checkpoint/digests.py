@@ -88,12 +88,12 @@ def digest_state(
     """
     read_parts = unquantized.parts if unquantized is not None else {}
     is_replicated = optimizer.partition_count == 1
-    own = rank_digests(
-        optimizer.local_param_states(),
-        layout,
-        is_replicated,
-        lambda part: _computed(part) | read_parts.get(part.name, {}),
-    )
+
+    def digests_of(part: LocalParamState) -> dict[str, int]:
+        computed = fragment_digests(part.spec, part.tp_group, part.start, part.values)
+        return computed | read_parts.get(part.name, {})
+
+    own = rank_digests(optimizer.local_param_states(), layout, is_replicated, digests_of)
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, records if dist.get_rank() == 0 else None)
     shared = broadcast_from_rank_0(combined(records) if dist.get_rank() == 0 else None)
@@ -120,10 +120,6 @@ def rank_digests(
         if part.step is not None:
             own.steps.add(part.step)
     return own
-
-
-def _computed(part: LocalParamState) -> dict[str, int]:
-    return fragment_digests(part.spec, part.tp_group, part.start, part.values)
 
 
 def add_part(digests: dict[Any, int], key: Any, part: int) -> None:

@@ -116,8 +116,10 @@ def _candidates(
     is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)
     if record is not None and (latest is None or latest in record.written_names) and not is_newer:
         entries = [*record.lineage]
-        if record.upcoming is not None and _digest_of(folder, record.upcoming) == record.upcoming.sha256:
-            entries.append(record.upcoming)
+        if record.upcoming is not None:
+            upcoming = _open_or_none(folder / record.upcoming.name)
+            if upcoming is not None and upcoming.run["sha256"] == record.upcoming.sha256:
+                entries.append(record.upcoming)
         lineage = _newest_first(entries)
         reason = ""
         if lineage and latest is None and record.latest:
@@ -242,11 +244,6 @@ def _open_or_none(path: Path) -> Checkpoint | None:
 def _readable_checkpoints(folder: Path, names: Mapping[str, Path]) -> dict[str, Checkpoint]:
     found = {name: _open_or_none(path) for name, path in names.items()}
     return {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
-
-
-def _digest_of(folder: Path, entry: LineageEntry) -> str | None:
-    checkpoint = _open_or_none(folder / entry.name)
-    return None if checkpoint is None else checkpoint.run["sha256"]
 
 
 def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:

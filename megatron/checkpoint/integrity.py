@@ -124,7 +124,8 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
         return Check("canary loss", "not compared: the checkpoint has none")
     precision = engine.run_config.precision.name
     length = saved["seq_length"]  # older versions saved the loss of a sequence of --seq-length tokens
-    if not _is_possible_length(engine.run_config, length):
+    config = engine.run_config
+    if length > config.model.seq_length or length % config.parallel.length_multiple:
         return Check("canary loss", f"not compared: this run cannot compute the loss of {length} tokens")
     before, now = checkpoint.config.model_settings(), engine.run_config.model_settings()
     if changed := [option_name(name) for name in before if before[name] != now.get(name)]:
@@ -150,7 +151,9 @@ def canary_loss(engine: GPTEngine, vocab_size: int, length: int | None = None) -
     config = engine.run_config
     length = length or _canary_length(config)
     count = config.parallel.min_micro_batches
-    batches = repeat(_canary(config.batch.micro_batch_size, vocab_size, length), count)
+    text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
+    rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
+    batches = repeat(MicroBatch.from_rows(rows, 0), count)
     return float(engine.evaluate(batches, count, seq_length=length))
 
 
@@ -158,15 +161,6 @@ def _canary_length(config: Config) -> int:
     """Returns the tokens of the canary: few, because training waits for its loss at every save."""
     multiple = config.parallel.length_multiple
     return min(-(-CANARY_TOKENS // multiple) * multiple, config.model.seq_length)
-
-
-def _is_possible_length(config: Config, length: int) -> bool:
-    return length <= config.model.seq_length and length % config.parallel.length_multiple == 0
-
-
-def _canary(num_rows: int, vocab_size: int, length: int) -> MicroBatch:
-    text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
-    return MicroBatch.from_rows(torch.from_numpy(text).repeat(num_rows, 1), 0)
 
 
 def verification_table(checks: list[Check]) -> str:

@@ -61,7 +61,8 @@ def report_text(report: Report) -> str:
         lines.append(f"model      {report.model}")
         for title in ("state", "layout", "stages"):
             if pairs := getattr(report, title):
-                lines.append(f"{title:<10} {_pairs(pairs)}")
+                values = ", ".join(f"{name} {value}" for name, value in pairs.items())
+                lines.append(f"{title:<10} {values}")
         if report.vocab_size is not None:
             lines.append(f"vocabulary {report.vocab_size:,} tokens, end of document {report.eod}")
         lines.append(f"digests    {report.digests}")
@@ -136,10 +137,6 @@ def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str,
         )
         for (pattern, _), members in groups.items()
     ]
-
-
-def _pairs(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _problem_lines(problems: Sequence[str]) -> list[str]:

@@ -271,9 +271,11 @@ def node_address(node: str) -> str:
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
+        present = [other for other in ("RANK", "WORLD_SIZE") if env.get(other)] or ["SLURM_STEP_ID"]
+        shown = " and ".join(f"{other}={one_line(env[other], 40)}" for other in present)
         raise UserError(
-            f"the environment variable {name} is missing in an environment with {_format_rank_variables(env)}"
-            ": start the program with a launcher or srun, or unset the ones that your script exports"
+            f"the environment variable {name} is missing in an environment with {shown}: start the program "
+            "with a launcher or srun, or unset the ones that your script exports"
         )
     return env[name]
 
@@ -287,8 +289,3 @@ def _number(env: Mapping[str, str], name: str) -> int:
             "launcher or srun sets"
         )
     return -number if env[name].startswith("-") else number
-
-
-def _format_rank_variables(env: Mapping[str, str]) -> str:
-    names = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)] or ["SLURM_STEP_ID"]
-    return " and ".join(f"{name}={one_line(env[name], 40)}" for name in names)

@@ -104,8 +104,9 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
     _claim_rank(store, address)
     store.set(f"node {address.rank}", node_name(os.environ))
     store.set(f"device {address.rank}", device)
-    store.set(f"settings {address.rank}", json.dumps(_settings(config)))
-    store.set(f"digest {address.rank}", _digest(config))
+    settings = json.dumps(_settings(config), sort_keys=True)
+    store.set(f"settings {address.rank}", settings)
+    store.set(f"digest {address.rank}", hashlib.sha256(settings.encode()).hexdigest())
     store.append(_CONNECTED_KEY, f"{address.rank} ")  # type: ignore[attr-defined]
     store.add("connected", 1)
     store.add(PROGRESS_KEY, 1)
@@ -375,10 +376,6 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         }
         for section, settings in settings_with_urls(config.to_dict()).items()
     }
-
-
-def _digest(config: Config) -> str:
-    return hashlib.sha256(json.dumps(_settings(config), sort_keys=True).encode()).hexdigest()
 
 
 def _difference(store: dist.Store, world_size: int) -> str:

@@ -293,13 +293,10 @@ def main_thread_location() -> str:
     """Returns the main thread's location: the innermost frame of this package, and the innermost frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = _name(frame) if frame is not None else "nowhere"
-    while frame is not None and not _is_own_code(frame):
+    own = ("megatron", "__main__")
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in own:
         frame = frame.f_back
     return innermost if frame is None or _name(frame) == innermost else f"{_name(frame)} -> {innermost}"
-
-
-def _is_own_code(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("megatron", "__main__")
 
 
 def _name(frame: FrameType) -> str:

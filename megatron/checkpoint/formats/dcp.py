@@ -300,15 +300,11 @@ class DcpWriter(ParameterWriter):
         """Writes one state of a parameter, or the optimizer's step, whose shape is ()."""
         key = key_of(name, state_name)
         self.distcp.declare(key, shape, path_of(key))
-        self.distcp.write(key, _row_chunks(blocks, shape) if shape else (((), block) for block in blocks))
+        if not shape:
+            self.distcp.write(key, (((), block) for block in blocks))
+            return
+        zeros = (0,) * (len(shape) - 1)
+        self.distcp.write(key, (((row, *zeros), rows) for row, rows in rows_of(blocks, shape, CHUNK_BYTES)))
 
     def finish(self) -> None:
         self.write_run_file(self.distcp.finish(), loss_scaler=self.reader.loss_scaler)
-
-
-def _row_chunks(blocks: Iterable[Tensor], shape: Sequence[int]) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yields the chunks of a tensor, divided along its rows."""
-    first = 0
-    for rows in rows_of(blocks, tuple(shape), CHUNK_BYTES):
-        yield (first, *(0 for _ in shape[1:])), rows
-        first += rows.shape[0]

@@ -173,14 +173,12 @@ class NativeWriter(ParameterWriter):
         """The fp32 values are rounded for the layer files, as the optimizer rounds them."""
         saved = self._specs[name]
         for state_name, blocks in states.items():
-            first = 0
-            for rows in rows_of(blocks, saved.valid_shape, _STEP_BYTES):
+            for first, rows in rows_of(blocks, saved.valid_shape, _STEP_BYTES):
                 for rank in range(self._tp_size):
                     for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
                         self._write(self._places[name, state_name, rank], row, part)
                         if state_name == VALUES:
                             self._write(self._places[name, "", rank], row, part)
-                first += rows.shape[0]
 
     def _write(self, place: _Place, row: int, part: Tensor) -> None:
         """Writes consecutive rows of a shard, the first of which is `row`."""

@@ -116,15 +116,12 @@ class Stub:
     def __setstate__(self, state: Any) -> None:
         """Keeps the attributes. state: a dict, or (attributes, slots) if the class has slots."""
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-        if all(part is None or (isinstance(part, dict) and all(map(_is_text, part))) for part in parts):
+        is_text = (isinstance(key, str) for part in parts if isinstance(part, dict) for key in part)
+        if all(part is None or isinstance(part, dict) for part in parts) and all(is_text):
             for part in parts:
                 self.__dict__.update(part or {})
         else:
             self.__dict__["state"] = state
-
-
-def _is_text(key: Any) -> bool:
-    return isinstance(key, str)
 
 
 # Classes of the standard library that torch's loader does not allow by default.

@@ -238,8 +238,9 @@ class TorchDistReader(DcpReader):
         key, layer = self._key(name, state_name)
         shape = self.shape_of(name, state_name)
         region = [(0, size) for size in shape] if region is None else region
+        in_layer = [] if layer is None else [(layer, layer + 1)]
         parts = [
-            self._read(key, self._keys[name][0], [*_layer_region(layer), part, *region[1:]])
+            self._read(key, self._keys[name][0], [*in_layer, part, *region[1:]])
             for part in (_stored_halves(shape[0], region[0]) if self._is_gated(name) else [region[0]])
         ]
         full = torch.cat(parts, dim=0 if layer is None else 1) if len(parts) > 1 else parts[0]
@@ -318,10 +319,6 @@ def stored_name(name: str, num_layers: int) -> tuple[str, int | None]:
         if own == inner:
             return f"{_LAYERS}{key}", int(layer) - FIRST_TRANSFORMER_LAYER
     raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
-
-
-def _layer_region(layer: int | None) -> list[tuple[int, int]]:
-    return [] if layer is None else [(layer, layer + 1)]
 
 
 def _stored_halves(rows: int, span: tuple[int, int]) -> list[tuple[int, int]]:

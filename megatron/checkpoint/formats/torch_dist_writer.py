@@ -190,16 +190,14 @@ def _chunks(
 
     gated: the tensor stacks (value, gate), and Megatron-Core (gate, value).
     """
-    first, half = 0, shape[0] // 2
-    for rows in rows_of(blocks, (num_valid, *shape[1:]), dcp.CHUNK_BYTES):
-        last = first + rows.shape[0]
+    half = shape[0] // 2
+    for first, rows in rows_of(blocks, (num_valid, *shape[1:]), dcp.CHUNK_BYTES):
         if not gated:
             yield first, rows
-        else:
-            if first < half:
-                yield first + half, rows[: half - first]
-            if last > half:
-                yield max(first, half) - half, rows[max(half - first, 0) :]
-        first = last
+            continue
+        if first < half:
+            yield first + half, rows[: half - first]
+        if first + rows.shape[0] > half:
+            yield max(first, half) - half, rows[max(half - first, 0) :]
     if num_valid < shape[0]:
         yield num_valid, torch.zeros(shape[0] - num_valid, *shape[1:])

@@ -9,7 +9,7 @@ record.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -163,26 +163,27 @@ def _verified(
         )
 
 
-def rows_of(blocks: Iterable[Tensor], shape: tuple[int, ...], max_bytes: int) -> Iterator[Tensor]:
-    """Yields consecutive whole rows of a tensor, [rows, *shape[1:]], about `max_bytes` at a time. Each is
-    valid until the next one. blocks: consecutive elements of the tensor, of any length, fp32."""
+def rows_of(blocks: Iterable[Tensor], shape: Sequence[int], max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """Yields (index of the first row, rows [rows, *shape[1:]]) of a tensor, about `max_bytes` at a time. The
+    rows are valid until the next ones. blocks: consecutive elements of the tensor, of any length, fp32."""
     row_shape = shape[1:]
     row_elements = prod(row_shape)
     limit = min(max(max_bytes // 4 // row_elements, 1) * row_elements, prod(shape))
-    buffer, held = torch.empty(0), 0
+    buffer, held, row = torch.empty(0), 0, 0
     for block in blocks:
         flat, first = block.reshape(-1), 0
         while first < flat.numel():
             length = min(limit - held, flat.numel() - first)
             if length == limit:  # without a copy
-                yield flat[first : first + limit].view(-1, *row_shape)
+                yield row, flat[first : first + limit].view(-1, *row_shape)
+                row += limit // row_elements
             else:
                 buffer = torch.empty(limit) if not buffer.numel() else buffer
                 buffer[held : held + length].copy_(flat[first : first + length])
                 held += length
             if held == limit:
-                yield buffer.view(-1, *row_shape)
-                held = 0
+                yield row, buffer.view(-1, *row_shape)
+                held, row = 0, row + limit // row_elements
             first += length
     if held:
-        yield buffer[:held].view(-1, *row_shape)
+        yield row, buffer[:held].view(-1, *row_shape)

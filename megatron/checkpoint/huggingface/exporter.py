@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
 from megatron.checkpoint.huggingface.output import digest_of, temporary_folder, write_digests
 from megatron.checkpoint.record import Checkpoint
@@ -63,7 +62,9 @@ def write_hugging_face(
     family_of(config.model)  # rejects other models before anything is written
     precision = precision or config.precision.name
     reader = open_reader(checkpoint)
-    with temporary_folder(output, ".tmp", _size_bytes(reader, precision)) as temporary:
+    num_elements = sum(prod(spec.valid_shape) for spec in reader.specs.values())
+    size_bytes = PARAMETER_DTYPES[precision].itemsize * num_elements
+    with temporary_folder(output, ".tmp", size_bytes) as temporary:
         write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
         writer = HuggingFaceWriter(temporary, config.model, precision, max_file_bytes)
         read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
@@ -78,10 +79,6 @@ def write_hugging_face(
         write_digests(temporary, digests)
         sync_tree(temporary)
         rename_synced(temporary, output)
-
-
-def _size_bytes(reader: StateReader, precision: str) -> int:
-    return PARAMETER_DTYPES[precision].itemsize * sum(prod(s.valid_shape) for s in reader.specs.values())
 
 
 def write_settings(config: Config, vocab_size: int, eod: int | None, precision: str, folder: Path) -> None:

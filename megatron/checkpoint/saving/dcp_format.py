@@ -122,7 +122,7 @@ class _Archives:
 
     def _write(self, part: LocalParamState, file: Any) -> None:
         collected = _CollectedWrites(file, self._position)
-        stop = part.start + _numel(part)
+        stop = part.start + next(iter(part.values.values())).numel()
         boxes = [
             limited
             for box in shard_boxes(part.spec, part.tp_group, part.start, stop)
@@ -176,10 +176,6 @@ class _CollectedWrites:
         if self._small:
             self._file.write(bytes(self._small))
             self._small.clear()
-
-
-def _numel(part: LocalParamState) -> int:
-    return next(iter(part.values.values())).numel()
 
 
 def _limited(box: ShardBox) -> Iterator[ShardBox]:

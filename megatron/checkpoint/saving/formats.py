@@ -20,7 +20,6 @@ from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state
 from megatron.checkpoint.saving.files import Content, RankFiles
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.zero import LocalParamState
 
 # The keys under which DeepSpeed stores the optimizer's state, with ZeRO and without.
@@ -62,7 +61,8 @@ class NativeFormat(SaveFormat):
         extra = client_state(run[INFO_KEY], engine.run_config, run["state"])
         engine.save_files(str(folder.parent), folder.name, extra, adapter)
         if not adapter.places:  # without ZeRO only the first replica writes the optimizer's state
-            files.add_digests(_own_state(optimizer, parts))
+            state = optimizer.state_dict()
+            files.add_digests([Content(partial(save_archive, state), list(_parts_in(state, parts)))])
         return adapter.places
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
@@ -72,11 +72,6 @@ class NativeFormat(SaveFormat):
         """See `SaveFormat`. Adds the index of the files, if it is not too large."""
         places = {name: place for table in tables for name, place in table.items()}
         return within_limit({**run, "index": file_index(places, run["parameters"])}, run)
-
-
-def _own_state(optimizer: MixedPrecisionOptimizer, parts: Mapping[str, LocalParamState]) -> Iterator[Content]:
-    state = optimizer.state_dict()
-    yield Content(partial(save_archive, state), list(_parts_in(state, parts)))
 
 
 class _DeepSpeedFiles(TorchCheckpointEngine):

@@ -37,7 +37,8 @@ def run_record(
         "state": asdict(state),
         "config": settings_with_urls(config.to_dict()),
         "layout": layout_record(config),
-        "optimizer_state": _optimizer_state_record(config),
+        # The precision of the moments in memory. The files always hold them in fp32.
+        "optimizer_state": rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32},
         "stages": engine.module.stages_record(),
         "versions": {name: version(name) for name in ("torch", "deepspeed")},
         "vocab_size": vocab_size,
@@ -61,11 +62,6 @@ def layout_record(config: Config) -> dict[str, Any]:
         "precision": config.precision.name,
         "optimizer": config.optimizer.optimizer,
     }
-
-
-def _optimizer_state_record(config: Config) -> dict[str, Any]:
-    """Returns the precision of the moments in memory. The files always hold them in fp32."""
-    return rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32}
 
 
 def all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
