@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.huggingface.importer import (
-    config_without_run,
-    first_run_record,
-    specs_without_padding,
-)
+from megatron.checkpoint.formats.universal_info import spec_record
+from megatron.checkpoint.huggingface.importer import config_without_run, specs_without_padding
 from megatron.checkpoint.reading import lacks_configuration
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.record import IMPORTED_KEY, Checkpoint
+from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, ConfigError, DataConfig, OptimizerConfig, PrecisionConfig
 from megatron.errors import UserError, one_line
+from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 
 # Arguments of Megatron that its optimizer takes from a checkpoint.
@@ -71,6 +71,22 @@ def open_external(
 def describe_run(reader: StateReader, config: Config, vocabulary: Vocabulary) -> None:
     """Gives a checkpoint of another framework the `run.json` of a run that could have saved it, and the specs
     of its parameters, without padding."""
-    specs = specs_without_padding(config, vocabulary.size, vocabulary.eod)
-    run = first_run_record(config, vocabulary.size, vocabulary.eod, specs)
-    reader.describe({**run, "state": asdict(reader.checkpoint.state)}, specs)
+    parallel, specs = config.parallel, specs_without_padding(config, vocabulary.size, vocabulary.eod)
+    run = {
+        "state": asdict(reader.checkpoint.state),
+        "config": config.to_dict(),
+        "layout": layout_record(config),
+        "stages": {
+            "partition_method": parallel.partition_method,
+            "pipeline_schedule": parallel.pipeline_schedule,
+            "bounds": plan_stages(config, vocabulary.size).bounds,
+        },
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "vocab_size": vocabulary.size,
+        "eod": vocabulary.eod,
+        "data": {},
+        IMPORTED_KEY: True,
+        "parameters": {name: spec_record(spec) for name, spec in specs.items()},
+        "files": {},
+    }
+    reader.describe(run, specs)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
-from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.huggingface.family import (
     FAMILIES,
     LM_HEAD,
@@ -31,8 +29,6 @@ from megatron.checkpoint.huggingface.family import (
 )
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
-from megatron.checkpoint.record import IMPORTED_KEY, TrainingState
-from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import (
     BatchConfig,
     Config,
@@ -48,7 +44,6 @@ from megatron.files import HostileFileError, expect_layout, open_regular, read_j
 from megatron.model.layer_list import PARAMETER_DTYPES, WORD_EMBEDDINGS
 from megatron.model.single_process import model_specs
 from megatron.mpu.parameters import ParameterSpec
-from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.flags import tokenizer_settings
 
 if TYPE_CHECKING:
@@ -388,30 +383,6 @@ def check_finite(values: Tensor, folder: Path, name: str) -> None:
             f"{folder} holds {count:,} values of {name} that are NaN or infinite: the folder is "
             "damaged, or the training diverged. Use another model"
         )
-
-
-def first_run_record(
-    config: Config, vocab_size: int, eod: int | None, specs: Mapping[str, ParameterSpec]
-) -> dict[str, Any]:
-    """Returns the `run.json` that a single process would write before its first step."""
-    parallel = config.parallel
-    return {
-        "state": asdict(TrainingState()),
-        "config": config.to_dict(),
-        "layout": layout_record(config),
-        "stages": {
-            "partition_method": parallel.partition_method,
-            "pipeline_schedule": parallel.pipeline_schedule,
-            "bounds": plan_stages(config, vocab_size).bounds,
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "vocab_size": vocab_size,
-        "eod": eod,
-        "data": {},
-        IMPORTED_KEY: True,
-        "parameters": {name: spec_record(spec) for name, spec in specs.items()},
-        "files": {},
-    }
 
 
 def start_flags(config: Config, output: Path) -> list[str]:
