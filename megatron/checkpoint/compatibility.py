@@ -124,8 +124,7 @@ def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
-    """Raises UserError if replicas differed when the checkpoint was saved, unless --allow-replica-mismatch is
-    given."""
+    """Raises UserError if replicas differed at the save, unless --allow-replica-mismatch is given."""
     mismatched = mismatched_replicas(checkpoint)
     if mismatched and not config.checkpoint.allow_replica_mismatch:
         raise UserError(

@@ -171,8 +171,7 @@ def _block_keys(block: int, size: int) -> Tensor:
 def _keys_of_shard(
     spec: ParameterSpec, tp_group: TPGroup, start: int, length: int, device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields the keys of a fragment's elements, block by block: (index of the first one, keys). Padding has
-    no keys."""
+    """Yields (index of the first element, keys) of the blocks of a fragment. Padding has no keys."""
     limit = CHUNK if device.type == "cpu" else DEVICE_CHUNK
     # Blocks of whole rows are one box each.
     row = math.prod(local_shape(spec, tp_group)[spec.shard_dim or 0 :])

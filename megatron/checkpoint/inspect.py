@@ -164,8 +164,7 @@ def _latest_file(kind: str) -> str:
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a `Summary`; '' for other folders. If the folder cannot be read now, its name
-    decides."""
+    """Returns the kind of a `Summary`; '' for other folders. The name decides if the folder is unreadable."""
     try:
         return _kind_by_files(path)
     except OSError:

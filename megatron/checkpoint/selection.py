@@ -110,8 +110,7 @@ def select_valid_checkpoint(
 def find_damage(
     checkpoint: Checkpoint, heartbeat: Callable[[], None], objects: ObjectCheckpoints | None = None
 ) -> str | None:
-    """Reads the files that must be intact before loading. Returns the first problem. objects: downloads them
-    first. Collective."""
+    """Returns the first problem of the files that must be intact, which `objects` downloads. Collective."""
     reader = open_reader(checkpoint)
 
     def find_problem(name: str) -> str | None:

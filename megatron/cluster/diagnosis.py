@@ -262,14 +262,12 @@ def _sentence(report: Report) -> str:
 
 
 def _crash(report: Report) -> str:
-    """Returns the name that Python gives to a crash in native code, such as "Segmentation fault"; "" if
-    none."""
+    """Returns Python's name of a crash in native code, such as "Segmentation fault"; "" if none."""
     return report["stacks"].partition("Fatal Python error: ")[2].partition("\n")[0]
 
 
 def _has_crashed(report: Report) -> bool:
-    """Returns whether the rank itself has crashed. torch's NCCL watchdog aborts a rank whose connections are
-    lost."""
+    """Returns whether the rank itself has crashed. torch's watchdog aborts a rank without connections."""
     return _crash(report) not in ("", "Aborted")
 
 
@@ -306,8 +304,7 @@ def _progress(reports: Sequence[Report]) -> str:
 
 
 def ask_slurm(job: str, nodes: str) -> SlurmJob:
-    """Returns the state of a job and of its nodes. job, nodes: in Slurm's notation. Fields are empty if
-    Slurm does not answer."""
+    """Returns what Slurm says of a job and its nodes, in its notation; nothing if it does not answer."""
     state = re.search(r"\bJobState=(\w+)", _output_of("scontrol", "show", "job", "--oneliner", job))
     # Slurm marks a node that does not answer with *.
     listed = _output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t").splitlines()

@@ -61,6 +61,5 @@ def is_lost_connection(error: str) -> bool:
 
 
 def is_own_error(sentence: str) -> bool:
-    """Returns whether an error, given as its `sentence_of`, cannot be the consequence of another process's
-    end."""
+    """Returns whether an error (its `sentence_of`) cannot be caused by the end of another process."""
     return bool(sentence) and not is_lost_connection(sentence) and not _COMMUNICATION.search(sentence)

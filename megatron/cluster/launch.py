@@ -49,8 +49,7 @@ def decimal_number(text: str) -> int | None:
 
 
 def local_world_size_of(env: Mapping[str, str]) -> int | None:
-    """Returns the number of this run's processes on this node; None if the environment does not contain
-    it."""
+    """Returns the number of this run's processes on this node; None if it is not in the environment."""
     if (size := decimal_number(env.get("LOCAL_WORLD_SIZE", ""))) is not None:
         return size
     # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
@@ -63,8 +62,7 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
 
 
 def node_rank_of(env: Mapping[str, str]) -> int | None:
-    """Returns the index of this node among the nodes of the run; None if the environment does not contain
-    it."""
+    """Returns the index of this node in the run; None if it is not in the environment."""
     number = ""
     if has_torch_launcher(env):
         number = env.get("GROUP_RANK", "")

@@ -112,8 +112,7 @@ def _wait(condition: Callable[[], bool], max_s: float) -> None:
 
 
 def _num_processes(env: Mapping[str, str]) -> int:
-    """Returns the number of processes of the run if all of them write to the folder; 0 if the run has other
-    nodes."""
+    """Returns the number of processes of the run; 0 if some are on other nodes, with other folders."""
     world_size = world_size_of(env)
     return world_size if local_world_size_of(env) == world_size else 0
 

@@ -59,8 +59,7 @@ def process_state(pid: int) -> str:
 
 
 def io_bytes() -> int:
-    """Returns the bytes that this process has read and written, in files and sockets; 0 if the system does
-    not count them."""
+    """Returns the bytes that this process has read and written, in files and sockets; 0 if unknown."""
     try:
         with open("/proc/self/io") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
@@ -80,8 +79,7 @@ def status_bytes(field: str) -> int:
 
 
 def started_by_living_launcher(folder: Path) -> bool:
-    """Returns whether the launcher or shell that started the ranks of a `shared_temporary_folder` still
-    runs."""
+    """Returns whether the launcher or shell of the ranks of a `shared_temporary_folder` still runs."""
     pid, _, rest = folder.name.partition("-")
     return pid.isdigit() and start_of(int(pid)) == rest.partition("-")[0]
 
@@ -125,8 +123,7 @@ def _start_key(env: Mapping[str, str]) -> str:
 
 
 def _pid_namespace() -> str:
-    """Returns the id of the process-id namespace: containers with their own process ids must not share
-    reports."""
+    """Returns the id of the process-id namespace: two namespaces must not share reports."""
     try:
         return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
     except OSError:

@@ -234,8 +234,7 @@ def network_figures(facts: Sequence[RankInfo], device: str, backend: str) -> Net
 
 
 def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
-    """Writes the file of --network-figures on rank 0. Returns a sentence if it cannot be written: the run
-    continues without it."""
+    """Writes the file of --network-figures on rank 0. Returns a sentence if it cannot be written."""
     path = config.parallel.network_figures
     if path is None or dist.get_rank() != 0:
         return []

@@ -162,8 +162,7 @@ class RankReport:
         ]
 
     def stop_requested(self) -> bool:
-        """Returns whether the job's script has created the file in the folder that requests to save and
-        exit."""
+        """Returns whether the job's script has created the file that requests to save and exit."""
         return self.folder is not None and (self.folder / STOP_REQUEST_FILE).exists()
 
     def another_rank_failed(self) -> bool:

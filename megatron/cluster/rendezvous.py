@@ -238,8 +238,7 @@ def _connect(address: Address, deadline: float) -> dist.Store:
 
 
 def _client(address: Address) -> dist.Store:
-    """Connects to the store behind an open port. Raises UserError if there is no store: torch would wait for
-    an answer forever."""
+    """Connects to the store at a port. Raises UserError if there is none: torch would wait forever."""
     found: list[dist.Store] = []
 
     def connect() -> None:

@@ -37,8 +37,7 @@ class ExitReason:
         return self.sentence
 
     def final_status(self, checkpoint: CheckpointConfig) -> ExitStatus:
-        """Returns the status. REQUEUE becomes FINISHED without --save and --load: the same command would not
-        resume."""
+        """Returns the status, FINISHED instead of REQUEUE if the same command would not resume."""
         is_resumable = checkpoint.save is not None and checkpoint.load is not None
         return ExitStatus.FINISHED if self.status is ExitStatus.REQUEUE and not is_resumable else self.status
 
@@ -90,8 +89,7 @@ class ExitConditions:
         return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
     def code_of_this_rank(self) -> int:
-        """Returns the number of the reason that this rank has found; the largest number of all ranks
-        counts."""
+        """Returns the number of this rank's reason. The largest number of all ranks counts."""
         code = _NONE
         kill_switch, duration_mins = self.training.kill_switch_path, self.training.exit_duration_in_mins
         if not _distributed() or torch.distributed.get_rank() == 0:

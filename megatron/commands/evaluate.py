@@ -212,8 +212,7 @@ def check_seq_length(seq_length: int | None, checkpoint: Checkpoint) -> None:
 def micro_batches(
     dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> Iterator[MicroBatch]:
-    """Yields the first `num_samples` samples in micro-batches of `size`; the last micro-batch may be
-    smaller."""
+    """Yields the first `num_samples` samples in micro-batches of at most `size`."""
     from megatron.data.loader import GPTBatchLoader
 
     remainder = num_samples % size
@@ -341,8 +340,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int) -> None:
-    """Evaluates on all ranks of the launch. evaluation: None except on rank 0. size: samples per
-    micro-batch."""
+    """Evaluates on all ranks. evaluation: None except on rank 0. size: samples per micro-batch."""
     import torch.distributed as dist
 
     from megatron.checkpoint.lineage.start import share_checkpoint

@@ -81,8 +81,7 @@ class Run:
         return statistics.median(values) if values else None
 
     def repeated_iterations(self) -> int:
-        """Returns the number of logged iterations that ran again after a restart, since they had not been
-        saved."""
+        """Returns the number of logged iterations that ran again after a restart."""
         begins = [s.iterations[0] - 1 if s.begin is None else s.begin for s in self.starts]
         pairs = zip(self.starts[:-1], begins[1:], strict=True)
         return sum(max(start.iterations[-1] - begin, 0) for start, begin in pairs)
@@ -131,8 +130,7 @@ def _begin_of(line: str) -> int | None:
 
 
 def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
-    """Adds tokens_per_second to a training line. previous: the line before it, {} for the first of a
-    start."""
+    """Adds tokens_per_second to a training line. previous: the line before, {} for the first of a start."""
     tokens, samples = (
         float(line.get(name, 0)) - float(previous.get(name, 0))
         for name in ("consumed_tokens", "consumed_samples")
@@ -142,8 +140,7 @@ def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
 
 
 def report(run: Run) -> str:
-    """Returns the table with one row per start, a line per validation data set, and the repeated
-    iterations."""
+    """Returns a table with a row per start, a line per validation data set, and repeated iterations."""
     head = ["log", "iterations", "lm loss", "lowest", "grad norm", "highest", "lr", "skipped", "s/iteration"]
     rows = [[*head, "samples/s", "TFLOPs"], *(_row(start) for start in run.starts)]
     lines = [format_table(rows)]

@@ -200,8 +200,7 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2; Ctrl-C exits with code
-    130."""
+    """Runs the tool. Ctrl-C exits with code 130."""
     with exit_on_user_error():
         try:
             run(argv)

@@ -64,8 +64,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
-    """Yields the documents of a jsonl file, or parts of a text file. Raises UserError that names an invalid
-    line."""
+    """Yields the documents of a jsonl file, or parts of a text file. A UserError names an invalid line."""
     is_jsonl = ".jsonl" in os.path.basename(path) or path.endswith(".parquet")
     for batch in read_batches([path], [json_key]):
         if not is_jsonl:

@@ -250,8 +250,7 @@ def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace, wor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Verifies all data sets, or finds a sample. Exits with code 2 if a data set is damaged, or for a user's
-    mistake."""
+    """Verifies all data sets, or finds a sample. Exits with code 2 if a data set is damaged."""
     with exit_on_user_error():
         arguments = build_parser().parse_args(argv)
         if arguments.sample is not None:

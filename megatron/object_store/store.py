@@ -281,8 +281,7 @@ class ObjectStore:
         call: Callable[[Any, dict[str, float]], T],
         retries: Retries | None = None,
     ) -> T:
-        """Returns what `call(file system, limit of its time)` returns; retries transient errors. Raises
-        OSError."""
+        """Returns call(file system, limit of its time). Retries transient errors. Raises OSError."""
         from megatron.object_store.s3 import open_file_system, read_failure
 
         retries = retries or self._retries

@@ -110,8 +110,7 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
 
 
 def _external_source(folder: Path, strict: bool, _: bool) -> Source:
-    """Opens a checkpoint of another Megatron program: DeepSpeed's files hold shapes of shards, and
-    patterns."""
+    """Opens a checkpoint of another Megatron program, by the shapes and patterns in DeepSpeed's files."""
     paths = model_files(folder)
     if sharded_weight_files(folder):
         raise UserError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")

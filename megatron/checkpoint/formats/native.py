@@ -208,8 +208,7 @@ class NativeReader(StateReader):
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def files_to_verify(self) -> list[str]:
-        """Returns the files in `run.json`, where all have digests. Does not return missing files that a
-        resume does not need."""
+        """Returns the files in `run.json`, without missing ones that a resume does not need."""
         run = self.checkpoint.run
         unneeded = unneeded_files(run)
         return [
@@ -317,8 +316,7 @@ class LayerFiles:
         return global_tensors
 
     def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, global tensor) of every parameter by layer. Finally raises UserError if a parameter
-        is missing."""
+        """Yields (name, global tensor) of every parameter by layer. Raises UserError if one is missing."""
         missing = set(specs)
         for layer in self.layers:
             global_tensors = self.global_tensors(layer, specs)

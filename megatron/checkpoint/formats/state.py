@@ -313,7 +313,7 @@ class StateReader(ABC):
 
     @torch.no_grad()
     def load_weights(self, module: nn.Module) -> None:
-        """Fills the parameters of a single-process model; padded rows become zeros. Raises UserError if any
+        """Fills the parameters of a single-process model, padded rows with zeros. Raises UserError if one
         is missing."""
         parameters = dict(module.named_parameters())
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
@@ -347,8 +347,7 @@ class StateReader(ABC):
         return file_problem(self.folder, name, self.checkpoint.run["files"][name].get("sha256"))
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares all data that have digests, or only the weights. Returns the number of digests, and
-        problems."""
+        """Compares all data that have digests, or the weights. Returns the number of digests; problems."""
         problems = []
         compared = [
             (state_name, *entry)

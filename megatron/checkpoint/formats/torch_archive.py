@@ -91,8 +91,7 @@ def _compared(path: Path) -> bool | None:
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Returns False if all checksums are 0: torch.save was told not to compute them
-    (set_crc32_options(False))."""
+    """Returns False if all checksums are 0, as after torch.serialization.set_crc32_options(False)."""
     return any(info.CRC for info in archive.infolist())
 
 
@@ -151,8 +150,7 @@ _STUBBED_MODULES = re.compile(r"(megatron\.(model\.|core\.|core\.transformer\.)?
 
 @cache
 def _safe_global(name: str) -> Callable[..., Any] | None:
-    """Returns the replacement for the full name of a class or function in a pickle; None if it is not
-    allowed."""
+    """Returns the replacement for a class or function in a pickle; None if it is not allowed."""
     if name in _BUILTINS:
         return _BUILTINS[name]
     if name in _STUBBED or _STUBBED_MODULES.fullmatch(name):

@@ -187,8 +187,7 @@ class UniversalReader(StateReader):
         return list(file_sizes(self.folder, "*.pt"))
 
     def file_problem(self, name: str) -> str | None:
-        """Reads a file and compares it with its checksums from torch.save. Raises OSError if it cannot be
-        read now."""
+        """See `StateReader`. Compares a file with its checksums from torch.save."""
         try:
             matches = matches_checksums(self.folder / name)
         except UserError as error:

@@ -104,8 +104,7 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
 
 
 def max_length_of(model: ModelConfig) -> int | None:
-    """Returns the most tokens that a model accepts, for its tokenizer; None if its positions are not
-    learned."""
+    """Returns the most tokens that a model accepts; None if its positions are not learned."""
     return model.max_position_embeddings if model.position_embedding_type == "absolute" else None
 
 

@@ -87,8 +87,7 @@ def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
 
 
 def was_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
-    """Returns whether a checkpoint's run was started from --load, or a checkpoint in it, by its origin's
-    path."""
+    """Returns whether a checkpoint's run was started from --load, or from a checkpoint in it."""
     path = checkpoint.origin.get("path")
     given = as_urls(os.path.realpath(load or ""))
     return isinstance(path, str) and given in (path, os.path.dirname(path))

@@ -76,8 +76,7 @@ class RunIdentity:
         return {"run_id": self.run_id, "origin": self.origin, "lineage": lineage}
 
     def saved(self, entry: LineageEntry) -> bool:
-        """Returns whether this run, and not the run it was started from, saved a checkpoint of its
-        lineage."""
+        """Returns whether this run itself saved a checkpoint of its lineage."""
         return entry.run_id == self.run_id or (entry.run_id is None and entry.name in self.without_run_id)
 
     def owns(self, name: str, run: Mapping[str, Any] | None) -> bool:
@@ -99,8 +98,7 @@ def parse_run_id(value: Any) -> str | None:
 
 
 def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
-    """Parses a `lineage` from a file; keeps the newest MAX_LINEAGE entries. Raises ValueError if
-    malformed."""
+    """Parses the newest MAX_LINEAGE entries of a `lineage`. Raises ValueError if it is malformed."""
     if not isinstance(value, list):
         raise ValueError("lineage is not a list")
     return tuple(_parse_entry(item) for item in value[-MAX_LINEAGE:])
@@ -162,8 +160,7 @@ class LatestRecord:
 
 
 def read_latest(folder: Path) -> str | None:
-    """Returns the name in `latest`; None if there is no valid name. Raises OSError if it cannot be read
-    now."""
+    """Returns the valid name in `latest`; None if there is none. Raises OSError if it is unreadable now."""
     name = read_name(folder / LATEST_FILE)
     return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
 
@@ -189,8 +186,7 @@ def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity)
 
 
 def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
-    """Writes the name of a complete checkpoint into `latest`. identity: with the checkpoint in its
-    lineage."""
+    """Writes the name of a complete checkpoint into `latest`. identity: has it in its lineage."""
     write_atomically(folder / LATEST_FILE, entry.name)
     try:
         _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))

@@ -205,8 +205,7 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
 
 
 def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Returns whether a run with this origin was started with the --finetune, --no-load-optim and --branch-at
-    of `config`."""
+    """Returns whether a run of this origin had the flags of `config` that say what is loaded."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
@@ -382,8 +381,7 @@ def share_checkpoint(
 def _open_with_retries(
     folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
 ) -> None:
-    """Raises UserError unless the folder holds all files of the checkpoint with this digest, after some
-    retries."""
+    """Raises UserError unless the folder holds all files of the checkpoint with this digest."""
     for delay_s in (*delays_s, None):
         try:
             run = open_checkpoint(folder, with_files=False).run

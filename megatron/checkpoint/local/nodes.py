@@ -158,8 +158,7 @@ class FileTransfer:
     def receive(
         self, path: Path, facts: Mapping[str, Any], rank: int, count_bytes: Callable[[int], object]
     ) -> str:
-        """Receives a file and syncs it to the disk. Returns why the file is not what `facts` says; "" if it
-        is."""
+        """Receives a file and syncs it. Returns why it is not what `facts` says; "" if it is."""
         problem, file = "", None
         try:
             file = HashedFile(path)

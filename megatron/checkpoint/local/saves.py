@@ -177,8 +177,7 @@ def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
 
 
 def _check_sharing(options: CheckpointConfig, folder: Path, nodes: Nodes, token: str) -> None:
-    """Raises UserError unless exactly the leader of this node has a file in this folder. token: begins the
-    names of these files."""
+    """Raises UserError unless only this node's leader has a file in this folder. token: begins the names."""
     try:
         found = {path.name for path in folder.glob(f"{token}-*")}
     except OSError as error:

@@ -75,8 +75,7 @@ class ObjectCheckpoints:
         return ClaimFolder(Path(folder)) if found is None else ObjectClaims(found.store)
 
     def read(self) -> None:
-        """Makes the mirror show what the folders hold, on rank 0. Raises UserError for a folder that cannot
-        be read."""
+        """Makes the mirror show what the folders hold, on rank 0. Raises UserError for an unreadable one."""
         for path in self._folders:
             shutil.rmtree(path, ignore_errors=True)  # of an earlier start of this job
         for folder in self._folders.values():
@@ -97,8 +96,7 @@ class ObjectCheckpoints:
         return self._folders.get(path)
 
     def connect(self, node: str) -> None:
-        """Finds the ranks with which this rank shares its mirror. node: the name of this rank's node.
-        Collective."""
+        """Finds the ranks that share a mirror. node: the name of this rank's node. Collective."""
         status = os.stat(self._root)
         self._nodes = Nodes.connect(f"{node} {self._root} {status.st_dev} {status.st_ino}")
 

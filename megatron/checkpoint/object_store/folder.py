@@ -203,8 +203,7 @@ class ObjectFolder:
             (saving / name).unlink()
 
     def show_uploaded(self, saving: Path, names: Collection[str]) -> None:
-        """Makes the mirror show those files of a save that have been uploaded, on rank 0, so that their sizes
-        in the store are compared."""
+        """Makes the mirror show which files of a save are in the store, with their sizes. On rank 0."""
         folder = saving.name.removeprefix(SAVING)
         listed = self.store.list(folder)
         for name in names:

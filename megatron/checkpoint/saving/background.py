@@ -163,8 +163,7 @@ class BackgroundSaves:
         threading.Thread(target=self._finish_files, args=work, name="save", daemon=True).start()
 
     def finish(self) -> SaveOutcome | None:
-        """Waits for the save in flight. Returns how it ended, on all ranks; None if there is none.
-        Collective."""
+        """Waits for the save in flight, and returns how it ended; None if there is none. Collective."""
         save = self.in_flight
         if save is None:
             return None

@@ -107,8 +107,7 @@ class BackgroundWriter:
     """The rank's side: sends files to the writer process and receives what it has done."""
 
     def __init__(self, ring_bytes: int, heartbeat: Callable[[], None]) -> None:
-        """ring_bytes: size of the shared memory, which is taken at once. heartbeat: called for every
-        piece."""
+        """ring_bytes: size of the shared memory. heartbeat: called for every piece."""
         self._size = max(-(-ring_bytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self._heartbeat = heartbeat
         descriptor = os.memfd_create("checkpoint")
@@ -320,8 +319,7 @@ class _WriterProcess:
 
 
 def main() -> None:
-    """Runs the writer process. Arguments: descriptors of the connection and the ring, process id of the
-    rank."""
+    """Runs the writer. Arguments: descriptors of the connection and the ring, process id of the rank."""
     connection, ring, parent = map(int, sys.argv[1:])
     end_with_parent()
     if os.getppid() != parent:
