@@ -106,9 +106,12 @@ def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run
         if is_access_error(error):
             raise
         return f"{name} cannot be read ({error.strerror or error})"
-    return (
-        None if found["sha256"] == sha256 else f"{name} is damaged: its digest differs from that in {source}"
-    )
+    return None if found["sha256"] == sha256 else digest_differs(name, source)
+
+
+def digest_differs(what: str, source: str = "run.json") -> str:
+    """Returns the problem of a file or tensor. source: the file that holds its digest."""
+    return f"{what} is damaged: its digest differs from that in {source}"
 
 
 def file_problems(folder: Path, files: Files) -> Iterator[str | None]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.files import file_problem
+from megatron.checkpoint.files import digest_differs, file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import Config
@@ -290,10 +290,7 @@ class StateReader(ABC):
     def _verified_values(self, name: str, spec: ParameterSpec, digest: str | None) -> Tensor:
         full = self.read_unpadded(name, VALUES)
         if digest is not None and not matches_digest(full, spec, digest):
-            raise UserError(
-                f"checkpoint {self.folder}: {name} is damaged: its digest differs from that in "
-                f"{RUN_FILE}; use an older checkpoint"
-            )
+            raise UserError(f"checkpoint {self.folder}: {digest_differs(name)}; use an older checkpoint")
         return full
 
     def weights(
@@ -361,9 +358,7 @@ class StateReader(ABC):
                 continue
             try:
                 if not matches_digest(self.read_unpadded(name, state_name), self.specs[name], digest):
-                    problems.append(
-                        f"{state_name} of {name} is damaged: its digest differs from that in {RUN_FILE}"
-                    )
+                    problems.append(digest_differs(f"{state_name} of {name}"))
             except UserError as error:
                 problems.append(str(error))
         return len(compared), problems

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.digests import fragment_digests
-from megatron.checkpoint.files import Files, add_checksum
+from megatron.checkpoint.files import Files, add_checksum, digest_differs
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
@@ -157,10 +157,8 @@ def _verified(
             start += block.numel()
         yield block
     if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:
-        raise UserError(
-            f"checkpoint {reader.folder}: {state} of {name} is damaged: its digest differs from that in "
-            f"{RUN_FILE}; convert an older checkpoint"
-        )
+        problem = digest_differs(f"{state} of {name}")
+        raise UserError(f"checkpoint {reader.folder}: {problem}; convert an older checkpoint")
 
 
 def rows_of(blocks: Iterable[Tensor], shape: Sequence[int], max_bytes: int) -> Iterator[tuple[int, Tensor]]:
