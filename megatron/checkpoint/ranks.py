@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -15,8 +15,6 @@ from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-
-T = TypeVar("T")
 
 
 class FolderTakenError(Exception):
@@ -82,23 +80,11 @@ def first_problem(
 ) -> str | None:
     """Returns the first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks
     share the files, so that each is read once. heartbeat: called after each file."""
-    problems = _share(broadcast_from_rank_0(names), find_problem, heartbeat)
-    return next((problem for _, problem in sorted(problems.items()) if problem), None)
-
-
-def _share(names: list[str], describe: Callable[[str], T], heartbeat: Callable[[], None]) -> dict[str, T]:
-    """Returns describe(name) for every name, computed by one rank. Raises an OSError of one rank on all."""
-    own: dict[str, T] | OSError
-    try:
-        own = {}
+    found: dict[str, str | None] = {}
+    names = broadcast_from_rank_0(names)
+    with errors_of_all_ranks():
         for name in names[dist.get_rank() :: dist.get_world_size()]:
-            own[name] = describe(name)
+            found[name] = find_problem(name)
             heartbeat()
-    except OSError as error:
-        own = error
-    described: dict[str, T] = {}
-    for part in gather_from_all_ranks(own):
-        if isinstance(part, OSError):
-            raise part
-        described |= sorted(part.items())
-    return described
+    problems = (item for part in gather_from_all_ranks(found) for item in part.items())
+    return next((problem for _, problem in sorted(problems) if problem), None)
