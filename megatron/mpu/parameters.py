@@ -191,11 +191,11 @@ def shard_of(full: torch.Tensor, spec: ParameterSpec, tp_group: TPGroup) -> torc
 def reshard(
     spec: ParameterSpec,
     tp_group: TPGroup,
+    start: int,
+    stop: int,
     saved: ParameterSpec,
     saved_size: int,
     saved_elements: Callable[[int, int, int], torch.Tensor],
-    start: int = 0,
-    stop: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns elements start to stop - 1 of this rank's shard, flat, fp32, made from the shards of
@@ -204,14 +204,13 @@ def reshard(
     saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
     saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
     saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
-    stop: None for the end of the shard. out: gets the elements and is returned, if given.
+    out: gets the elements and is returned, if given.
     """
     dim = spec.shard_dim or 0
     # Both shards are matrices whose columns are the elements from the sharded dimension on.
     inner = math.prod(spec.global_shape[dim + 1 :])
     shape = local_shape(spec, tp_group)
     width = shape[dim] * inner
-    stop = math.prod(shape) if stop is None else stop
     target = torch.empty(stop - start) if out is None else out
     if spec.num_valid_rows is not None:
         target.zero_()

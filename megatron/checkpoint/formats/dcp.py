@@ -38,13 +38,18 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint.files import Files, HashedFile, file_problems
 from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region, overlap
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, check_shape
+from megatron.checkpoint.formats.state import (
+    ReplicaMismatch,
+    ShardPart,
+    StateBlocks,
+    StateReader,
+    check_shape,
+)
 from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, ShardBox, local_shape, shard_boxes
+from megatron.mpu.parameters import ParameterSpec, ShardBox, shard_boxes
 
 # Prefix of what the optimizer holds.
 OPTIMIZER = "optimizer."
@@ -111,32 +116,19 @@ class DcpReader(StateReader):
         self._checked_shape(name, state_name, spec)
         return self.region_of(name, state_name, None).float()
 
-    def read_shard(
-        self,
-        name: str,
-        state_name: str,
-        spec: ParameterSpec,
-        tp_group: TPGroup,
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Reads only the chunks that hold one of these elements."""
-        self._checked_shape(name, state_name, spec)
-        stop = prod(local_shape(spec, tp_group)) if stop is None else stop
-        target = torch.zeros(stop - start) if out is None else out.zero_()  # padded rows are zeros
-        for box in shard_boxes(spec, tp_group, start, stop):
-            region = _region(box)
-            place = target[box.first - start : box.first - start + box.numel]
-            place.view(box.sizes).copy_(self.region_of(name, state_name, region))
+        self._checked_shape(name, state_name, part.spec)
+        target = torch.zeros(part.stop - part.start) if out is None else out.zero_()  # padded rows are zeros
+        for box in shard_boxes(*part):
+            place = target[box.first - part.start : box.first - part.start + box.numel]
+            place.view(box.sizes).copy_(self.region_of(name, state_name, _region(box)))
         return target
 
-    def files_of_parts(
-        self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
-    ) -> set[str]:
+    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
         files = {METADATA_FILE}
-        for name, spec, start, stop in parts:
-            regions = [_region(box) for box in shard_boxes(spec, tp_group, start, stop)]
+        for name, part in parts:
+            regions = [_region(box) for box in shard_boxes(*part)]
             for state_name in self.state_names(name):
                 tensor = self.stored.tensor(key_of(name, state_name))
                 files |= {

@@ -31,6 +31,7 @@ from megatron.checkpoint.formats.deepspeed_files import (
 from megatron.checkpoint.formats.state import (
     ParameterRecord,
     ReplicaMismatch,
+    ShardPart,
     StateReader,
     check_shape,
     padded_spec,
@@ -107,47 +108,35 @@ class NativeReader(StateReader):
         shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
         return merge_shards(saved, [shard.whole().view(shape) for shard in shards])
 
-    def read_shard(
-        self,
-        name: str,
-        state_name: str,
-        spec: ParameterSpec,
-        tp_group: TPGroup,
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""
-        saved = self._saved_spec(spec)
-        if (rank := self._rank_of_shard(spec, tp_group)) is not None:
-            shard = self._shard(rank, name, state_name, saved)
-            return shard.elements(start, shard.numel if stop is None else stop, out)
+        saved = self._saved_spec(part.spec)
+        if (rank := self._rank_of_shard(part)) is not None:
+            return self._shard(rank, name, state_name, saved).elements(part.start, part.stop, out)
 
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
             return self._shard(rank, name, state_name, saved).elements(first, last)
 
-        return reshard(spec, tp_group, saved, self.tp_size, saved_elements, start, stop, out)
+        return reshard(*part, saved, self.tp_size, saved_elements, out)
 
-    def files_of_parts(
-        self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
-    ) -> set[str]:
+    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
         run = self.checkpoint.run
         if not has_index(run):
             return {path.name for _, path, _ in optimizer_files(self.folder, run["files"])}
         paths: set[Path] = set()
-        for name, spec, start, stop in parts:
-            if (rank := self._rank_of_shard(spec, tp_group)) is not None:
-                paths |= self.files.paths(rank, name, start, stop)
+        for name, part in parts:
+            if (rank := self._rank_of_shard(part)) is not None:
+                paths |= self.files.paths(rank, name, part.start, part.stop)
             else:  # of all shards, which is more than it reads
                 paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, name)}
         return {path.name for path in paths or {self.files.first_path}}
 
-    def _rank_of_shard(self, spec: ParameterSpec, tp_group: TPGroup) -> int | None:
-        """Returns the TP rank whose files hold a TP rank's shard of a parameter; None if several do."""
-        if spec.shard_dim is None:
+    def _rank_of_shard(self, part: ShardPart) -> int | None:
+        """Returns the TP rank whose files hold a part of a shard; None if several do."""
+        if part.spec.shard_dim is None:
             return 0
-        is_equal = self._saved_spec(spec) == spec and self.tp_size == tp_group.size
-        return tp_group.rank if is_equal else None
+        is_equal = self._saved_spec(part.spec) == part.spec and self.tp_size == part.tp_group.size
+        return part.tp_group.rank if is_equal else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""
@@ -167,7 +156,7 @@ class NativeReader(StateReader):
             if saved.shard_dim is None:
                 yield _mean_of_replicas([shard.elements(*span) for shard in shards], mismatch)
             else:
-                yield reshard(full, TPGroup(), saved, self.tp_size, saved_elements, *span)
+                yield reshard(full, TPGroup(), *span, saved, self.tp_size, saved_elements)
             for shard in shards:
                 shard.release()
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, reshard, spec_of
+from megatron.mpu.parameters import ParameterSpec, local_shape, reshard, spec_of
 from megatron.text_table import first_few
 
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
@@ -78,6 +79,15 @@ class ParameterRecord:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+class ShardPart(NamedTuple):
+    """Elements start to stop - 1 of a tensor-parallel rank's flattened shard of a parameter."""
+
+    spec: ParameterSpec
+    tp_group: TPGroup
+    start: int
+    stop: int
 
 
 class StateReader(ABC):
@@ -234,16 +244,20 @@ class StateReader(ABC):
         """Returns elements start to stop - 1 of this TP rank's shard of one state, flat. stop: None for the
         end of the shard. out: a flat fp32 tensor in host memory that gets the elements, and is returned.
         Without it the result may share memory with the file."""
-        if (shard := self.stored_shard(name, state_name, spec, tp_group)) is not None:
-            return shard[start:stop] if out is None else out.copy_(shard[start:stop])
+        stop = prod(local_shape(spec, tp_group)) if stop is None else stop
+        return self.read_part(name, state_name, ShardPart(spec, tp_group, start, stop), out)
+
+    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
+        """Returns a part of one state, flat. out: see `read_shard`."""
+        spec, span = part.spec, slice(part.start, part.stop)
+        if (shard := self.stored_shard(name, state_name, spec, part.tp_group)) is not None:
+            return shard[span] if out is None else out.copy_(shard[span])
         full = self.read(name, state_name, spec)
         flat = full.reshape(-1)
         if spec.shard_dim is None:
-            return flat[start:stop] if out is None else out.copy_(flat[start:stop])
+            return flat[span] if out is None else out.copy_(flat[span])
         saved = replace(spec, global_shape=tuple(full.shape))
-        return reshard(
-            spec, tp_group, saved, 1, lambda _rank, first, last: flat[first:last], start, stop, out
-        )
+        return reshard(*part, saved, 1, lambda _rank, first, last: flat[first:last], out)
 
     def stored_shard(
         self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
@@ -332,11 +346,9 @@ class StateReader(ABC):
         files = self.checkpoint.run.get("files", {})
         return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
 
-    def files_of_parts(
-        self, parts: Iterable[tuple[str, ParameterSpec, int, int]], tp_group: TPGroup
-    ) -> set[str]:
-        """Returns the names of the files that a rank reads for its parts of parameters. The other files may
-        be missing. parts: name, spec, first element and end in the rank's shard."""
+    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
+        """Returns the names of the files that a rank reads for its parts of parameters, by name. The other
+        files may be missing."""
         return {*self.checkpoint.run["files"]}
 
     def file_problem(self, name: str) -> str | None:

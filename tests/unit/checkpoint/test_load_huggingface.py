@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import reshard
+from megatron.mpu.parameters import local_shape, reshard
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
 from tests.unit.checkpoint.test_huggingface_llama import save_hf
@@ -51,7 +52,8 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
             if spec.shard_dim is not None:
                 saved = replace(spec, global_shape=tuple(expected.shape))
                 flat = whole[key].reshape(-1)
-                expected = reshard(spec, group, saved, 1, lambda _rank, first, last: flat[first:last])  # noqa: B023
+                stop = prod(local_shape(spec, group))
+                expected = reshard(spec, group, 0, stop, saved, 1, lambda _, first, last: flat[first:last])  # noqa: B023
             assert torch.equal(found, expected.reshape(-1)), key
     if ranks == 2:  # with 4 ranks there are more of them than groups of heads
         sharded = {key for key in read if specs[key].shard_dim is not None}
