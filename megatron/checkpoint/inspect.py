@@ -6,7 +6,6 @@ error. A malicious file raises HostileFileError.
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from megatron.checkpoint.conversion.to_universal import SOURCE_FILE
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.files import Files, first_size_mismatch
+from megatron.checkpoint.files import Files, file_sizes, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import (
     FORMATS,
@@ -29,9 +28,9 @@ from megatron.checkpoint.formats.registry import (
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
 from megatron.checkpoint.formats.writing import PARTIAL
-from megatron.checkpoint.lineage.identity import LATEST_FILE
+from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LATEST_FILE
 from megatron.checkpoint.names import read_name
-from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, step_of
+from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config.model import model_summary
 from megatron.errors import UserError, one_line, stop_at_access_error
@@ -47,8 +46,6 @@ FILE_KINDS = {
     "chunks of tensors": "*.distcp",
 }
 NOT_COMPARED = "not compared: use --verify to read and compare the contents"
-_STEP_FOLDER = re.compile(r"global_step\d+")
-_REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ def _kind(path: Path) -> str:
     try:
         return _kind_by_files(path)
     except OSError:
-        return NATIVE if _STEP_FOLDER.fullmatch(path.name) else ""
+        return NATIVE if CHECKPOINT_NAME.fullmatch(path.name) else ""
 
 
 def _kind_by_files(path: Path) -> str:
@@ -179,9 +176,9 @@ def _kind_by_files(path: Path) -> str:
         return ""  # an export beside the checkpoints
     if path.name.endswith(PARTIAL) and (name != NATIVE or (path / SOURCE_FILE).is_file()):
         return "being converted"
-    if path.name.endswith(_REPLACED) and step_of(path.name) >= 0:
+    if path.name.endswith(REPLACED) and step_of(path.name) >= 0:
         return "replaced"
-    is_native = _STEP_FOLDER.fullmatch(path.name) or (path / RUN_FILE).is_file()
+    is_native = CHECKPOINT_NAME.fullmatch(path.name) or (path / RUN_FILE).is_file()
     return name if name != NATIVE or is_native else ""
 
 
@@ -195,7 +192,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
     kind, sizes, state, problem = _kind(path), [], None, ""
     try:
         with stop_at_access_error():
-            sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+            sizes = [*file_sizes(path).values()]
             state = _open(path).state
             if (path / RUN_FILE).exists():
                 open_checkpoint(path)  # compares the sizes
@@ -289,8 +286,7 @@ def _file_problems(folder: Path, files: Files) -> Iterator[str]:
     """Yields what is wrong with the names and sizes of files, compared with `run.json`."""
     if not files:
         return
-    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    found = {name for name in present if name in files or name.endswith((".pt", ".distcp"))}
+    found = {name for name in file_sizes(folder) if name in files or name.endswith((".pt", ".distcp"))}
     if files.keys() - found:
         yield f"missing: {first_few(sorted(files.keys() - found))}"
     if found - files.keys():

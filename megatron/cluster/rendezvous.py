@@ -35,6 +35,7 @@ from megatron.config.config import SECTIONS
 from megatron.config.fields import option_name
 from megatron.errors import UserError, one_line
 from megatron.object_urls import settings_with_urls
+from megatron.text_table import first_few
 
 # Time between two lines about missing ranks.
 _REPORT_INTERVAL_S = 30.0
@@ -306,11 +307,8 @@ def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
 def _missing(store: dist.Store, world_size: int) -> str:
     missing = sorted(set(range(world_size)) - _ranks_in(store, _CONNECTED_KEY))
     preparing = sorted(_ranks_in(store, _PREPARING_KEY).intersection(missing))
-    return f"rank {_first(missing)}" + (f"; preparing: rank {_first(preparing)}" if preparing else "")
-
-
-def _first(ranks: list[int]) -> str:
-    return ", ".join([*map(str, ranks[:_MISSING_RANKS_SHOWN]), *["..."][: len(ranks) > _MISSING_RANKS_SHOWN]])
+    shown = [first_few(map(str, ranks), _MISSING_RANKS_SHOWN) for ranks in (missing, preparing)]
+    return f"rank {shown[0]}" + (f"; preparing: rank {shown[1]}" if preparing else "")
 
 
 def _announce(store: dist.Store, outcome: str, others: int | None = None) -> None:

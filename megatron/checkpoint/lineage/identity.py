@@ -104,11 +104,6 @@ def parse_lineage(value: Any) -> tuple[LineageEntry, ...]:
     return tuple(_parse_entry(item) for item in value[-MAX_LINEAGE:])
 
 
-def parse_entry(value: Any) -> LineageEntry | None:
-    """Parses one lineage entry read from a file, which may be null."""
-    return None if value is None else _parse_entry(value)
-
-
 def _parse_entry(value: Any) -> LineageEntry:
     if isinstance(value, str):
         return LineageEntry(value, _iteration_of(value))
@@ -173,7 +168,8 @@ def read_latest_record(folder: Path) -> LatestRecord | None:
         run_id, origin = parse_run_id(record["run_id"]), record["origin"]
         if run_id is None or not isinstance(record["latest"], str) or not isinstance(origin, dict | None):
             return None
-        lineage, upcoming = parse_lineage(record["lineage"]), parse_entry(record["upcoming"])
+        lineage = parse_lineage(record["lineage"])
+        upcoming = None if record["upcoming"] is None else _parse_entry(record["upcoming"])
     except (ValueError, KeyError):
         return None
     return LatestRecord(record["latest"], run_id, lineage, origin, upcoming)

@@ -189,9 +189,15 @@ class ObjectFolder:
         """Announces a save, on rank 0, and removes what killed and failed saves have left. saving_name: the
         temporary name of the save in the mirror."""
         self._clean_leftovers()
-        folder = saving_name.removeprefix(SAVING)
+        self._announce(saving_name.removeprefix(SAVING))
+
+    def _announce(self, folder: str) -> None:
         self._leftovers.add(folder)
         self.store.put(f"{SAVING}{folder}", b"")
+
+    def _forget(self, folder: str) -> None:
+        self.store.delete([f"{SAVING}{folder}"])
+        self._leftovers.discard(folder)
 
     def upload(self, saving: Path, names: Collection[str], count_bytes: Callable[[int], object]) -> None:
         """Uploads files of a save, and deletes them on the disk. saving: their folder in the mirror.
@@ -271,12 +277,10 @@ class ObjectFolder:
             raise OSError(
                 f"{self.store.url} contains {first_few(unlisted)}, which {RUN_FILE} beside it does not list"
             )
-        self._leftovers.add(folder)
-        self.store.put(f"{SAVING}{folder}", b"")
+        self._announce(folder)
         self.store.delete([_run_file(folder)])  # without it, the rest does not exist for any reader
         self.store.delete(found)
-        self.store.delete([f"{SAVING}{folder}"])
-        self._leftovers.discard(folder)
+        self._forget(folder)
 
     def _clean_leftovers(self) -> None:
         """Removes what killed jobs and failed saves have left. Failures are logged, not raised."""
@@ -297,8 +301,7 @@ class ObjectFolder:
                 if _run_file(folder) not in found:
                     self.store.abort_uploads(folder)
                     self.store.delete(found)
-                self.store.delete([f"{SAVING}{folder}"])
-                self._leftovers.discard(folder)
+                self._forget(folder)
             except OSError as error:
                 _LOG.warning("%s/%s cannot be removed: %s", self.store.url, folder, error)
                 if error.errno == errno.EIO:
