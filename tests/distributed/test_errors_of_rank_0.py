@@ -4,11 +4,15 @@ import re
 from dataclasses import replace
 from unittest import mock
 
+import torch.distributed as dist
+
 from megatron.checkpoint import manager, selection
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.manager import SaveError
+from megatron.checkpoint.ranks import first_problem
 from megatron.checkpoint.selection import select_valid_checkpoint
 from megatron.errors import UserError
+from megatron.files import HostileFileError
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import VOCAB, Row, build_engine, config_of
 from tests.support.pool import run_world
@@ -102,3 +106,18 @@ def test_a_job_that_lost_its_folder_stops_after_the_step_on_all_ranks():
     (steps, first), (same_steps, second) = run_world(2, lose_the_folder)
     assert steps == same_steps == [1, 2, 3]
     assert first == "the folder was taken over" and "lost the --save folder" in second
+
+
+def read_a_malicious_file():
+    def find_problem(name):
+        if dist.get_rank() == 1:
+            raise HostileFileError(f"{name} may be malicious")
+
+    try:
+        first_problem(["first", "second"], find_problem)
+    except UserError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_that_shares_the_reading_of_files_is_raised_on_all_ranks():
+    assert run_world(2, read_a_malicious_file) == ["second may be malicious"] * 2
