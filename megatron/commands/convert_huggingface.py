@@ -186,8 +186,8 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Writes the universal checkpoint; returns notes for the user."""
     from megatron.checkpoint.conversion.external import describe_run
     from megatron.checkpoint.formats.universal_writer import UniversalWriter
+    from megatron.checkpoint.huggingface.file_digests import check_digests
     from megatron.checkpoint.huggingface.importer import own_tokenizer, start_flags
-    from megatron.checkpoint.huggingface.output import check_digests
     from megatron.checkpoint.huggingface.reader import HuggingFaceReader
     from megatron.tokenizer.vocabulary import find_vocabulary
 

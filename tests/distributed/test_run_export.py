@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.huggingface.exporter import write_hugging_face
-from megatron.checkpoint.huggingface.output import check_digests
+from megatron.checkpoint.huggingface.file_digests import check_digests
 from megatron.errors import UserError
 from tests.distributed.parity import Changes
 from tests.distributed.test_model_variants import LLAMA

@@ -32,6 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import Source
 from megatron.checkpoint.discovery import read_name
@@ -201,16 +202,6 @@ def is_published(source: Source, target: Path) -> bool:
 
 def _source_identity(mark: Path) -> str:
     return read_small(mark).decode(errors="replace")
-
-
-def check_space(folder: Path, needed: int, flag: str) -> None:
-    """Raises UserError, which names the flag, if the folder's disk has fewer bytes free than needed."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{flag}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
-            "free space, or pass another folder"
-        )
 
 
 def _mark(folder: Path, name: str, text: str = "") -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.conversion.output_folder import temporary_folder
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, add_checksum, digest_differs
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
@@ -68,9 +69,6 @@ class ParameterWriter(ABC):
 
         workers: number of threads. verify: compare all states with the digests of the source.
         """
-        # Imported only here: it imports safetensors.
-        from megatron.checkpoint.huggingface.output import temporary_folder
-
         with temporary_folder(target, PARTIAL, sum(state_bytes(reader).values())) as partial:
             writer = cls(partial, reader)
             if verify:

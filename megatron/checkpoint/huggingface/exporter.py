@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.conversion.output_folder import temporary_folder
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
-from megatron.checkpoint.huggingface.output import digest_of, temporary_folder, write_digests
+from megatron.checkpoint.huggingface.file_digests import digest_of, write_digests
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, ModelConfig
 from megatron.errors import UserError

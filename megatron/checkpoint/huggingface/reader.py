@@ -13,13 +13,13 @@ from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.huggingface.family import IDENTITY
+from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE, read_digests
 from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
     check_finite,
     read_hugging_face,
     read_settings,
 )
-from megatron.checkpoint.huggingface.output import DIGEST_FILE, read_digests
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
 from megatron.mpu.layout import TPGroup

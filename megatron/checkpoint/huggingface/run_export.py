@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.checkpoint.conversion.to_universal import check_space
+from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.huggingface.exporter import (
     MAX_FILE_BYTES,
     HuggingFaceWriter,
@@ -28,7 +28,7 @@ from megatron.checkpoint.huggingface.exporter import (
     write_settings,
 )
 from megatron.checkpoint.huggingface.family import family_of
-from megatron.checkpoint.huggingface.output import write_digests
+from megatron.checkpoint.huggingface.file_digests import write_digests
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
 from megatron.checkpoint.record import REPLACED
 from megatron.config import Config

@@ -20,15 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.huggingface import output as output_module
+from megatron.checkpoint.huggingface import file_digests
 from megatron.checkpoint.huggingface.exporter import (
     format_differences,
     verification,
     write_hugging_face,
 )
 from megatron.checkpoint.huggingface.family import FAMILIES, family_of
+from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE
 from megatron.checkpoint.huggingface.importer import read_hugging_face
-from megatron.checkpoint.huggingface.output import DIGEST_FILE
 from megatron.config import ModelConfig
 from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
@@ -384,7 +384,7 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool.jinja").write_text("{}")
 
-    monkeypatch.setattr(output_module, "describe_file", describe_and_note)
+    monkeypatch.setattr(file_digests, "describe_file", describe_and_note)
     exported = tmp_path / "hf"
     write_hugging_face(
         write(tmp_path, GPT2, {}), exported, write_tokenizer=write_tokenizer, max_file_bytes=20_000
@@ -392,16 +392,16 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
     weights = sorted(path.name for path in exported.glob("*.safetensors"))
     assert len(weights) > 2 and hashed[: len(weights)] == [f"part-{i}" for i in range(len(weights))]
     assert not {*weights} & {*hashed}
-    found = output_module.read_digests(exported)
+    found = file_digests.read_digests(exported)
     files = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
     assert found.keys() == files - {DIGEST_FILE} and "additional_chat_templates/tool.jinja" in found
-    output_module.check_digests(exported)
+    file_digests.check_digests(exported)
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from megatron.checkpoint.huggingface.output import temporary_folder
+from megatron.checkpoint.conversion.output_folder import temporary_folder
 with temporary_folder(Path(sys.argv[1]), sys.argv[2], 0) as folder:
     (folder / "part-0").write_text("half of the weights")
     os.kill(os.getpid(), 9)
