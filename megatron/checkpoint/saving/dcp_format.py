@@ -75,7 +75,7 @@ class DcpFormat(SaveFormat):
             states = optimizer.local_param_states(written)
             files.write(folder / archives.file_name, map(archives.content, states))
         rest = {part.name for part in parts} - written
-        files.add_digests(map(_memory, optimizer.local_param_states(rest)))
+        files.write(None, map(_memory, optimizer.local_param_states(rest)))
         return _Table(archives.chunks, optimizer.scaler.state_dict())
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:

@@ -38,13 +38,9 @@ class RankFiles(ABC):
         """Creates the folder of the save, unless another rank has created it."""
 
     @abstractmethod
-    def write(self, file: Path, contents: Iterable[Content]) -> None:
-        """Writes a file."""
-
-    @abstractmethod
-    def add_digests(self, contents: Iterable[Content]) -> None:
-        """Takes what this rank does not write, because another rank has a replica of it: replicas are
-        compared by their digests."""
+    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
+        """Writes a file, or takes what this rank does not write (None), because another rank has a replica of
+        it: replicas are compared by their digests."""
 
 
 class DirectFiles(RankFiles):
@@ -58,15 +54,15 @@ class DirectFiles(RankFiles):
     def make_folder(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, file: Path, contents: Iterable[Content]) -> None:
+    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
+        """See `RankFiles`. Without a file it does nothing: digests of the whole state are computed later."""
+        if file is None:
+            return
         hashed = HashedFile(file)
         for content in contents:
             content.save(hashed)
         self.files[file.name] = hashed.close()
         self._heartbeat()
-
-    def add_digests(self, contents: Iterable[Content]) -> None:
-        """Does nothing: the digests of the whole state are computed after the save."""
 
 
 class BackgroundFiles(RankFiles):
@@ -86,17 +82,12 @@ class BackgroundFiles(RankFiles):
         except OSError as error:
             self._problem = self._problem or str(error)
 
-    def write(self, file: Path, contents: Iterable[Content]) -> None:
-        self._write(file, contents)
-
-    def add_digests(self, contents: Iterable[Content]) -> None:
-        self._write(None, contents)
-
-    def _write(self, path: Path | None, contents: Iterable[Content]) -> None:
-        """After a failure it does nothing: this rank still takes part in the collectives of the save."""
+    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
+        """See `RankFiles`. Returns once the content is copied. After a failure it does nothing: this rank
+        still takes part in the collectives of the save."""
         try:
             if not self._problem and self._writer is not None:
-                self._writer.write_file(path, self._with_fragments(contents, digests_only=path is None))
+                self._writer.write_file(file, self._with_fragments(contents, digests_only=file is None))
         except OSError as error:
             self._problem = str(error)
 

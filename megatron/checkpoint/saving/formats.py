@@ -60,9 +60,13 @@ class NativeFormat(SaveFormat):
         adapter = _DeepSpeedFiles(files, parts)
         extra = client_state(run[INFO_KEY], engine.run_config, run["state"])
         engine.save_files(str(folder.parent), folder.name, extra, adapter)
-        if not adapter.places:  # without ZeRO only the first replica writes the optimizer's state
+
+        def own_state() -> Iterator[Content]:
             state = optimizer.state_dict()
-            files.add_digests([Content(partial(save_archive, state), list(_parts_in(state, parts)))])
+            yield Content(partial(save_archive, state), list(_parts_in(state, parts)))
+
+        if not adapter.places:  # without ZeRO only the first replica writes the optimizer's state
+            files.write(None, own_state())
         return adapter.places
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
