@@ -107,7 +107,7 @@ class CheckpointManager:
         self.background = BackgroundSaves(engine, vocab_size, store, heartbeat)
         self.local = local
         self.objects = objects
-        # --save in an object store, of which `folder` is the mirror.
+        # --save in an object store; `folder` is then its mirror.
         self._remote = objects.folder_of(self.folder) if objects is not None else None
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False

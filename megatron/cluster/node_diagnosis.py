@@ -119,7 +119,7 @@ def _num_processes(env: Mapping[str, str]) -> int:
 
 def _prints_errors_of_all(env: Mapping[str, str]) -> bool:
     """Returns whether this node prints an error that all ranks report: the first node, or every node if nodes
-    have no numbers. Rank 0's report is no criterion: rank 0 may have ended before it opened the report."""
+    have no numbers. Rank 0's report does not decide: rank 0 may have ended before it opened the report."""
     return _num_processes(env) > 0 or node_rank_of(env) in (0, None)
 
 

@@ -46,7 +46,7 @@ _CONNECT_TIMEOUT_S = 30.0
 # A name that a name server does not resolve within this time is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
 _INFORM_TIMEOUT_S = 5.0
-# A store answers at once, even while its process computes. A port without an answer until then is no store.
+# A store answers at once, even while its process computes. Otherwise another program listens on the port.
 _STORE_TIMEOUT_S = 30.0
 # Timeout of a get or wait of the store: torch's default.
 _OPERATION_TIMEOUT = timedelta(minutes=5)

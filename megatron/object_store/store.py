@@ -30,7 +30,7 @@ _MAX_PARTS = 10_000
 _MAX_DELETED_AT_ONCE = 1000
 # One connection to S3 carries 50 to 100 MB/s.
 _UPLOAD_THREADS = 4
-# Retries are logged after this time: a store that refuses some requests of many ranks is no news.
+# Retries are logged after this time: with many ranks it is normal that a store refuses some requests.
 _SILENT_S = 5.0
 _LOG = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class ObjectStore:
             self._put_parts(key, path, size)
 
     def delete(self, keys: Iterable[str], retries: Retries | None = None) -> None:
-        """Deletes objects, 1,000 with a request. A key without an object is no error."""
+        """Deletes objects, 1,000 with a request. A key without an object is not an error."""
         remaining = iter(sorted(keys))
         while batch := [*islice(remaining, _MAX_DELETED_AT_ONCE)]:
             self._delete_batch(batch, retries)

@@ -387,7 +387,7 @@ def file_index(places: Mapping[str, Mapping[str, Place]], parameters: Collection
     """Returns the index for `run.json`: for each file of the optimizer's state a text per group of
     parameters, with the number of each parameter, in the order of names, and its number of elements.
 
-    places: those of each file, by its name. parameters: the names of all parameters. The index of 384 ranks
+    places: file name -> parameter -> place. parameters: the names of all parameters. The index of 384 ranks
     has about a megabyte.
     """
     numbers = {name: number for number, name in enumerate(sorted(parameters))}

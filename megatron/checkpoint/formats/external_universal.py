@@ -148,7 +148,7 @@ def _tensor_parallel_size(content: Mapping[str, Any]) -> int:
 
 
 def _is_concatenated(folder: Path, shapes: Mapping[str, Sequence[int]], ranks: int) -> bool:
-    """Returns whether a norm, of which every rank has a replica, is stored once per rank."""
+    """Returns whether a norm, a replicated parameter, is stored once per rank."""
     name = next((name for name in shapes if name.endswith(_NORM)), None)
     if name is None:
         return False

@@ -181,7 +181,7 @@ class NativeWriter(ParameterWriter):
                             self._write(self._places[name, "", rank], row, part)
 
     def _write(self, place: _Place, row: int, part: Tensor) -> None:
-        """Writes consecutive rows of a shard, the first of which is `row`."""
+        """Writes consecutive rows of a shard, from index `row` on."""
         values = part.to(place.dtype).contiguous()
         content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
         start = place.start + row * (values[0].nbytes if values.dim() > 1 else values.element_size())

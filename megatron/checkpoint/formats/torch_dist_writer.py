@@ -28,7 +28,7 @@ from megatron.mpu.parameters import ParameterSpec
 
 # How the state of the distributed optimizer is stored: under the names and in the shapes of the weights.
 FULLY_RESHARDABLE = "fully_reshardable"
-# Modules of a layer of which Megatron-Core also stores an object, None without Transformer Engine.
+# Megatron-Core also stores an object for each of these modules of a layer, None without Transformer Engine.
 _EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 

@@ -137,7 +137,7 @@ def _check_outside_settings(
 def _compare_with_used(
     settings: Mapping[str, Any], inside: Any, used: Mapping[str, Any], keys: Mapping[str, str]
 ) -> None:
-    """See `_check_outside_settings`. inside: rope_parameters in the file. used: those of transformers."""
+    """See `_check_outside_settings`. inside: rope_parameters in the file. used: what transformers uses."""
     outside = {name: (settings.get(name), key) for name, key in keys.items()}
     if settings.get("rope_scaling") and inside:
         outside |= {f"rope_parameters.{key}": (v, key) for key, v in inside.items()}

@@ -31,7 +31,7 @@ _MAX_WAIT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, and the place of one rank. names and ranks: those of each node, in ring order."""
+    """The nodes of a run, and the place of one rank. names, ranks: of each node, in ring order."""
 
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]

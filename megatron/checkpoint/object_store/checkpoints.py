@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class ObjectCheckpoints:
-    """--save and --load of a run, of which at least one is a URL, as one rank sees them.
+    """--save and --load of a run, as one rank sees them. At least one of the two is a URL.
 
-    options: with the paths of the mirror in place of the URLs.
+    options: with paths in the mirror instead of URLs.
     """
 
     def __init__(self, root: Path, options: CheckpointConfig) -> None:
@@ -89,7 +89,7 @@ class ObjectCheckpoints:
             path = Path(str(self.options.load))
             given, found = self._load_folder, self._folders[path.parent].folders.get(path.name)
             if "." in given and found != given:
-                raise UserError(f"--load {path.parent}/{given} is no complete checkpoint")
+                raise UserError(f"--load {path.parent}/{given} is not a complete checkpoint")
 
     def folder_of(self, path: Path) -> ObjectFolder | None:
         """Returns the folder in a store with this path in the mirror; None if it is in a file system."""
