@@ -229,7 +229,7 @@ def _check_names(
 
 
 def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Returns every weight in a folder by its stored name; a weight of torchtitan by its Hugging Face name."""
+    """Returns every weight in a folder by its stored name, but by its Hugging Face name for torchtitan."""
     if format_of(folder) == TORCHTITAN:
         # Imported only here: that module imports this one.
         from megatron.checkpoint.formats.torchtitan import hugging_face_weights
