@@ -9,8 +9,8 @@ broadcast their shares. Until then no replica waits for another, so an error of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,6 @@ from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import ALIGNMENT, FlatGroup
 from megatron.optimizer.quantized import write_moment
 from megatron.optimizer.zero import OptimizerProcessGroups
-
-
-class SavedMoments(Protocol):
-    """Moments of a parameter in a checkpoint, by the optimizer's names."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def read(self, key: str, out: Tensor | None) -> Tensor:
-        """Returns a moment, flat, fp32. out: gets its elements and is returned, if given."""
-        ...
 
 
 def in_host_memory(values: Tensor) -> Tensor | None:

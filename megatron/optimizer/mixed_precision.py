@@ -39,7 +39,7 @@ from megatron.optimizer.flat_group import (
 )
 from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
-from megatron.optimizer.loaded_group import LoadedGroup, SavedMoments, in_host_memory
+from megatron.optimizer.loaded_group import LoadedGroup, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
@@ -49,9 +49,11 @@ from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, Zer
 
 # Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
 # the first element and the end of the part in this TP rank's shard, and a tensor in host memory that gets the
-# master weights, or None. Result: master weights (flat, fp32), moments, and other state such as the step.
+# master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it into
+# such a tensor, or into a new one (None), and other state such as the step.
 SavedState = Callable[
-    [str, ParameterSpec, TPGroup, int, int, Tensor | None], tuple[Tensor, SavedMoments, dict[str, Any]]
+    [str, ParameterSpec, TPGroup, int, int, Tensor | None],
+    tuple[Tensor, dict[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
 ]
 
 
@@ -473,8 +475,8 @@ class MixedPrecisionOptimizer:
                     master.copy_(values)
                 del values  # moments are read lazily: only one tensor is in memory at a time
                 if with_moments:
-                    for key in moments:
-                        elements = moments.read(key, loading.host_moment(key, start, length))
+                    for key, read in moments.items():
+                        elements = read(loading.host_moment(key, start, length))
                         if flat.quantized:
                             before_rounding(self._local_state(flat, parameter, {key: elements}))
                         loading.store_moment(name, key, start, elements)

@@ -31,8 +31,9 @@ from megatron.text_table import first_few
 
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
 StateBlocks = Mapping[str, Iterable[Tensor]]
-# fp32 values, moments by name, and all other optimizer state (the step).
-ParameterState = tuple[Tensor, "LazyTensors", dict[str, Any]]
+# fp32 values, a function for each moment that reads it, and all other optimizer state (the step). The function
+# has the argument `out` of `StateReader.read_part`.
+ParameterState = tuple[Tensor, dict[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
 
 
 class ReplicaMismatch:
@@ -49,27 +50,6 @@ class ReplicaMismatch:
         # Non-finite values are equal only if their bits are equal.
         self.largest = max(self.largest, difference if difference == difference else float("inf"))
         return self.largest > 0.0
-
-
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name. Each access reads the tensor again: none is kept in memory."""
-
-    def __init__(self, read: Mapping[str, Callable[..., Tensor]]) -> None:
-        """read: functions that read the tensors. Their argument `out`: see `StateReader.read_shard`."""
-        self._read = read
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.read(key)
-
-    def read(self, key: str, out: Tensor | None = None) -> Tensor:
-        """Returns a tensor. out: gets its elements and is returned, if given."""
-        return self._read[key](out=out)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
 
 
 @dataclass(frozen=True)
@@ -276,18 +256,16 @@ class StateReader(ABC):
         out: Tensor | None = None,
     ) -> ParameterState:
         """Returns elements start to stop - 1 of this tensor-parallel rank's shard of all states of a
-        parameter, as the optimizer loads them. Moments are read when they are accessed. out: gets the values,
-        see `read_shard`. Raises UserError if the parameter is missing."""
+        parameter, as the optimizer loads them: it reads one moment at a time. out: gets the values, see
+        `read_shard`. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
+        part = ShardPart(spec, tp_group, start, prod(local_shape(spec, tp_group)) if stop is None else stop)
         # Values first: then the files with the moments are open.
-        values = self.read_shard(name, VALUES, spec, tp_group, start, stop, out)
-        moments = {
-            state_name: partial(self.read_shard, name, state_name, spec, tp_group, start, stop)
-            for state_name in self.state_names(name)
-            if state_name != VALUES
-        }
-        return values, LazyTensors(moments), self.optimizer_scalars(name)
+        values = self.read_part(name, VALUES, part, out)
+        moments = [state_name for state_name in self.state_names(name) if state_name != VALUES]
+        readers = {moment: partial(self.read_part, name, moment, part) for moment in moments}
+        return values, readers, self.optimizer_scalars(name)
 
     # --- weights alone, for tools ---
 
