@@ -233,9 +233,8 @@ def load_as_deepspeed(folder, tp_rank):
         enable_universal_checkpoint([parameter])
         step = parameter.load_hp_checkpoint_state(str(folder / "zero" / name), tp_rank, 2)
         loaded = {"": target, **parameter._hp_mapping.optim_fragment}
-        if step != STEPS_BEFORE or not is_equal(
-            loaded, {"": values, **{key: read(None) for key, read in moments.items()}}
-        ):
+        expected = {"": values, **{key: read(None) for key, read in moments.items()}}
+        if step != STEPS_BEFORE or not is_equal(loaded, expected):
             wrong.append(name)
     return wrong
 

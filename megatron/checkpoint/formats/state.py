@@ -31,8 +31,8 @@ from megatron.text_table import first_few
 
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
 StateBlocks = Mapping[str, Iterable[Tensor]]
-# fp32 values, a function for each moment that reads it, and all other optimizer state (the step). The function
-# has the argument `out` of `StateReader.read_part`.
+# fp32 values, a function that reads each moment, and all other optimizer state (the step). The functions
+# have the argument `out` of `StateReader.read_part`.
 ParameterState = tuple[Tensor, dict[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
 
 
