@@ -199,7 +199,6 @@ class Loader:
 
     def do(self, work: str) -> None:
         """Does the work 'read', 'load', 'verify' or 'check'."""
-        from megatron.checkpoint.digests import UnquantizedDigests
         from megatron.checkpoint.formats.registry import open_reader
         from megatron.checkpoint.integrity import verify_loaded_state
         from megatron.checkpoint.ranks import first_problem
@@ -209,7 +208,7 @@ class Loader:
         elif work == "load":
             self.load()
         elif work == "verify":
-            verify_loaded_state(self.engine, self.checkpoint, True, UnquantizedDigests())
+            verify_loaded_state(self.engine, self.checkpoint, "", {})
         else:
             reader = open_reader(self.checkpoint)
             if problem := first_problem(reader.files_to_verify(), reader.file_problem):

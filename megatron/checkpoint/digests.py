@@ -35,6 +35,8 @@ DEVICE_CHUNK = 1 << 24
 # Keys of the first blocks of positions are kept, 64 MB: computing them takes most of the time of a digest.
 _KEPT_BLOCKS = 128
 _WORD = 1 << 64
+# Parameter -> state -> digest of a rank's part.
+PartDigests = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,18 @@ class RankDigests:
     steps: set[float] = field(default_factory=set)
 
 
-class UnquantizedDigests:
-    """This rank's part of the digests of moments as read from a checkpoint, before the moments are rounded to
-    8 bits: parameter -> state -> digest."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, dict[str, int]] = {}
-
-    def add(self, part: LocalParamState) -> None:
-        """Adds the digests of a part of a parameter's moments."""
-        digests = fragment_digests(part.spec, part.tp_group, part.start, part.values)
-        self.parts.setdefault(part.name, {}).update(digests)
-
-
 def digest_state(
-    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, unquantized: UnquantizedDigests | None = None
+    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, unquantized: PartDigests | None = None
 ) -> StateDigests:
     """Returns the digests of the optimizer state of all ranks, on every rank. Collective.
 
-    unquantized: replaces the digests of the moments that it contains.
+    unquantized: digests of this rank's moments before they were rounded to 8 bits, which replace the digests
+    of the rounded moments.
     """
-    read_parts = unquantized.parts if unquantized is not None else {}
     is_replicated = optimizer.partition_count == 1
 
     def digests_of(part: LocalParamState) -> dict[str, int]:
-        computed = fragment_digests(part.spec, part.tp_group, part.start, part.values)
-        return computed | read_parts.get(part.name, {})
+        return part_digests(part) | (unquantized or {}).get(part.name, {})
 
     own = rank_digests(optimizer.local_param_states(), layout, is_replicated, digests_of)
     records: list[Any] = [None] * dist.get_world_size()
@@ -120,6 +108,11 @@ def rank_digests(
         if part.step is not None:
             own.steps.add(part.step)
     return own
+
+
+def part_digests(part: LocalParamState) -> dict[str, int]:
+    """Returns the digests of a part of a parameter and its moments, by state."""
+    return fragment_digests(part.spec, part.tp_group, part.start, part.values)
 
 
 def add_part(digests: dict[Any, int], key: Any, part: int) -> None:

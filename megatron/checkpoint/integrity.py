@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.digests import StateDigests, UnquantizedDigests, digest_state
+from megatron.checkpoint.digests import PartDigests, StateDigests, digest_state
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config, OptimizerConfig
@@ -58,12 +58,12 @@ def integrity_record(state: StateDigests, loss: float, config: Config) -> dict[s
 
 
 def verify_loaded_state(
-    engine: GPTEngine, checkpoint: Checkpoint, new_moments: str, unquantized: UnquantizedDigests
+    engine: GPTEngine, checkpoint: Checkpoint, new_moments: str, unquantized: PartDigests
 ) -> list[Check]:
     """Compares the loaded state with the integrity record. Returns one line per comparison. Collective.
 
-    new_moments: why the checkpoint's moments were not loaded; "" if they were. unquantized: digests of
-    moments that were quantized after reading. Raises UserError on every rank for the first difference.
+    new_moments: why the checkpoint's moments were not loaded; "" if they were. unquantized: see
+    `digest_state`. Raises UserError on every rank for the first difference.
     """
     record = checkpoint.run.get("certificate")
     if record is None:

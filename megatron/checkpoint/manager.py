@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
-from megatron.checkpoint.digests import UnquantizedDigests, combined
+from megatron.checkpoint.digests import PartDigests, combined, part_digests
 from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.integrity import (
@@ -63,6 +63,7 @@ from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameters import ParameterSpec
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+from megatron.optimizer.zero import LocalParamState
 
 _LOG = logging.getLogger(__name__)
 
@@ -476,11 +477,15 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     reader = open_reader(checkpoint)
     same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
     new_moments = why_new_moments(reader, now.optimizer)
-    unquantized = UnquantizedDigests()
+    unquantized: PartDigests = {}
+
+    def add_unquantized(part: LocalParamState) -> None:
+        unquantized.setdefault(part.name, {}).update(part_digests(part))
+
     with errors_of_all_ranks():
         keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16
         scale = reader.loss_scaler if keeps_scale else None
-        engine.optimizer.read_by_name(reader.read_parameter, scale, not new_moments, unquantized.add)
+        engine.optimizer.read_by_name(reader.read_parameter, scale, not new_moments, add_unquantized)
     with errors_of_all_ranks():
         engine.optimizer.exchange_loaded()
     return [

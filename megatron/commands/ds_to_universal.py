@@ -121,8 +121,8 @@ def _convert(
         verify_digests(source.folder, source.run["files"], workers, shared, without_bar)
     with tqdm(total=len(source.reader.specs), unit="parameter", disable=without_bar) as bar:
         mismatch = arguments.allow_replica_mismatch
-        for parameter in convert(source, target, workers, mismatch, shared, print):
-            bar.set_postfix_str(parameter.name)
+        for name in convert(source, target, workers, mismatch, shared, print):
+            bar.set_postfix_str(name)
             bar.update()
 
 

@@ -19,7 +19,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from tqdm import tqdm
@@ -119,51 +120,37 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     check_output_prefix(prefix)
 
 
-class ProgressLines:
-    """Prints a progress line every --log-interval input lines, for output that is not a terminal."""
+@contextmanager
+def progress_report(inputs: Sequence[str], log_interval: int) -> Iterator[Callable[[Progress], None]]:
+    """Yields a function that shows the progress: in a bar on a terminal, without a total if an input is
+    compressed; else in a line every `log_interval` input lines."""
+    start, next_line = time.monotonic(), log_interval
 
-    def __init__(self, log_interval: int) -> None:
-        self._interval = log_interval
-        self._next = log_interval
-        self._start = time.monotonic()
+    def print_line(progress: Progress) -> None:
+        nonlocal next_line
+        if progress.lines >= next_line:
+            next_line = progress.lines + log_interval
+            print(f"processed {progress.lines:,} documents, {speed(progress, start)}", flush=True)
 
-    def __enter__(self) -> ProgressLines:
-        return self
+    if not sys.stdout.isatty():
+        yield print_line
+        return
+    compressed = any(path.endswith((".gz", ".zst", ".parquet")) for path in inputs)
+    with tqdm(
+        total=None if compressed else sum(map(size_of, inputs)),
+        desc="tokenizing",
+        unit="B",
+        unit_scale=True,
+        file=sys.stdout,
+        dynamic_ncols=True,
+        bar_format="{desc}: |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    ) as bar:
 
-    def __exit__(self, *exception: object) -> None:
-        pass
+        def move_bar(progress: Progress) -> None:
+            bar.set_postfix_str(speed(progress, start), refresh=False)
+            bar.update(progress.input_bytes - bar.n)
 
-    def __call__(self, progress: Progress) -> None:
-        if progress.lines >= self._next:
-            self._next = progress.lines + self._interval
-            print(f"processed {progress.lines:,} documents, {speed(progress, self._start)}", flush=True)
-
-
-class ProgressBar:
-    """Shows a progress bar, for terminals, without a total if an input is compressed."""
-
-    def __init__(self, inputs: Sequence[str]) -> None:
-        compressed = any(path.endswith((".gz", ".zst", ".parquet")) for path in inputs)
-        self._start = time.monotonic()
-        self._bar = tqdm(
-            total=None if compressed else sum(map(size_of, inputs)),
-            desc="tokenizing",
-            unit="B",
-            unit_scale=True,
-            file=sys.stdout,
-            dynamic_ncols=True,
-            bar_format="{desc}: |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-        )
-
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()
-
-    def __call__(self, progress: Progress) -> None:
-        self._bar.set_postfix_str(speed(progress, self._start), refresh=False)
-        self._bar.update(progress.input_bytes - self._bar.n)
+        yield move_bar
 
 
 def speed(progress: Progress, start: float) -> str:
@@ -178,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     start = time.monotonic()
-    on_terminal = sys.stdout.isatty()
-    with ProgressBar(arguments.input) if on_terminal else ProgressLines(arguments.log_interval) as report:
+    with progress_report(arguments.input, arguments.log_interval) as report:
         progress = preprocess(
             arguments.input,
             arguments.output_prefix,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.local.record import read_local_entries
+from megatron.checkpoint.lineage.identity import read_local_entries
 from megatron.errors import UserError
 from tests.support.checkpoints import state_after
 from tests.support.layouts import FP32_BOUND, Row, relative_errors, train, train_layout

@@ -24,7 +24,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial as partial_function
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,15 +63,6 @@ KEPT_FOLDER = "kept"
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A parameter that was written. mismatch: largest difference between replicas of its values or moments,
-    which were averaged; 0 if they were equal."""
-
-    name: str
-    mismatch: float = 0.0
-
-
 class _NativeConversion(UniversalWriter):
     """Writes the parameters of a conversion that may be interrupted, and that several processes share."""
 
@@ -88,12 +78,12 @@ class _NativeConversion(UniversalWriter):
             mismatch = 0.0
         super().finish_parameter(name, mismatch)
 
-    def convert(self, name: str, verify_digests: bool) -> Converted | None:
+    def convert(self, name: str, verify_digests: bool) -> str | None:
         """Copies a parameter. Returns None if an earlier conversion has finished it."""
         if self.has_parameter(name):
             _mark(self.folder / KEPT_FOLDER, name)
             return None
-        return Converted(*copy_parameter(self, name, verify_digests))
+        return copy_parameter(self, name, verify_digests)
 
 
 def convert(
@@ -104,9 +94,9 @@ def convert(
     shared: SharedWork | None = None,
     print_fn: Callable[[str], object] = lambda _: None,
     verify_digests: bool = False,
-) -> Iterator[Converted]:
-    """Writes the universal checkpoint `target`; yields each parameter that this process writes, large ones
-    first. Returns when the checkpoint is published, by this process or by another.
+) -> Iterator[str]:
+    """Writes the universal checkpoint `target`; yields the name of each parameter that this process
+    writes, large ones first. Returns when the checkpoint is published, by this process or by another.
 
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
     checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ. print_fn:
@@ -137,7 +127,7 @@ def convert(
 
 def _convert_parameters(
     writer: _NativeConversion, workers: int, verify_digests: bool, shared: SharedWork
-) -> Iterator[Converted]:
+) -> Iterator[str]:
     partial, sizes = writer.folder, state_bytes(writer.reader)
     # What other processes are writing is on the disk already.
     written = _bytes_in(partial / UNFINISHED_FOLDER)

@@ -57,8 +57,7 @@ class UniversalWriter(ParameterWriter):
         if isinstance(reader, NativeReader):
             if verify:
                 verify_files(reader)
-            for parameter in convert(Source(reader), target, workers, verify_digests=verify):
-                yield parameter.name
+            yield from convert(Source(reader), target, workers, verify_digests=verify)
             return
         yield from super().write_checkpoint(reader, target, workers, verify)
         write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)

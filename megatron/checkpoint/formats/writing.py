@@ -76,7 +76,7 @@ class ParameterWriter(ABC):
             pool = ThreadPoolExecutor(workers)
             names = largest_first(state_bytes(reader))
             try:
-                yield from pool.map(lambda name: copy_parameter(writer, name, verify)[0], names)
+                yield from pool.map(lambda name: copy_parameter(writer, name, verify), names)
             finally:
                 pool.shutdown(cancel_futures=True)
             writer.finish()
@@ -123,14 +123,13 @@ def largest_first(sizes: Mapping[str, int]) -> list[str]:
     return sorted(sizes, key=lambda name: sizes[name], reverse=True)
 
 
-def copy_parameter(writer: ParameterWriter, name: str, verify: bool) -> tuple[str, float]:
-    """Copies all states of a parameter from the writer's reader. Returns its name, and the largest difference
-    between its replicas."""
+def copy_parameter(writer: ParameterWriter, name: str, verify: bool) -> str:
+    """Copies all states of a parameter from the writer's reader. Returns its name."""
     reader, mismatch = writer.reader, ReplicaMismatch()
     states = state_blocks(reader, name, mismatch, verify)
     writer.write_parameter(name, states, step_of_optimizer(reader, name))
     writer.finish_parameter(name, mismatch.largest)
-    return name, mismatch.largest
+    return name
 
 
 def state_blocks(reader: StateReader, name: str, mismatch: ReplicaMismatch, verify: bool) -> StateBlocks:

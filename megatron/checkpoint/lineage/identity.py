@@ -9,6 +9,9 @@ lineage of names only; they can still be read.
 resume from an older one. `latest.json` records what the program itself wrote into `latest`. If the two agree,
 `latest.json` decides: it is right even if the job was killed after a checkpoint was renamed and before
 `latest` was updated. If they differ, a user has edited `latest`, and `latest` decides.
+
+`latest_local` lists the local checkpoints of the run that a restart may find on the nodes' disks. Only the
+checkpoints in this file are used, so deleting the --save folder forgets the local checkpoints, too.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from megatron.files import write_atomically, write_json
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
+LOCAL_RECORD_FILE = "latest_local"
 CHECKPOINT_NAME = re.compile(r"global_step([0-9]{1,12})")
 # Maximum length of a lineage: enough for every checkpoint that may be deleted or resumed.
 MAX_LINEAGE = 1000
@@ -193,3 +197,24 @@ def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None
 
 def _write(folder: Path, record: LatestRecord) -> None:
     write_json(folder / RECORD_FILE, add_checksum(asdict(record)), indent=1)
+
+
+# --- latest_local ---
+
+
+def read_local_entries(save: Path) -> tuple[LineageEntry, ...]:
+    """Returns the checkpoints in `latest_local`, oldest first. See `read_record` for a file without any."""
+    record = read_record(save / LOCAL_RECORD_FILE)
+    try:
+        return () if record is None else parse_lineage(record["entries"])
+    except (ValueError, KeyError):
+        return ()
+
+
+def write_local_entries(save: Path, entries: Sequence[LineageEntry], **facts: Any) -> None:
+    """Writes `latest_local`, or removes it if there are no entries. facts: further keys, for users."""
+    path = save / LOCAL_RECORD_FILE
+    if entries:
+        write_json(path, add_checksum({"entries": [asdict(entry) for entry in entries], **facts}), indent=1)
+    else:
+        path.unlink(missing_ok=True)

@@ -35,8 +35,8 @@ from megatron.checkpoint.lineage.identity import (
     RunIdentity,
     read_latest,
     read_latest_record,
+    read_local_entries,
 )
-from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.ranks import errors_of_all_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, step_of
 from megatron.config import CheckpointConfig, Config

@@ -19,9 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.files import Files
-from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry
+from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LineageEntry, write_local_entries
 from megatron.checkpoint.local.nodes import FileTransfer, Nodes
-from megatron.checkpoint.local.record import LocalRecord, write_local_record
 from megatron.checkpoint.ranks import errors_of_all_ranks
 from megatron.checkpoint.record import RUN_FILE
 from megatron.checkpoint.saving.background import BackgroundSave, wait_for_value
@@ -119,8 +118,8 @@ class LocalCheckpoints:
 
     def set_entries(self, entries: tuple[LineageEntry, ...]) -> None:
         """Writes `latest_local`, on rank 0. Raises OSError if it cannot."""
-        record = LocalRecord(entries, str(self.options.save_local), self.nodes.names)
-        write_local_record(Path(str(self.options.save)), record)
+        facts = {"folder": str(self.options.save_local), "nodes": self.nodes.names}
+        write_local_entries(Path(str(self.options.save)), entries, **facts)
         self.entries = entries
 
     def _key(self, what: object) -> str:

@@ -21,9 +21,8 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats.deepspeed_files import optimizer_files
 from megatron.checkpoint.formats.native import NativeReader
-from megatron.checkpoint.lineage.identity import LineageEntry, read_latest
+from megatron.checkpoint.lineage.identity import LineageEntry, read_latest, read_local_entries
 from megatron.checkpoint.lineage.start import is_same_path, origin_matches
-from megatron.checkpoint.local.record import read_local_entries
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, files_of_this_rank, first_problem_of_ranks

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -50,16 +49,8 @@ class _Chunk(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
-class _Table:
-    """What a rank has written."""
-
-    chunks: list[_Chunk]
-    loss_scaler: dict[str, float]
-
-
 class DcpFormat(SaveFormat):
-    """Folders of torch.distributed.checkpoint."""
+    """Folders of torch.distributed.checkpoint. A table has the rank's chunks and loss scale."""
 
     def write(self, engine: GPTEngine, folder: Path, run: dict[str, Any], files: RankFiles) -> Any:
         optimizer = engine.optimizer
@@ -76,7 +67,7 @@ class DcpFormat(SaveFormat):
             files.write(folder / archives.file_name, map(archives.content, states))
         rest = {part.name for part in parts} - written
         files.write(None, map(_memory, optimizer.local_param_states(rest)))
-        return _Table(archives.chunks, optimizer.scaler.state_dict())
+        return archives.chunks, optimizer.scaler.state_dict()
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
         """See `SaveFormat`. Compares the sizes of the chunks with the shapes of the parameters."""
@@ -84,7 +75,7 @@ class DcpFormat(SaveFormat):
         for state_name, digests in run["certificate"]["digests"].items():
             expected |= {(name, state_name) for name in digests}
         numel = Counter[tuple[str, str]]()
-        for chunk in (chunk for table in tables for chunk in table.chunks):
+        for chunk in (chunk for chunks, _ in tables for chunk in chunks):
             numel[chunk.name, chunk.state_name] += prod(chunk.sizes)
         return [
             f"a part of {key_of(name, state_name)}"
@@ -95,13 +86,13 @@ class DcpFormat(SaveFormat):
     def finish(self, folder: Path, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
         """See `SaveFormat`. Writes `.metadata`."""
         distcp = DcpFiles(folder)
-        for chunk in (chunk for table in tables for chunk in table.chunks):
+        for chunk in (chunk for chunks, _ in tables for chunk in chunks):
             key = key_of(chunk.name, chunk.state_name)
             distcp.declare(key, _shape(run, chunk.name, chunk.state_name), path_of(key))
             place = _StorageInfo(chunk.file, chunk.start, chunk.length)
             distcp.add_chunk(key, chunk.offsets, chunk.sizes, place)
         files = {**run["files"], **distcp.finish()}
-        return within_limit({**run, "files": files, "loss_scaler": tables[0].loss_scaler})
+        return within_limit({**run, "files": files, "loss_scaler": tables[0][1]})
 
 
 def _shape(run: dict[str, Any], name: str, state_name: str) -> tuple[int, ...]:
