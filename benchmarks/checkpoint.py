@@ -208,7 +208,7 @@ class Loader:
         elif work == "load":
             self.load()
         elif work == "verify":
-            verify_loaded_state(self.engine, self.checkpoint, "", {})
+            verify_loaded_state(self.engine, self.checkpoint, "not compared", {})
         else:
             reader = open_reader(self.checkpoint)
             if problem := first_problem(reader.files_to_verify(), reader.file_problem):

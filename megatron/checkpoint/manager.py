@@ -56,7 +56,7 @@ from megatron.checkpoint.saving.publishing import (
 )
 from megatron.checkpoint.saving.run_record import all_specs, run_record
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
-from megatron.config import CheckpointConfig, Config
+from megatron.config import Config
 from megatron.config.registries import SAVE_FORMATS
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line, stop_at_access_error
@@ -428,7 +428,9 @@ class CheckpointManager:
         if self.identity is not None and self.engine.run_config.checkpoint.keep_last is not None:
             remove = self._remote.remove if self._remote is not None else None
             facts = (self.folder, self.identity, self.engine.run_config.checkpoint, protected, remove)
-            self._deletion = threading.Thread(target=_delete, args=facts, name="deletion of checkpoints")
+            self._deletion = threading.Thread(
+                target=delete_old_checkpoints, args=facts, name="deletion of checkpoints"
+            )
             self._deletion.start()
 
 
@@ -436,19 +438,6 @@ def _record_of(save: BackgroundSave, results: Sequence[RankResult], config: Conf
     """Returns the integrity record of a save in the background."""
     digests = combined([result.digests for result in results])
     return integrity_record(digests, save.canary_loss, config)
-
-
-def _delete(
-    folder: Path,
-    identity: RunIdentity,
-    options: CheckpointConfig,
-    protected: str | None,
-    remove: Callable[[Path], None] | None,
-) -> None:
-    try:
-        delete_old_checkpoints(folder, identity, options, protected, remove)
-    except OSError as error:
-        _LOG.warning("%s: old checkpoints cannot be read: %s", folder, error)
 
 
 def _is_write_error(error: OSError | RuntimeError) -> bool:

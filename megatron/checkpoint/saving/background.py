@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -193,11 +193,8 @@ class BackgroundSaves:
     def take_outcomes(self) -> Iterator[SaveOutcome]:
         """Yields the saves that have ended since the last call: on rank 0 once they are complete, on other
         ranks after `finish`."""
-        try:
-            while True:
-                yield self._outcomes.get_nowait()
-        except Empty:
-            return
+        while not self._outcomes.empty():
+            yield self._outcomes.get()
 
     def _finish_files(
         self,
