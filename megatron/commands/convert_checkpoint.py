@@ -103,7 +103,7 @@ def open_source(
             f"--from {folder} records its vocabulary: remove --vocab-size and the flags of the tokenizer"
         )
     if format_of(checkpoint.folder) == NATIVE:
-        return native_source.open_source(checkpoint.folder, derive_patterns=True).reader
+        return native_source.open_source(checkpoint.folder, derive_patterns=True)
     reader = open_reader(checkpoint)
     with expect_layout(checkpoint.folder / RUN_FILE, "the record of a checkpoint of this program"):
         records = checkpoint.run["parameters"]

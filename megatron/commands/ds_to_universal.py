@@ -20,9 +20,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron.checkpoint.conversion.shared_work import SharedWork
-from megatron.checkpoint.conversion.source import Source, open_source
+from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.conversion.to_universal import convert, is_published
 from megatron.checkpoint.files import Files, file_problem
+from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.writing import PARTIAL
 from megatron.cluster.launch import decimal_number, rank_of, world_size_of
 from megatron.config.tool_parser import ToolParser, check_folder
@@ -90,13 +91,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.keep_temp_folder:
             print_once("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")
         source = open_source(
-            Path(arguments.input_folder), not arguments.no_strict, arguments.inject_missing_state
+            Path(arguments.input_folder),
+            not arguments.no_strict,
+            arguments.inject_missing_state,
+            lambda text: print_once(printable(f"warning: {text}")),
         )
-        for warning in source.warnings:
-            print_once(printable(f"warning: {warning}"))
         if arguments.verify_digests:
             print_once("note: --verify-digests is deprecated and ignored: digests are verified by default")
-        if source.run is None:
+        if source.checkpoint.is_external:
             print_once(f"note: {source.folder} has no run.json with digests: its files are not verified")
         target = Path(arguments.output_folder)
         if is_published(source, target):
@@ -113,13 +115,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _convert(
-    source: Source, target: Path, arguments: argparse.Namespace, shared: SharedWork, is_silent: bool
+    source: NativeReader, target: Path, arguments: argparse.Namespace, shared: SharedWork, is_silent: bool
 ) -> None:
     workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
     without_bar = True if is_silent else None
-    if source.run is not None and not arguments.no_verify_digests and not is_published(source, target):
-        verify_digests(source.folder, source.run["files"], workers, shared, without_bar)
-    with tqdm(total=len(source.reader.specs), unit="parameter", disable=without_bar) as bar:
+    verifies = not (source.checkpoint.is_external or arguments.no_verify_digests)
+    if verifies and not is_published(source, target):
+        verify_digests(source.folder, source.checkpoint.run["files"], workers, shared, without_bar)
+    with tqdm(total=len(source.specs), unit="parameter", disable=without_bar) as bar:
         mismatch = arguments.allow_replica_mismatch
         for name in convert(source, target, workers, mismatch, shared, print):
             bar.set_postfix_str(name)

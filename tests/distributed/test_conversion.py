@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron.checkpoint.conversion.source import open_source
+from megatron.checkpoint.conversion.source import identity_of, open_source
 from megatron.checkpoint.conversion.to_universal import convert
 from megatron.commands import ds_to_universal
 from megatron.errors import UserError
@@ -26,7 +26,7 @@ from tests.support.pool import run_world
 def test_an_interrupted_conversion_resumes(tmp_path):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     conversion = convert(open_source(source), target)
-    first = next(conversion).name
+    first = next(conversion)
     conversion.close()
     assert not target.exists()
     partial = target.with_name("universal.partial")
@@ -128,8 +128,8 @@ def test_only_digests_of_averaged_parameters_are_dropped(tmp_path):
     # Interrupted after the copies were averaged, and continued without the flag.
     target = tmp_path / "averaged"
     conversion = convert(open_source(source), target, allow_replica_mismatch=True)
-    for parameter in conversion:
-        if parameter.name == "8.weight":
+    for name in conversion:
+        if name == "8.weight":
             break
     conversion.close()
     assert not target.exists()
@@ -154,11 +154,11 @@ def test_a_conversion_of_another_source_is_not_resumed(tmp_path):
 def test_an_external_source_with_changed_files_is_another_source(tmp_path):
     source = saved(tmp_path, Row(zero=1), {})
     (source / "run.json").unlink()
-    before = open_source(source).identity
-    assert open_source(source).identity == before
+    before = identity_of(open_source(source))
+    assert identity_of(open_source(source)) == before
     path = next(source.glob("zero_pp_rank_0*"))
     os.utime(path, (1, 1))
-    assert open_source(source).identity != before
+    assert identity_of(open_source(source)) != before
 
 
 @pytest.mark.full

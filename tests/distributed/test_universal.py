@@ -54,7 +54,7 @@ def saved(folder, row, changes):
 
 
 def converted(source, target, **options):
-    return [parameter.name for parameter in convert(open_source(source), target, **options)]
+    return list(convert(open_source(source), target, **options))
 
 
 def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "tp4 dp2")):
@@ -452,7 +452,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
         if damage == "native":
             run = json.loads((path.parent / "run.json").read_text())
             reseal(path.parent, run, path)
-            reader = open_source(path.parent).reader
+            reader = open_source(path.parent)
             for name in reader.stored_names:
                 reader.read(name, "exp_avg")
         else:

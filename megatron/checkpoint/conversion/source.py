@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import (
@@ -35,48 +35,38 @@ from megatron.files import expect_layout
 from megatron.mpu.parameters import ParameterSpec
 
 
-@dataclass(frozen=True)
-class Source:
-    """A native checkpoint to convert.
-
-    reader: has the specs of the saved parameters. warnings: accepted problems with the merge patterns.
-    """
-
-    reader: NativeReader
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def folder(self) -> Path:
-        return self.reader.folder
-
-    @property
-    def run(self) -> dict[str, Any] | None:
-        """The content of `run.json`; None if another framework wrote the checkpoint."""
-        return None if self.reader.checkpoint.is_external else self.reader.checkpoint.run
-
-    @property
-    def identity(self) -> str:
-        """Identifies the source, so that an interrupted conversion resumes only with the same source."""
-        digest = self.run["sha256"] if self.run is not None else _digest_of_names(self.folder)
-        return json.dumps([str(self.folder.resolve()), digest])
+def identity_of(reader: NativeReader) -> str:
+    """Identifies a source, so that an interrupted conversion resumes only with the same source."""
+    checkpoint = reader.checkpoint
+    digest = _digest_of_names(reader.folder) if checkpoint.is_external else checkpoint.run["sha256"]
+    return json.dumps([str(reader.folder.resolve()), digest])
 
 
-def open_source(folder: Path, strict: bool = True, derive_patterns: bool = False) -> Source:
-    """Opens a checkpoint for conversion; sizes of files are compared with `run.json`.
+def open_source(
+    folder: Path,
+    strict: bool = True,
+    derive_patterns: bool = False,
+    warn: Callable[[str], object] = lambda _: None,
+) -> NativeReader:
+    """Opens a checkpoint for conversion, with the specs of the saved parameters; sizes of files are compared
+    with `run.json`.
 
-    strict: raise an error for patterns that match no parameter, instead of a warning. derive_patterns: derive
-    the merge patterns from the parameters in `run.json` if the checkpoint of an older version has none.
+    strict: raise an error for patterns that match no parameter, instead of calling `warn`. derive_patterns:
+    derive the merge patterns from the parameters if `run.json` of an older version has none.
 
     Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
     """
-    source = (_own_source if (folder / RUN_FILE).is_file() else _external_source)(
-        folder, strict, derive_patterns
-    )
-    source.reader.check_complete()
-    return source
+    if (folder / RUN_FILE).is_file():
+        reader = _own_source(folder, strict, derive_patterns, warn)
+    else:
+        reader = _external_source(folder, strict, warn)
+    reader.check_complete()
+    return reader
 
 
-def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
+def _own_source(
+    folder: Path, strict: bool, derive_patterns: bool, warn: Callable[[str], object]
+) -> NativeReader:
     checkpoint = open_checkpoint(folder)
     if checkpoint.format != NATIVE:
         raise UserError(
@@ -97,19 +87,18 @@ def _own_source(folder: Path, strict: bool, derive_patterns: bool) -> Source:
         info = derive_info(specs, vocab_size)
         checkpoint = replace(checkpoint, run={**run, INFO_KEY: info})
     check_info(info, folder / RUN_FILE)
-    warnings: tuple[str, ...] = ()
     try:
         check_patterns(info, specs)
     except ValueError as error:
         if strict or any(len(matching(info, name)) != 1 for name in specs):
             raise UserError(f"checkpoint {folder}: {error}") from error
-        warnings = (str(error),)
+        warn(str(error))
     for name, spec in specs.items():
         _check_spec(name, spec, tp_size, folder)
-    return Source(NativeReader(checkpoint, specs, tp_size), warnings)
+    return NativeReader(checkpoint, specs, tp_size)
 
 
-def _external_source(folder: Path, strict: bool, _: bool) -> Source:
+def _external_source(folder: Path, strict: bool, warn: Callable[[str], object]) -> NativeReader:
     """Opens a checkpoint of another Megatron program, by the shapes and patterns in DeepSpeed's files."""
     paths = model_files(folder)
     if sharded_weight_files(folder):
@@ -155,8 +144,9 @@ def _external_source(folder: Path, strict: bool, _: bool) -> Source:
             f"checkpoint {folder}: {unused[0]} of its {INFO_KEY} matches no parameter: use --no_strict to "
             "accept it"
         )
-    warnings = tuple(f"pattern {pattern} matches no parameter" for pattern in unused)
-    return Source(NativeReader(Checkpoint(folder, TrainingState(), {}), specs, tp_size), warnings)
+    for pattern in unused:
+        warn(f"pattern {pattern} matches no parameter")
+    return NativeReader(Checkpoint(folder, TrainingState(), {}), specs, tp_size)
 
 
 def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:

@@ -33,11 +33,11 @@ from torch import Tensor
 
 from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.conversion.shared_work import SharedWork
-from megatron.checkpoint.conversion.source import Source
+from megatron.checkpoint.conversion.source import identity_of
 from megatron.checkpoint.discovery import read_name
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import model_files
-from megatron.checkpoint.formats.native import BLOCK_BYTES
+from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
@@ -66,8 +66,8 @@ _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partit
 class _NativeConversion(UniversalWriter):
     """Writes the parameters of a conversion that may be interrupted, and that several processes share."""
 
-    def __init__(self, folder: Path, source: Source, allow_replica_mismatch: bool) -> None:
-        super().__init__(folder, source.reader)
+    def __init__(self, folder: Path, source: NativeReader, allow_replica_mismatch: bool) -> None:
+        super().__init__(folder, source)
         self._allow_replica_mismatch = allow_replica_mismatch
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
@@ -87,7 +87,7 @@ class _NativeConversion(UniversalWriter):
 
 
 def convert(
-    source: Source,
+    source: NativeReader,
     target: Path,
     workers: int = 1,
     allow_replica_mismatch: bool = False,
@@ -148,7 +148,7 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _publish(source: Source, partial: Path, target: Path) -> list[str]:
+def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
     """Writes the common files, publishes, and returns the lines of the result; none if that was done."""
     lines: list[str] = []
     if not is_published(source, target):
@@ -159,7 +159,7 @@ def _publish(source: Source, partial: Path, target: Path) -> list[str]:
             )
         kept = len(list((partial / KEPT_FOLDER).glob("*")))
         before = f", {kept} of them by an earlier, interrupted conversion" if kept else ""
-        lines.append(f"{target}: {len(source.reader.specs)} parameters{before}")
+        lines.append(f"{target}: {len(source.specs)} parameters{before}")
         _write_common_files(source, partial)
         shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
         sync_file(partial)
@@ -178,14 +178,14 @@ def _announce(target: Path) -> None:
     sync_file(target)
 
 
-def is_published(source: Source, target: Path) -> bool:
+def is_published(source: NativeReader, target: Path) -> bool:
     """Returns whether `target` is a complete conversion of this source, which may lack only `_announce`.
     Raises UserError if `target` is something else."""
     # Listed, because a network file system may remember for a while that a name does not exist.
     if not target.parent.is_dir() or target.name not in os.listdir(target.parent):
         return False
     mark = target / SOURCE_FILE
-    if not mark.is_file() or _source_identity(mark) != source.identity:
+    if not mark.is_file() or _source_identity(mark) != identity_of(source):
         raise UserError(f"--output_folder {target} exists: remove it, or give another")
     return True
 
@@ -204,7 +204,7 @@ def _mark(folder: Path, name: str, text: str = "") -> None:
 # --- before and after the parameters ---
 
 
-def _begin(source: Source, partial: Path) -> bool:
+def _begin(source: NativeReader, partial: Path) -> bool:
     """Creates the folder, or accepts the folder of an interrupted conversion of the same source or of
     another process. Returns whether it was created."""
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ def _begin(source: Source, partial: Path) -> bool:
         with TemporaryDirectory(prefix=f"{partial.name}.", dir=partial.parent) as temporary:
             new = Path(temporary, "new")  # the temporary folder is its owner's only; this one is not
             new.mkdir()
-            write_atomically(new / SOURCE_FILE, source.identity)
+            write_atomically(new / SOURCE_FILE, identity_of(source))
             try:
                 rename_synced(new, partial)
                 created = True
@@ -228,7 +228,7 @@ def _begin(source: Source, partial: Path) -> bool:
             f"{partial} is not an interrupted conversion of a native checkpoint: it has no {SOURCE_FILE}: "
             "remove it, or give another --output_folder"
         )
-    if _source_identity(mark) != source.identity:
+    if _source_identity(mark) != identity_of(source):
         raise UserError(
             f"{partial} is an interrupted conversion of another checkpoint "
             f"({shown(_source_identity(mark))}): finish that conversion, or remove the folder"
@@ -257,27 +257,27 @@ def _available_memory() -> int | None:
     return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
-def _write_common_files(source: Source, partial: Path) -> None:
+def _write_common_files(source: NativeReader, partial: Path) -> None:
     """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
-    common = {key: value for key, value in source.reader.files.common.items() if key not in _PER_PARAMETER}
-    common["param_groups"] = source.reader.files.common["base_optimizer_state"].get("param_groups")
+    common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
+    common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
     with _replacing(partial, f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as written:
         write_plain(written, _plain_types(common))
     for path in model_files(source.folder):
         with _replacing(partial, path.name) as written:
-            if source.reader.files.stage == 0:  # then this file also holds the optimizer state
+            if source.files.stage == 0:  # then this file also holds the optimizer state
                 write_plain(written, _plain_types({**read_file(path), "optimizer": None}))
             else:
                 with open_regular(path) as file, open(written, "wb") as copy:
                     shutil.copyfileobj(file, copy)
-    if source.run is not None:
+    if not source.checkpoint.is_external:
         sizes = {
             str(path.relative_to(partial)): {"bytes": path.stat().st_size}
             for path in sorted(partial.rglob("*.pt"))
             if UNFINISHED_FOLDER not in path.parts  # which other processes may remove
         }
-        content = {**source.run, "files": sizes}
+        content = {**source.checkpoint.run, "files": sizes}
         folder = partial / AVERAGED_FOLDER
         averaged = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         if averaged and "certificate" in content:

@@ -51,13 +51,12 @@ class UniversalWriter(ParameterWriter):
     ) -> Iterator[str]:
         """See `ParameterWriter`. Native checkpoints are converted as by tools/ds_to_universal.py."""
         # Imported only here: `to_universal` imports this module.
-        from megatron.checkpoint.conversion.source import Source
         from megatron.checkpoint.conversion.to_universal import convert
 
         if isinstance(reader, NativeReader):
             if verify:
                 verify_files(reader)
-            yield from convert(Source(reader), target, workers, verify_digests=verify)
+            yield from convert(reader, target, workers, verify_digests=verify)
             return
         yield from super().write_checkpoint(reader, target, workers, verify)
         write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)

@@ -329,7 +329,7 @@ def test_a_finished_parameter_that_is_damaged_is_converted_again(
     source = open_source(folder, derive_patterns=True)
     list(convert(source, tmp_path / "expected"))
     conversion = convert(source, tmp_path / "out")
-    first, second = next(conversion).name, next(conversion).name
+    first, second = next(conversion), next(conversion)
     conversion.close()
     done = tmp_path / "out.partial" / "zero"
     path = done / first / "exp_avg.pt"
