@@ -110,13 +110,9 @@ class FlatShard:
             raise UserError(self._lacks) from None
 
     @property
-    def _pieces(self) -> list[Tensor]:
-        return [self._piece(fragment) for fragment in self._fragments]
-
-    @property
     def dtypes(self) -> set[str]:
         """The dtypes in the files. Opens all files."""
-        return {str(piece.dtype).removeprefix("torch.") for piece in self._pieces}
+        return {str(piece.dtype).removeprefix("torch.") for piece in map(self._piece, self._fragments)}
 
     def elements(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Returns elements start to stop - 1. They share memory with the file if it holds all of them, unless
@@ -139,9 +135,6 @@ class FlatShard:
             parts += [self._piece(fragment)[begin:end]] if begin < end else []
             first += fragment.length
         return parts
-
-    def whole(self) -> Tensor:
-        return self.elements(0, self.numel)
 
     def release(self) -> None:
         """Removes the pages that were read since the last call from the resident memory of the process. The
@@ -181,7 +174,7 @@ class OptimizerFiles:
         def is_present(path: Path) -> bool:
             return present is None or path.name in present
 
-        _, self._first, key = next((file for file in files if is_present(file[1])), files[0])
+        _, self.first_path, key = next((file for file in files if is_present(file[1])), files[0])
         self.stage = int(key == "optimizer_state_dict")
         # A tied parameter is in the files of two stages: the files of the first stage that are all present.
         holders: dict[tuple[int, str], dict[int, list[_Fragment]]] = {}
@@ -202,11 +195,6 @@ class OptimizerFiles:
                 paths.add(fragment.path)
             first += fragment.length
         return paths
-
-    @property
-    def first_path(self) -> Path:
-        """The file that `common` reads."""
-        return self._first
 
     def _places(self, path: Path, read: Callable[[], dict]) -> dict[str, Place]:
         """Returns the place of each parameter in a file, from the index if there is one."""
@@ -231,7 +219,7 @@ class OptimizerFiles:
     def common(self) -> dict:
         """The state in the first file, for entries that are equal in all files (clipping, loss scale)."""
         key = "optimizer_state_dict" if self.stage else "optimizer"
-        return self._read_state(self._first, key)
+        return self._read_state(self.first_path, key)
 
     def _any_fragment(self, name: str) -> _Fragment:
         """Returns a fragment of a parameter, in a file that has been read if there is one."""

@@ -106,7 +106,7 @@ class NativeReader(StateReader):
         num_shards = 1 if saved.shard_dim is None else self.tp_size
         shape = local_shape(saved, TPGroup(0, num_shards))
         shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
-        return merge_shards(saved, [shard.whole().view(shape) for shard in shards])
+        return merge_shards(saved, [shard.elements(0, shard.numel).view(shape) for shard in shards])
 
     def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""

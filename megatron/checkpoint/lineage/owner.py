@@ -110,15 +110,11 @@ class FolderOwner:
         self._name = name
         self._owner = owner
         self._timing = timing
-        self._lost_reason: str | None = None
+        self.lost_reason: str | None = None
+        """Why this job must not write to the folder any more, as last found."""
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._run, name="owner-heartbeat", daemon=True)
-
-    @property
-    def lost_reason(self) -> str | None:
-        """Why this job must not write to the folder any more, as last found. Reads no file."""
-        return self._lost_reason
 
     def start(self) -> None:
         self._thread.start()
@@ -135,7 +131,7 @@ class FolderOwner:
             if self._find_problem() is None:
                 self._owner = replace(self._owner, beats=self._owner.beats + 1, seen=_clock())
                 self._folder.write(self._name, _encoded(self._owner))
-        return self._lost_reason is None
+        return self.lost_reason is None
 
     def problem(self) -> str | None:
         """Returns why this job must not write to the folder any more; None while it is the owner. Raises
@@ -144,7 +140,7 @@ class FolderOwner:
             return self._find_problem()
 
     def _find_problem(self) -> str | None:
-        if self._lost_reason is None:
+        if self.lost_reason is None:
             claims = _claims(self._folder)
             # Opened by name, because a listing of a network file system may be old.
             exists = self._folder.read(self._name) is not None
@@ -156,8 +152,8 @@ class FolderOwner:
             else:
                 by = f"lost its {self._name}"
             if takers or not exists:
-                self._lost_reason = f"{self._folder} {by}, stopping: only one job may write to a folder"
-        return self._lost_reason
+                self.lost_reason = f"{self._folder} {by}, stopping: only one job may write to a folder"
+        return self.lost_reason
 
     def release(self) -> None:
         self._released.set()

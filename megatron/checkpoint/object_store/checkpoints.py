@@ -59,7 +59,8 @@ class ObjectCheckpoints:
             path = self._add(parent if is_checkpoint else options.load)
             paths["load"] = str(path / name.partition(".")[0] if is_checkpoint else path)
         self.options = replace(options, **paths)
-        self._nodes: Nodes | None = None
+        self.nodes: Nodes
+        """The mirrors of the run, and the ranks of each, after `connect`."""
         # Of the files of the checkpoint that was shared last.
         self._sizes: dict[str, int] = {}
 
@@ -98,13 +99,7 @@ class ObjectCheckpoints:
     def connect(self, node: str) -> None:
         """Finds the ranks that share a mirror. node: the name of this rank's node. Collective."""
         status = os.stat(self._root)
-        self._nodes = Nodes.connect(f"{node} {self._root} {status.st_dev} {status.st_ino}")
-
-    @property
-    def nodes(self) -> Nodes:
-        """The mirrors of the run, and the ranks of each."""
-        assert self._nodes is not None
-        return self._nodes
+        self.nodes = Nodes.connect(f"{node} {self._root} {status.st_dev} {status.st_ino}")
 
     # --- a load ---
 
