@@ -211,7 +211,7 @@ class Saver:
             self.engine.train_step(batches, 2, 0.0)
         elif work == "bytes":  # of the rank and its writer so far, read and written
             writer = self.manager.background.writer
-            pids = [os.getpid(), *([writer.pid] if writer is not None else [])]
+            pids = [os.getpid(), *([writer.process.pid] if writer is not None else [])]
             return float(sum(io_bytes_of(pid) for pid in pids))
         return None
 

@@ -90,7 +90,7 @@ def lose_the_writer(folder: Path, victim: int, moment: str) -> list[Any]:
         if step == 1:
             manager.finish_save()
             if engine.global_rank == victim:
-                kill = partial(os.kill, manager.background.writer.pid)
+                kill = partial(os.kill, manager.background.writer.process.pid)
         kill(signal.SIGKILL if moment == "before the copy" else signal.SIGSTOP)
         saved = manager.save(state_after(step + 1), in_background=True)
         if moment == "after the copy":

@@ -297,7 +297,7 @@ def save_while_one_is_in_flight(folder: Path, kind: str) -> list[Any]:
     started = start(Row(dp=2, zero=1), folder, ["a", "b"])
     manager, is_second = started.manager, dist.get_rank() == 1
     assert manager.background.writer is not None
-    writer = manager.background.writer.pid
+    writer = manager.background.writer.process.pid
     if is_second:
         os.kill(writer, signal.SIGSTOP)
     train(manager.engine, [0])

@@ -169,7 +169,7 @@ def start_and_be_killed(folder: Path, journal: Path, plan: Plan) -> None:
 def kill_writer(manager: CheckpointManager) -> None:
     """Kills the writer process of a rank, if it has been started."""
     if (writer := manager.background.writer) is not None:
-        os.kill(writer.pid, signal.SIGKILL)
+        os.kill(writer.process.pid, signal.SIGKILL)
 
 
 def read(journal: Path) -> Iterator[list]:

@@ -115,7 +115,7 @@ class BackgroundWriter:
         self._ring = mmap.mmap(descriptor, self._size)
         ours, theirs = socket.socketpair()
         with signals_blocked(IGNORED_SIGNALS):
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *map(str, (theirs.fileno(), descriptor, os.getpid()))],
                 env={**os.environ, "PYTHONPATH": python_path(os.environ), "OMP_NUM_THREADS": "1"},
                 pass_fds=(theirs.fileno(), descriptor),
@@ -125,18 +125,14 @@ class BackgroundWriter:
         theirs.close()
         os.close(descriptor)
         self._pipe = Connection(ours.detach())
-        self._sent = self._freed = 0
+        self._sent = self.num_written = 0
+        """Bytes that this rank has put into the ring, and that the writer has taken from it so far."""
         self._changed = threading.Condition()
         self._written: Written | None = None
         self._problem = ""
         self._outbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         for work in (self._receive, self._transmit):
             threading.Thread(target=work, name="checkpoint writer", daemon=True).start()
-
-    @property
-    def pid(self) -> int:
-        """The process id of the writer."""
-        return self._process.pid
 
     def write_file(
         self, path: Path | None, contents: Iterable[tuple[Sequence[StoredFragment], Callable[[Any], None]]]
@@ -171,15 +167,10 @@ class BackgroundWriter:
             self._changed.wait_for(lambda: self._written is not None or self._problem != "")
             return self._written or Written(problem=self._problem)
 
-    @property
-    def num_written(self) -> int:
-        """The number of bytes that the writer has taken from the ring so far."""
-        return self._freed
-
     def close(self) -> None:
         """Ends the writer process."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._outbox.put(("end",))  # cannot be sent, which ends the thread
 
     def append(self, data: memoryview, parts: Callable[[int, int], list[_Part]]) -> None:
@@ -197,7 +188,7 @@ class BackgroundWriter:
 
     def _wait_for_space(self, needed: int) -> None:
         with self._changed:
-            while not self._problem and self._size - (self._sent - self._freed) < needed:
+            while not self._problem and self._size - (self._sent - self.num_written) < needed:
                 self._changed.wait()
         self._heartbeat()  # the ring has space: the writer progresses
 
@@ -220,11 +211,11 @@ class BackgroundWriter:
             try:
                 kind, value = self._pipe.recv()
             except (EOFError, OSError):
-                code = self._process.wait()
+                code = self.process.wait()
                 kind, value = "failed", f"the checkpoint writer has ended with exit code {code}"
             with self._changed:
                 if kind == "freed":
-                    self._freed += value
+                    self.num_written += value
                 elif kind == "written":
                     self._written = value
                 else:

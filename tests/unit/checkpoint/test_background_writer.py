@@ -91,12 +91,12 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
 
     def save(file: object) -> None:
         if moment == "in the middle":
-            os.kill(writer.pid, signal.SIGSTOP)
-            os.kill(writer.pid, signal.SIGKILL)
+            os.kill(writer.process.pid, signal.SIGSTOP)
+            os.kill(writer.process.pid, signal.SIGKILL)
         torch.save(large, file)
 
     if moment == "before":
-        os.kill(writer.pid, signal.SIGKILL)
+        os.kill(writer.process.pid, signal.SIGKILL)
     problem = ""
     try:
         writer.write_file(tmp_path / "file.pt", [([], save)])
@@ -104,7 +104,7 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
         written = writer.written()
         if moment == "after":
             assert not written.problem
-            os.kill(writer.pid, signal.SIGKILL)
+            os.kill(writer.process.pid, signal.SIGKILL)
             while not problem:
                 writer.write_file(tmp_path / "file.pt", [([], save)])
     except OSError as error:
