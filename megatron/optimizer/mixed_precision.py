@@ -15,16 +15,14 @@ saved in fp32: any optimizer of the Adam family can load them, on any layout.
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import __version__ as deepspeed_version
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TPGroup
@@ -45,7 +43,7 @@ from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.whole_matrices import WholeMatrices
-from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig
+from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig, deepspeed_state
 
 # Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
 # the first element and the end of the part in this TP rank's shard, and a tensor in host memory that gets the
@@ -414,35 +412,27 @@ class MixedPrecisionOptimizer:
     def state_dict(self) -> dict:
         """Returns fp32 master weights and moments of this rank's partitions, and the parameters' offsets."""
         base = self.optimizer.state_dict()
-        mappings, masters = [], []
+        lengths, masters = [], []
         for index, flat in enumerate(self.flat):
-            addresses = OrderedDict()
-            packed = 0
-            for parameter, _, length in flat.fragments():
-                # Without padding: DeepSpeed's tools would expect a different padding.
-                addresses[self.names[parameter]] = fragment_address(start=packed, numel=length)
-                packed += length
+            lengths.append({self.names[parameter]: length for parameter, _, length in flat.fragments()})
             if self._steps_in_groups and index in base["state"]:
                 base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
             moments = self.moments_of(flat)
             if moments:
                 packed_moments = {key: flat.without_padding(moment) for key, moment in moments.items()}
                 base["state"][index] = {**base["state"][index], **packed_moments}
-            mappings.append(addresses)
             master = flat.without_padding(flat.master.detach())
             # In fp32 they are a part of the weights of all partitions.
             is_view_of_weights = flat.weights_are_master and self.partition_count > 1
             masters.append(own_storage(master) if is_view_of_weights else master)
-        return {
-            "clip_grad": self.clip_grad,
-            "base_optimizer_state": base,
-            "single_partition_of_fp32_groups": masters,
-            "group_paddings": [0] * len(self.flat),
-            "partition_count": [self.partition_count] * len(self.flat),
-            "ds_version": deepspeed_version,
-            "param_slice_mappings": mappings,
-            "loss_scaler": self.scaler.state_dict(),
-        }
+        return deepspeed_state(
+            masters,
+            lengths,
+            self.partition_count,
+            clip_grad=self.clip_grad,
+            base_optimizer_state=base,
+            loss_scaler=self.scaler.state_dict(),
+        )
 
     @torch.no_grad()
     def read_by_name(

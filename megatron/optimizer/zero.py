@@ -1,9 +1,14 @@
 """How the optimizer is distributed over ranks: its process groups, what ZeRO shards, and each rank's part."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch.distributed as dist
+from deepspeed import __version__ as deepspeed_version
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TPGroup
@@ -67,3 +72,27 @@ class ZeroConfig:
     while the previous unit computes."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""
+
+
+def deepspeed_state(
+    masters: list[Tensor], lengths: Sequence[Mapping[str, int]], partition_count: int, **more: Any
+) -> dict[str, Any]:
+    """Returns the optimizer state of a rank as DeepSpeed's files hold it.
+
+    masters: flat fp32 values of each group of parameters, without padding: DeepSpeed's tools would expect a
+    different padding. lengths: for each group, the parameters in it, in order, and their numbers of elements.
+    more: `base_optimizer_state`, `clip_grad` and `loss_scaler`.
+    """
+    mappings = []
+    for group in lengths:
+        starts = accumulate(group.values(), initial=0)
+        addresses = (fragment_address(start=s, numel=n) for s, n in zip(starts, group.values(), strict=False))
+        mappings.append(OrderedDict(zip(group, addresses, strict=True)))
+    return {
+        **more,
+        "single_partition_of_fp32_groups": masters,
+        "group_paddings": [0] * len(masters),
+        "partition_count": [partition_count] * len(masters),
+        "ds_version": deepspeed_version,
+        "param_slice_mappings": mappings,
+    }

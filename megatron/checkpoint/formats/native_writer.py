@@ -8,7 +8,6 @@ its tensors (`torch.serialization.skip_data`); every parameter is then written t
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import __version__ as deepspeed_version
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
@@ -42,6 +39,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_o
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import ParameterSpec, local_shape, placed_slices, shard_of
+from megatron.optimizer.zero import deepspeed_state
 
 _STEP_BYTES = 1 << 24
 
@@ -109,29 +107,22 @@ class NativeWriter(ParameterWriter):
         groups = self._groups(names)
         masters: list[Tensor] = []
         states: dict[int, dict[str, Any]] = {}
-        mappings = []
-        for index, ((moments, step), members) in enumerate(groups.items()):
-            numels = [prod(self._shape(name, rank)) for name in members]
+        lengths = [{name: prod(self._shape(name, rank)) for name in members} for members in groups.values()]
+        for index, (moments, step) in enumerate(groups):
+            numel = sum(lengths[index].values())
             with FakeTensorMode():
-                masters.append(torch.empty(sum(numels)))
-                states[index] = {moment: torch.empty(sum(numels)) for moment in moments}
+                masters.append(torch.empty(numel))
+                states[index] = {moment: torch.empty(numel) for moment in moments}
                 states[index] |= {} if step is None else {"step": torch.empty(())}
-            starts = (sum(numels[:position]) for position in range(len(members)))
-            addresses = (fragment_address(start=s, numel=n) for s, n in zip(starts, numels, strict=True))
-            mappings.append(OrderedDict(zip(members, addresses, strict=True)))
-        state = {
-            "clip_grad": self._config.optimizer.clip_grad,
-            "base_optimizer_state": {
-                "state": states,
-                "param_groups": [{"params": [index]} for index in range(len(groups))],
-            },
-            "single_partition_of_fp32_groups": masters,
-            "group_paddings": [0] * len(groups),
-            "partition_count": [1] * len(groups),
-            "ds_version": deepspeed_version,
-            "param_slice_mappings": mappings,
-            "loss_scaler": self.reader.loss_scaler,
-        }
+        param_groups = [{"params": [index]} for index in range(len(groups))]
+        state = deepspeed_state(
+            masters,
+            lengths,
+            partition_count=1,
+            clip_grad=self._config.optimizer.clip_grad,
+            base_optimizer_state={"state": states, "param_groups": param_groups},
+            loss_scaler=self.reader.loss_scaler,
+        )
         path = self.folder / optimizer_file(model_rank)
         saved = self._create(path, {"optimizer_state_dict": state})["optimizer_state_dict"]
         self._index[path.name] = places_in(saved, path)
