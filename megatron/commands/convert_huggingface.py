@@ -145,7 +145,7 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     """Writes the Hugging Face model; returns notes for the user."""
-    from megatron.checkpoint.huggingface.exporter import format_differences, verification, write_hugging_face
+    from megatron.checkpoint.huggingface.exporter import format_differences, write_hugging_face
     from megatron.checkpoint.huggingface.family import family_of
     from megatron.checkpoint.reading import read_checkpoint
 
@@ -157,16 +157,14 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     if writer is None and not arguments.no_tokenizer:
         notes.append("no tokenizer is written, since the run had none: set the tokenizer flags to write one")
     verify = not arguments.no_verify_digests
-    write_hugging_face(checkpoint, Path(arguments.output), arguments.dtype, writer, verify=verify)
+    output = Path(arguments.output)
+    compared = write_hugging_face(checkpoint, output, arguments.dtype, writer, verify=verify)
     precision = arguments.dtype or checkpoint.config.precision.name
     print(
-        f"wrote {arguments.output}: {family.architecture} in {precision}, iteration "
-        f"{checkpoint.state.iteration} of {checkpoint.folder}"
+        f"wrote {output}: {family.architecture} in {precision}, iteration {checkpoint.state.iteration} of "
+        f"{checkpoint.folder}"
     )
-    compared = (
-        verification(checkpoint, arguments.dtype) if verify else "file sizes only (--no-verify-digests)"
-    )
-    print(f"verified: {compared}")
+    print(f"verified: {compared if verify else 'file sizes only (--no-verify-digests)'}")
     return notes
 
 

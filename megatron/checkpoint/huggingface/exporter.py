@@ -50,9 +50,9 @@ def write_hugging_face(
     write_tokenizer: Callable[[Path], None] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
-) -> None:
+) -> str:
     """Writes the folder `output`: config.json, weights as safetensors, the files of `write_tokenizer`, and
-    the digests of all files.
+    the digests of all files. Returns what the weights were compared with.
 
     precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. verify: compare the weights with
     their digests if the checkpoint has any. Only one file of weights at a time is in memory. The folder
@@ -68,7 +68,9 @@ def write_hugging_face(
     with temporary_folder(output, ".tmp", size_bytes) as temporary:
         write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
         writer = HuggingFaceWriter(temporary, config.model, precision, max_file_bytes)
-        read = reader.master_weights if _needs_master_weights(config, precision) else reader.weights
+        # The weights in the precision of the run may be less precise than the output.
+        uses_master_weights = precision == "fp32" and config.precision.name != "fp32"
+        read = reader.master_weights if uses_master_weights else reader.weights
         for name, tensor in read(verify=verify):
             values = iter([tensor[: reader.specs[name].num_valid_rows]])
             del tensor  # the writer frees it: its pages need not be resident while a file is written
@@ -80,6 +82,7 @@ def write_hugging_face(
         write_digests(temporary, digests)
         sync_tree(temporary)
         rename_synced(temporary, output)
+    return reader.weights_verification(uses_master_weights)
 
 
 def write_settings(config: Config, vocab_size: int, eod: int | None, precision: str, folder: Path) -> None:
@@ -107,18 +110,6 @@ def write_settings(config: Config, vocab_size: int, eod: int | None, precision: 
 def max_length_of(model: ModelConfig) -> int | None:
     """Returns the most tokens that a model accepts; None if its positions are not learned."""
     return model.max_position_embeddings if model.position_embedding_type == "absolute" else None
-
-
-def _needs_master_weights(config: Config, precision: str) -> bool:
-    """Returns whether the weights in the precision of the run are less precise than the output."""
-    return precision == "fp32" and config.precision.name != "fp32"
-
-
-def verification(checkpoint: Checkpoint, precision: str | None = None) -> str:
-    """Describes what `write_hugging_face` compares the weights with."""
-    config = checkpoint.config
-    master_weights = _needs_master_weights(config, precision or config.precision.name)
-    return open_reader(checkpoint).weights_verification(master_weights)
 
 
 @dataclass(frozen=True)
