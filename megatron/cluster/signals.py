@@ -92,7 +92,7 @@ class ExitConditions:
         """Returns the number of this rank's reason. The largest number of all ranks counts."""
         code = _NONE
         kill_switch, duration_mins = self.training.kill_switch_path, self.training.exit_duration_in_mins
-        if not _distributed() or torch.distributed.get_rank() == 0:
+        if _rank() == 0:
             if self.ownership_lost_reason() is not None:
                 code = _FOLDER_LOST
             elif kill_switch and os.path.exists(kill_switch):
@@ -142,3 +142,7 @@ def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _distributed() else 0
