@@ -42,12 +42,7 @@ from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETE
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
 from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, UniversalWriter
-from megatron.checkpoint.formats.writing import (
-    PARTIAL,
-    copy_parameter,
-    largest_first,
-    state_bytes,
-)
+from megatron.checkpoint.formats.writing import PARTIAL, copy_parameter, largest_first, state_bytes
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError

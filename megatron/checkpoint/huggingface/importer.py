@@ -20,13 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
-from megatron.checkpoint.huggingface.family import (
-    FAMILIES,
-    LM_HEAD,
-    Family,
-    Parameter,
-    count_non_finite,
-)
+from megatron.checkpoint.huggingface.family import FAMILIES, LM_HEAD, Family, Parameter, count_non_finite
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.config import (

@@ -2,13 +2,7 @@
 
 from torch import Tensor
 
-from megatron.checkpoint.huggingface.family import (
-    Family,
-    Parameter,
-    equal_heads,
-    one_to_one,
-    with_bias,
-)
+from megatron.checkpoint.huggingface.family import Family, Parameter, equal_heads, one_to_one, with_bias
 from megatron.config import ModelConfig
 from megatron.model.layer_list import EMBEDDING, WORD_EMBEDDINGS
 
