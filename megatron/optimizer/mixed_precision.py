@@ -16,7 +16,7 @@ saved in fp32: any optimizer of the Adam family can load them, on any layout.
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, Zer
 # such a tensor, or into a new one (None), and other state such as the step.
 SavedState = Callable[
     [str, ParameterSpec, TPGroup, int, int, Tensor | None],
-    tuple[Tensor, dict[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
+    tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
 ]
 
 

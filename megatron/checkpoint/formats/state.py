@@ -33,7 +33,7 @@ from megatron.text_table import first_few
 StateBlocks = Mapping[str, Iterable[Tensor]]
 # fp32 values, a function that reads each moment, and all other optimizer state (the step). The functions
 # have the argument `out` of `StateReader.read_part`.
-ParameterState = tuple[Tensor, dict[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
+ParameterState = tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
 
 
 class ReplicaMismatch:

@@ -145,15 +145,16 @@ class HuggingFaceWriter:
     def write_parameter(self, name: str, values: Iterator[Tensor]) -> None:
         """Writes the tensor that `values` yields. Raises UserError if the precision cannot hold it."""
         parameter = self._parameters[name]
-        parts = self._converted(*values, parameter)
+        parts = self._converted(values, parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
             pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
             if pending_bytes + part.nbytes > self._max_file_bytes:
                 self.write_pending()
             self._pending[hf_name] = part
 
-    def _converted(self, values: Tensor, parameter: Parameter) -> list[Tensor]:
+    def _converted(self, blocks: Iterator[Tensor], parameter: Parameter) -> list[Tensor]:
         """Returns the Hugging Face tensors of one Megatron parameter."""
+        (values,) = blocks
         converted = values.to(PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
         if rounded and count_non_finite(converted) and not count_non_finite(values):
