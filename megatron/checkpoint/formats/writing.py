@@ -69,14 +69,14 @@ class ParameterWriter(ABC):
 
         workers: number of threads. verify: compare all states with the digests of the source.
         """
-        with temporary_folder(target, PARTIAL, sum(state_bytes(reader).values())) as partial:
+        sizes = state_bytes(reader)
+        with temporary_folder(target, PARTIAL, sum(sizes.values())) as partial:
             writer = cls(partial, reader)
             if verify:
                 verify_files(reader)
             pool = ThreadPoolExecutor(workers)
-            names = largest_first(state_bytes(reader))
             try:
-                yield from pool.map(lambda name: copy_parameter(writer, name, verify), names)
+                yield from pool.map(lambda name: copy_parameter(writer, name, verify), largest_first(sizes))
             finally:
                 pool.shutdown(cancel_futures=True)
             writer.finish()
