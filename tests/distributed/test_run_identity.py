@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -43,10 +44,11 @@ def share(folder, failures, local_rank=0):
             raise UserError("a stale cache")
         return opened(path, with_files)
 
-    with mock.patch.object(start, "open_checkpoint", open_late):
+    clock = SimpleNamespace(sleep=slept.append)
+    with mock.patch.multiple(start, open_checkpoint=open_late, time=clock):
         found = find_latest(folder) if rank == 0 else None  # other ranks do not search
         try:
-            shared = start.share_checkpoint(found, sleep=slept.append, leads_node=local_rank == 0)
+            shared = start.share_checkpoint(found, leads_node=local_rank == 0)
         except UserError as error:
             return str(error), slept
     return None if shared is None else shared.folder.name, slept

@@ -352,9 +352,6 @@ def is_same_path(one: str | Path, other: str | Path | None) -> bool:
 
 def share_checkpoint(
     checkpoint: Checkpoint | None,
-    delays_s: Sequence[float] = RETRY_DELAYS_S,
-    sleep: Callable[[float], object] = time.sleep,
-    *,
     leads_node: bool,
     share: Callable[[Checkpoint | None], Checkpoint | None] = broadcast_from_rank_0,
 ) -> Checkpoint | None:
@@ -369,7 +366,7 @@ def share_checkpoint(
     with errors_of_all_ranks():
         if checkpoint is not None and dist.get_rank() != 0 and leads_node:
             try:
-                _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"), delays_s, sleep)
+                _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"))
             except (UserError, OSError) as error:
                 raise UserError(
                     f"rank {dist.get_rank()} cannot open the checkpoint that rank 0 resumes from ({error}): "
@@ -378,11 +375,9 @@ def share_checkpoint(
     return checkpoint
 
 
-def _open_with_retries(
-    folder: Path, sha256: str | None, delays_s: Sequence[float], sleep: Callable[[float], object]
-) -> None:
+def _open_with_retries(folder: Path, sha256: str | None) -> None:
     """Raises UserError unless the folder holds all files of the checkpoint with this digest."""
-    for delay_s in (*delays_s, None):
+    for delay_s in (*RETRY_DELAYS_S, None):
         try:
             run = open_checkpoint(folder, with_files=False).run
             if run.get("sha256") != sha256:
@@ -394,4 +389,4 @@ def _open_with_retries(
         except UserError:
             if delay_s is None:
                 raise
-        sleep(delay_s)
+        time.sleep(delay_s)
