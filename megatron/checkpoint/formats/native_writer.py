@@ -77,7 +77,7 @@ class NativeWriter(ParameterWriter):
     def _stages(self) -> list[list[str]]:
         """Returns the parameters in the files of each pipeline stage. They need not match the stages
         of a run: a reader finds parameters by name."""
-        count, names = self._config.parallel.pipeline_model_parallel_size, self.reader.names
+        count, names = self._config.parallel.pipeline_model_parallel_size, self.reader.specs
         layers = sorted({layer_of(name) for name in names})
         stage_of = {layer: index * count // len(layers) for index, layer in enumerate(layers)}
         return [[name for name in names if stage_of[layer_of(name)] == stage] for stage in range(count)]
@@ -90,7 +90,7 @@ class NativeWriter(ParameterWriter):
     def _create_layer_files(self, rank: int) -> None:
         dtype = PARAMETER_DTYPES[self._config.precision.name]
         layers: dict[int, list[str]] = {}
-        for name in self.reader.names:
+        for name in self.reader.specs:
             layers.setdefault(layer_of(name), []).append(name)
         for layer, names in layers.items():
             path = self.folder / layer_file(layer, rank)

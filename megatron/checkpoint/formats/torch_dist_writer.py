@@ -42,14 +42,14 @@ class TorchDistWriter(ParameterWriter):
         # The weights of a 16-bit run have no digests.
         has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
         self._files = dcp.DcpFiles(folder, hashed=not has_digests)
-        steps = {step_of_optimizer(reader, name) for name in reader.names}
+        steps = {step_of_optimizer(reader, name) for name in reader.specs}
         if len(steps) > 1:
             raise UserError(
                 f"checkpoint {reader.folder} has several steps of the optimizer ({len(steps)}), and "
                 "Megatron-Core stores only one: use --format dcp"
             )
         self._step = steps.pop()
-        for name in reader.names:
+        for name in reader.specs:
             stored_name(name, self._num_layers)  # rejects other models before anything is written
             if other := set(reader.state_names(name)) - {VALUES, "exp_avg", "exp_avg_sq"}:
                 raise UserError(
@@ -101,7 +101,7 @@ class TorchDistWriter(ParameterWriter):
 
     def finish(self) -> None:
         is_fp32 = self._config.precision.name == "fp32"
-        for key in {stored_name(name, self._num_layers)[0] for name in self.reader.names}:
+        for key in {stored_name(name, self._num_layers)[0] for name in self.reader.specs}:
             self._files.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)
         for layer in range(self._num_layers):
             for module in _EXTRA_STATE:

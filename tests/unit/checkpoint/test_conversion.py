@@ -282,6 +282,16 @@ def test_truncated_metadata_is_refused_in_one_sentence(native: Path, tmp_path: P
         assert ".metadata" in checked_sentence(caught.value)
 
 
+@pytest.mark.parametrize("name", ["native", "torch_dist"])
+def test_parameters_that_the_model_does_not_have_are_left_out(
+    name: str, native: Path, tmp_path: Path
+) -> None:
+    universal = convert(native, tmp_path / "universal", "universal")
+    parameters = universal / "zero"
+    shutil.copytree(next(parameters.glob("*.bias")), parameters / "99.bias")
+    assert_equal(states_of(convert(universal, tmp_path / "target", name)), states_of(native))
+
+
 def test_a_user_s_mistakes_name_what_to_change(native: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
         convert(tmp_path / "none", tmp_path / "target", "dcp")
