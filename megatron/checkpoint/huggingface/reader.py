@@ -62,8 +62,9 @@ class HuggingFaceReader(StateReader):
         return [VALUES]
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
-        """See `StateReader`. Raises UserError for values that are not finite."""
-        full = self._converted(name, self.model.parts(name), self.model.model)
+        """See `StateReader`. Raises UserError for values that are not finite in rows that have a token."""
+        num_rows = spec.num_valid_rows if spec is not None else None
+        full = self._converted(name, self.model.parts(name), self.model.model, num_rows)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
@@ -91,9 +92,11 @@ class HuggingFaceReader(StateReader):
             )
         return self._converted(name, slices, of_rank).reshape(-1)
 
-    def _converted(self, name: str, parts: list[Tensor], model: ModelConfig) -> Tensor:
+    def _converted(
+        self, name: str, parts: list[Tensor], model: ModelConfig, num_rows: int | None = None
+    ) -> Tensor:
         values = self.model.parameters[name].transform.to_megatron(parts, model).float()
-        check_finite(values, self.folder, name)
+        check_finite(values[:num_rows], self.folder, name)
         return values
 
     def external_differences(
