@@ -110,7 +110,8 @@ def select_valid_checkpoint(
 def find_damage(
     checkpoint: Checkpoint, heartbeat: Callable[[], None], objects: ObjectCheckpoints | None = None
 ) -> str | None:
-    """Returns the first problem of the files that must be intact, which `objects` downloads. Collective."""
+    """Reads the files that must be intact, which `objects` downloads first. Returns the first problem.
+    Collective."""
     reader = open_reader(checkpoint)
 
     def find_problem(name: str) -> str | None:

@@ -267,7 +267,7 @@ def _crash(report: Report) -> str:
 
 
 def _has_crashed(report: Report) -> bool:
-    """Returns whether the rank itself has crashed. torch's watchdog aborts a rank without connections."""
+    """Returns whether the rank itself has crashed. The NCCL watchdog aborts ranks that lose connections."""
     return _crash(report) not in ("", "Aborted")
 
 
@@ -304,7 +304,8 @@ def _progress(reports: Sequence[Report]) -> str:
 
 
 def ask_slurm(job: str, nodes: str) -> SlurmJob:
-    """Returns what Slurm says of a job and its nodes, in its notation; nothing if it does not answer."""
+    """Returns the state of a job and of its nodes, which are in Slurm's notation. Fields are empty if Slurm
+    does not answer."""
     state = re.search(r"\bJobState=(\w+)", _output_of("scontrol", "show", "job", "--oneliner", job))
     # Slurm marks a node that does not answer with *.
     listed = _output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t").splitlines()

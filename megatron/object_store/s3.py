@@ -105,7 +105,8 @@ class Failure:
 
 
 def read_failure(error: Exception, limit_s: float) -> Failure | None:
-    """Returns what an error of a request means; None for an error of the program. limit_s: of the request."""
+    """Returns what an error of a request means; None for an error of the program. limit_s: the time
+    limit of the request."""
     # s3fs replaces an answer with an error code by an OSError with the answer as its cause.
     answer = error if isinstance(error, exceptions.ClientError) else error.__cause__
     if isinstance(answer, exceptions.ClientError):

@@ -243,7 +243,7 @@ class StateReader(ABC):
         self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
     ) -> Tensor | None:
         """Returns this TP rank's shard of one state, flat, fp32, if the format can read it without the other
-        shards; None if `read_shard` must read the whole parameter."""
+        shards; None if `read_part` must read the whole parameter."""
         return None
 
     def read_parameter(
@@ -334,7 +334,8 @@ class StateReader(ABC):
         return file_problem(self.folder, name, self.checkpoint.run["files"][name].get("sha256"))
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares all data that have digests, or the weights. Returns the number of digests; problems."""
+        """Compares all data that have digests, or the weights. Returns the number of digests, and
+        the problems."""
         problems = []
         compared = [
             (state_name, *entry)

@@ -203,7 +203,8 @@ def _write(folder: Path, record: LatestRecord) -> None:
 
 
 def read_local_entries(save: Path) -> tuple[LineageEntry, ...]:
-    """Returns the checkpoints in `latest_local`, oldest first. See `read_record` for a file without any."""
+    """Returns the checkpoints in `latest_local`, oldest first; () if it is missing or damaged. Raises OSError
+    if it cannot be read now."""
     record = read_record(save / LOCAL_RECORD_FILE)
     try:
         return () if record is None else parse_lineage(record["entries"])

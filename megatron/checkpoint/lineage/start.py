@@ -205,7 +205,8 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
 
 
 def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Returns whether a run of this origin had the flags of `config` that say what is loaded."""
+    """Returns whether a run with this origin was started with the --finetune, --no-load-optim and --branch-at
+    of `config`."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
