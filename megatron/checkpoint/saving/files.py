@@ -39,8 +39,8 @@ class RankFiles(ABC):
 
     @abstractmethod
     def write(self, file: Path | None, contents: Iterable[Content]) -> None:
-        """Writes a file. file: None for contents that another rank writes: only their digests are computed, to
-        compare the replicas."""
+        """Writes a file. file: None for contents that another rank writes: only their digests are computed,
+        to compare the replicas."""
 
 
 class DirectFiles(RankFiles):
