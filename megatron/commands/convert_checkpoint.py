@@ -51,12 +51,13 @@ def build_parser() -> ToolParser:
         help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
     )
     parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help="folder to write")
+    written = {name: entry for name, entry in FORMATS.items() if entry.writer or name == HUGGING_FACE}
     parser.add_argument(
         "--format",
         default=NATIVE,
-        choices=tuple(FORMATS),
+        choices=tuple(written),
         metavar="NAME",
-        help="; ".join(f"{name}: {entry.description}" for name, entry in FORMATS.items())
+        help="; ".join(f"{name}: {entry.description}" for name, entry in written.items())
         + " (default: %(default)s)",
     )
     add_universal_flag(parser, "--from")

@@ -27,9 +27,9 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    writer: its `ParameterWriter`, "module:class"; "" for Hugging Face models, which `huggingface.exporter`
-    writes. markers: files or folders that together only checkpoints of this format contain. latest_file: the
-    file beside the checkpoints that names the newest one; "" if there is none.
+    writer: its `ParameterWriter`, "module:class"; "" if it is only read, and for Hugging Face models, which
+    `huggingface.exporter` writes. markers: files or folders that together only checkpoints of this format
+    contain. latest_file: the file beside the checkpoints that names the newest one; "" if there is none.
     """
 
     writer: str = ""

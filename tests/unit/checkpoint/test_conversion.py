@@ -23,7 +23,7 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import format_of, open_reader
+from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, format_of, open_reader
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
@@ -290,6 +290,13 @@ def test_parameters_that_the_model_does_not_have_are_left_out(
     parameters = universal / "zero"
     shutil.copytree(next(parameters.glob("*.bias")), parameters / "99.bias")
     assert_equal(states_of(convert(universal, tmp_path / "target", name)), states_of(native))
+
+
+def test_a_format_that_is_only_read_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_read = CheckpointFormat("as in CONTRIBUTING.md", "megatron.checkpoint.formats.dcp:DcpReader")
+    monkeypatch.setattr(convert_checkpoint, "FORMATS", {**FORMATS, "only_read": only_read})
+    with pytest.raises(UserError, match="invalid choice: .only_read"):
+        convert_checkpoint.run(["--from", ".", "--to", "target", "--format", "only_read"])
 
 
 def test_a_user_s_mistakes_name_what_to_change(native: Path, tmp_path: Path) -> None:
