@@ -51,6 +51,6 @@ def check_digests(folder: Path) -> None:
     problems = [file_problem(folder, *entry, DIGEST_FILE) for entry in read_digests(folder).items()]
     if damaged := [problem for problem in problems if problem]:
         raise UserError(
-            f"{folder} is damaged: {first_few(damaged)}: copy it again, or remove {DIGEST_FILE} if you have "
+            f"{folder}: {first_few(damaged)}: copy the folder again, or remove {DIGEST_FILE} if you have "
             "changed the folder yourself"
         )
