@@ -4,6 +4,7 @@ import importlib.util
 import os
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import Store
@@ -23,6 +24,7 @@ from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
+from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
 from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
@@ -30,7 +32,7 @@ from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import initial_values
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
-from megatron.training.data import data_report, index_notes, run_fingerprint
+from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.run_report import run_report, start_notes
@@ -51,10 +53,11 @@ def run(
         config = replace(config, checkpoint=objects.options)
     setup = Setup.from_config(config)
     vocab, plan, length, batches = setup.vocab, setup.plan, setup.length, setup.batches
-    checkpoint = folder_owner = fingerprint = data_table = tasks = None
+    checkpoint = folder_owner = fingerprint = data_table = tasks = stamp = None
     if config.parallel.local_rank == 0:
         with announce_errors():
-            verify_token_files(config.data).write()
+            stamp = verify_token_files(config.data)
+            stamp.write()
     if processes.is_main_process() and objects is None:
         with announce_errors():
             start.check_load_folder(config)
@@ -62,8 +65,10 @@ def run(
     if processes.is_main_process():
         owned = None if config.training.no_train else config.checkpoint.save
         with announce_errors():
-            fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
-            notes = [*notes, *index_notes(config, length)]
+            assert stamp is not None
+            fingerprint = run_fingerprint(config, length, vocab, stamp)
+            data_table = data_report(config, length, stamp)
+            notes = [*notes, *index_notes(config, length, stamp)]
             claims = owner.ClaimFolder(Path(owned)) if owned else None
             if objects is not None and owned:
                 claims = objects.claims(owned)
@@ -77,8 +82,9 @@ def run(
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
+    stamp = stamp or IndexStamp(config.data)  # which the first process of the node has written
     if fingerprint is None:
-        fingerprint = run_fingerprint(config, length, vocab)
+        fingerprint = run_fingerprint(config, length, vocab, stamp)
     with watchdog.phase(Phase.PREFLIGHT):
         notes = [*notes, *check_kernels(config.training.require_kernels)]
         notes += [*preflight(config, fingerprint), *processes.device_notes(config)]
@@ -119,6 +125,7 @@ def run(
         local=local,
         objects=objects,
         tasks=tasks,
+        data=partial(open_data, stamp=stamp),
     )
     with watchdog.phase(Phase.LOAD):
         state = trainer.checkpoints.restore_or_init(checkpoint, metrics.print)

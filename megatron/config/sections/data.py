@@ -89,8 +89,8 @@ class DataConfig(Section):
     max_epochs_per_dataset: float = flag(
         4.0,
         above=0,
-        help="limit of the epochs for which training reads a data set, see --max-epochs-action; up to 4 "
-        "epochs are almost as good as new data (arXiv:2305.16264)",
+        help="limit of the epochs for which training reads a data set, also one that is named several times, "
+        "see --max-epochs-action; up to 4 epochs are almost as good as new data (arXiv:2305.16264)",
     )
     max_epochs_action: str = flag(
         "repeat",
