@@ -67,15 +67,9 @@ ROWS = (
         1,
         "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
     ),
+    Row("DP 2, ZeRO 1", 2, "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1"),
     Row(
-        "DP 2, ZeRO 1",
-        2,
-        "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1",
-    ),
-    Row(
-        "TP 2",
-        2,
-        "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2",
+        "TP 2", 2, "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2"
     ),
     Row(
         "PP 2",

@@ -97,12 +97,7 @@ def document_groups(
 
 
 def _document_group(
-    data: DataConfig,
-    split_name: str,
-    named: PathGroup,
-    stamp: IndexStamp,
-    seq_length: int,
-    num_samples: int,
+    data: DataConfig, split_name: str, named: PathGroup, stamp: IndexStamp, seq_length: int, num_samples: int
 ) -> DocumentGroup:
     order, has_ranges = DATA_ORDERS[data.data_order], bool(splits_with_own_data(data))
     components = [_component(data, split_name, path, stamp) for path in named.paths]

@@ -47,10 +47,7 @@ class RunData:
 
 
 def run_fingerprint(
-    config: Config,
-    length: RunLength,
-    vocabulary: Vocabulary | None = None,
-    stamp: IndexStamp | None = None,
+    config: Config, length: RunLength, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
 ) -> dict:
     """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
     checkpoint. stamp: of the token files; None reads it.
