@@ -106,10 +106,10 @@ def test_the_limit_counts_the_reads_of_a_document_by_all_that_name_it(a: str, b:
     renormalized = DataConfig(
         train_weighted_split_paths=(f"T: 1 0.5:1 {a}, 1 0:0.5 {a}",), max_epochs_action="renormalize"
     )
-    dataset_usage(renormalized, 4, 1234, (100, 0, 0))
+    dataset_usage(renormalized, 4, 1234, (40, 0, 0))
     renormalized = replace(renormalized, train_weighted_split_paths=(f"T: 1 0.4:1 {a}, 1 0:0.5 {a}",))
     with pytest.raises(ConfigError, match=f"the T data name documents of {a} more than once: name them once"):
-        dataset_usage(renormalized, 4, 1234, (100, 0, 0))
+        dataset_usage(renormalized, 4, 1234, (40, 0, 0))
 
 
 def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -> None:
