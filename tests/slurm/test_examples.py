@@ -476,6 +476,7 @@ def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -
     assert run.stderr.splitlines()[-1] == "error: set REPO to the folder of the repository"
 
 
+@pytest.mark.full
 def test_an_array_prepares_the_indices_of_a_run(
     submit: Submit, places: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
