@@ -269,7 +269,6 @@ class AnonymousMemory:
 
 
 def make_config(layers: int, layout_name: str):
-    """Returns the configuration of the run that is saved."""
     from tests.support.measured_worlds import config_of
 
     layout = (

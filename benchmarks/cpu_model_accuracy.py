@@ -152,7 +152,6 @@ def run_row(index: int) -> list[Measured]:
 
 
 def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Config:
-    """Returns the configuration of a row."""
     from tests.support.measured_worlds import config_of
 
     return config_of(

@@ -183,7 +183,6 @@ class Job:
         return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
 
     def rank(self, cluster: Cluster, rank: int) -> int:
-        """Returns the process id of a rank."""
         return next(
             pid
             for pid, env in self.processes(cluster).items()
@@ -268,7 +267,6 @@ def environment(path: Path) -> dict[str, str]:
 
 
 def fill(path: Path) -> None:
-    """Fills the file system."""
     with open(path, "wb", buffering=0) as file:
         try:
             while True:

@@ -99,11 +99,9 @@ class Row:
 
     @property
     def gpu_kind(self) -> str:
-        """The kind of GPU, for example 'a100'."""
         return self.gpu.partition("-")[0].lower()
 
     def run(self, constants: Constants) -> Run:
-        """Returns the row as a run of the measured framework, with these constants."""
         config = self.config
         gpu, network = find_gpu(config), find_network(config)
         assert gpu is not None and network is not None
@@ -125,7 +123,6 @@ class Row:
 
     @property
     def plan(self) -> StagePlan:
-        """The layers of the pipeline stages."""
         return _plan(self.config, self.vocab_size)
 
 

@@ -41,7 +41,6 @@ class Prediction:
 
     @cached_property
     def time_error(self) -> float:
-        """Relative error of the time."""
         return self.step.total / self.row.seconds - 1
 
     @cached_property
@@ -53,7 +52,6 @@ class Prediction:
 
 
 def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Prediction]:
-    """Returns the predictions of the rows."""
     predictions = []
     for row in rows:
         run = row.run(constants)

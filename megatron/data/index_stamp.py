@@ -40,7 +40,7 @@ from megatron.config.data import token_file_prefixes
 from megatron.data.index_files import replaced_file
 from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, data_path, index_path
 from megatron.errors import one_line
-from megatron.files import Check, HostileFileError, is_count, list_of, read_small
+from megatron.files import HostileFileError, dict_of, fields_of, is_count, list_of, read_small
 from megatron.shares import share_out
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ class IndexStamp:
             self._intact[prefix] = self._is_unchanged(entry["files"], os.path.basename(paths[0]), paths)
         if not self._intact[prefix]:
             return None
-        return TokenFacts(**self._content["data_sets"][os.path.abspath(prefix)]["facts"])
+        facts = self._content["data_sets"][os.path.abspath(prefix)]["facts"]
+        return TokenFacts(*(facts[name] for name in _FACTS))
 
     def record_token_files(self, dataset: IndexedDataset, found: list[Status]) -> None:
         """Records verified token files, and removes what was known of the files that they replace. found:
@@ -270,28 +271,16 @@ def _read(path: str) -> tuple[dict[str, Any], str]:
     return content, text
 
 
-def _is_stamp(content: Any) -> bool:
-    def dict_of(check: Check) -> Check:
-        return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+def _is_status(value: Any) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int, int]
 
-    is_status = list_of(lambda value: type(value) is int)
-    files = dict_of(list_of(lambda status: is_status(status) and len(status) == 2))
-    facts = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
 
-    def is_data_set(entry: Any) -> bool:
-        if not (isinstance(entry, dict) and entry.keys() == {"facts", "files"} and files(entry["files"])):
-            return False
-        found = entry["facts"]
-        return (
-            isinstance(found, dict)
-            and found.keys() == facts.keys()
-            and all(facts[key](found[key]) for key in facts)
-        )
-
-    return (
-        isinstance(content, dict)
-        and content.keys() == {"version", "data_sets", "blends"}
-        and content["version"] == _VERSION
-        and dict_of(is_data_set)(content["data_sets"])
-        and files(content["blends"])
-    )
+_FILES = dict_of(list_of(_is_status))
+_FACTS = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
+_is_stamp = fields_of(
+    {
+        "version": lambda value: value == _VERSION,
+        "data_sets": dict_of(fields_of({"facts": fields_of(_FACTS), "files": _FILES})),
+        "blends": _FILES,
+    }
+)
