@@ -6,8 +6,8 @@ of the weight at or below it, and 9 of 10 are within the least with nine tenths.
 
 Order: the rows of one repository, program and kind of GPU with one model, sequence length and number of GPUs
 are layouts of one problem; Kendall's tau compares the order of their seconds per token. A repository's tau is
-the mean over its problems with `LEAST_LAYOUTS` rows or more, weighted by their pairs of rows. The
-tau of a line or of a total is the mean over repositories.
+the mean over its problems with `LEAST_LAYOUTS` rows or more, weighted by their pairs of rows. The tau
+of a line or of a total is the mean over repositories.
 """
 
 from __future__ import annotations
