@@ -51,8 +51,10 @@ def kernels(logs: dict[str, list[str]]) -> list[str]:
 def losses(logs: dict[str, list[str]]) -> list[str]:
     """Returns a line per run of the trainer: its steps, first and last loss, and the difference from
     `nccl`."""
-    steps_of = {part: parse_steps("\n".join(logs[part])) for part in _RUNS if part in logs}
-    runs = {part: {step["iteration"]: step["loss"] for step in steps} for part, steps in steps_of.items()}
+    runs: dict[str, dict[int, float]] = {}
+    for part in _RUNS:
+        logged = parse_steps("\n".join(logs.get(part, [])))
+        runs[part] = {step["iteration"]: step["loss"] for step in logged if step["loss"] is not None}
     # `resumed` continues where `nccl` has stopped.
     expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}
     found = []
