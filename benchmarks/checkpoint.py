@@ -11,8 +11,8 @@ checkpoint in turns, as commands, with equal numbers of workers.
 
 Every figure is for a complete command, imports included. CPU seconds are summed over all processes of a
 command; they depend less on other load. Memory is the largest sum of resident memory over a command's
-processes (Rss of /proc/<pid>/smaps_rollup: shared pages count in each process), sampled every 20 ms. The
-files of both converters are compared before they are deleted.
+processes (shared pages count in each process), sampled every 10 ms. The files of both converters are
+compared before they are deleted.
 
 Direct load. Two pipeline stages (TP=1) load this checkpoint without conversion. 'read': plain reads of as
 many bytes as a rank needs; 'load': values and moments are restored; 'verify': the integrity record is
@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of
 from benchmarks.saves import BLOOM_BYTES, FOLDER, SEQ, TENSOR, VOCAB, Saver, print_saves
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,9 +59,7 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each converter per size (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
     parser.add_argument("--workers", type=int, default=2, help="workers of each converter (default: 2)")
@@ -71,8 +70,6 @@ def main() -> None:
         layers, layout = arguments.worker.split(",")
         run_worker(int(layers), layout)
         return
-    from benchmarks.machine import describe_machine
-
     print(describe_machine(), flush=True)
     if "saves" in arguments.tables:
         print_saves(__file__, arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
@@ -271,7 +268,6 @@ class AnonymousMemory:
 
 
 def make_config(layers: int, layout_name: str):
-    """Returns the configuration of the run that is saved."""
     from tests.support.measured_worlds import config_of
 
     layout = (
@@ -311,43 +307,11 @@ def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> t
 def run(command: list[str]) -> tuple[float, float, int]:
     """Runs a command; returns its wall seconds, and CPU seconds and peak memory summed over its processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    while True:
-        try:
-            output, _ = process.communicate(timeout=0.02)
-            break
-        except subprocess.TimeoutExpired:
-            peak = max(peak, sum(resident_bytes(pid) for pid in family_of(process.pid)))
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{output}")
-    return time.perf_counter() - start, children_cpu_s() - cpu_before, peak
-
-
-def children_cpu_s() -> float:
-    """Returns the CPU seconds of all ended descendants of this process."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
-def family_of(pid: int) -> list[int]:
-    """Returns the ids of a process and all its descendants."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has just ended
-        return []
-    return [pid, *(member for child in children for member in family_of(child))]
-
-
-def resident_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+    start, before = time.perf_counter(), os.times()
+    peak = peak_bytes_of(command, env=environment, stdout=subprocess.DEVNULL)
+    after = os.times()
+    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - start, cpu_s, peak
 
 
 def compare(theirs: Path, ours: Path) -> int:

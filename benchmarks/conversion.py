@@ -33,7 +33,6 @@ BLOCK_BYTES = 1 << 23
 
 
 def convert(source: Path, target: Path, name: str, workers: int, verify: bool) -> None:
-    """Converts a checkpoint."""
     from megatron.checkpoint.formats.registry import writer_class
     from megatron.commands.convert_checkpoint import open_source
 
@@ -69,12 +68,10 @@ def copy(files: list[Path], target: Path, workers: int) -> None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Returns the files of a checkpoint."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def measure(folder: Path, arguments: Namespace) -> None:
-    """Prints the table."""
     native = make_checkpoint(folder, arguments.layers)
     sources = {"native": native}
     for name in FORMATS:

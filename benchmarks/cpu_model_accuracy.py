@@ -67,15 +67,9 @@ ROWS = (
         1,
         "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
     ),
+    Row("DP 2, ZeRO 1", 2, "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1"),
     Row(
-        "DP 2, ZeRO 1",
-        2,
-        "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1",
-    ),
-    Row(
-        "TP 2",
-        2,
-        "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2",
+        "TP 2", 2, "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2"
     ),
     Row(
         "PP 2",
@@ -158,7 +152,6 @@ def run_row(index: int) -> list[Measured]:
 
 
 def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Config:
-    """Returns the configuration of a row."""
     from tests.support.measured_worlds import config_of
 
     return config_of(

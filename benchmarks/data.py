@@ -31,7 +31,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
@@ -39,10 +38,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import tokenizers
 
-from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of
 from megatron.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets, data_fingerprint, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
@@ -116,8 +114,9 @@ def preprocessing(folder: Path, megabytes: float) -> None:
     table = format_table([["", "speed", "against tokenizers in batches"], *rows])
     print(f"preprocessing {size / 1e6:,.0f} MB\n{table}\n", flush=True)
     path.write_text(json.dumps({"text": ("".join(texts) * 30)[:LINE_CHARACTERS]}) + "\n")
+    silent = {"stdout": subprocess.DEVNULL}
     rows = [
-        [backend, str(workers), f"{_peak_bytes(_tool(path, backend, workers)) / 1e6:,.0f} MB"]
+        [backend, str(workers), f"{peak_bytes_of(_tool(path, backend, workers), **silent) / 1e6:,.0f} MB"]
         for backend in ("gigatoken", "words", "reference")
         for workers in (1, 2)
     ]
@@ -133,20 +132,6 @@ def _tool(path: Path, backend: str, workers: int) -> list[str]:
     flags += ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
     command = [sys.executable, "tools/preprocess_data.py", "--tokenizer-backend", backend, *flags]
     return list(map(str, command))
-
-
-def _peak_bytes(command: list[str]) -> int:
-    """Runs a command; returns the largest sum of the resident memory of its processes, every 10 ms."""
-    peak = 0
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as tool:
-        main = psutil.Process(tool.pid)
-        while tool.poll() is None:
-            with suppress(psutil.Error):
-                processes = [main, *main.children(recursive=True)]
-                peak = max(peak, sum(process.memory_info().rss for process in processes))
-            time.sleep(0.01)
-    assert tool.returncode == 0
-    return peak
 
 
 def cold_samples(folder: Path, gigabytes: float) -> None:
@@ -188,11 +173,7 @@ def cold_samples(folder: Path, gigabytes: float) -> None:
 
 
 def _read_cold(
-    read: Callable[[int, int, int], np.ndarray],
-    path: str,
-    documents: int,
-    length: int,
-    places: random.Random,
+    read: Callable[[int, int, int], np.ndarray], path: str, documents: int, length: int, places: random.Random
 ) -> tuple[float, int]:
     """Returns the microseconds and the bytes that the disk read, per sample."""
     descriptor = os.open(path, os.O_RDONLY)

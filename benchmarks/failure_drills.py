@@ -133,18 +133,11 @@ class Cluster:
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
     """Starts a cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB."""
-    env = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))},
-        **{"SLURM_TEST_FOLDER": str(folder / "cluster"), "SLURM_TEST_SLURMD_TIMEOUT": "10"},
-        **{
-            "REPO": str(ROOT),
-            "PYTHON": sys.executable,
-            "DS_ACCELERATOR": "cpu",
-            "MAX_RESTARTS": "0",
-            "REQUEUE": "no",
-        },
-    }
-    cluster = Cluster(folder, {**env, "SLURM_CONF": str(folder / "cluster" / "slurm.conf")})
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    env |= {"SLURM_TEST_FOLDER": str(folder / "cluster"), "SLURM_TEST_SLURMD_TIMEOUT": "10"}
+    env |= {"SLURM_CONF": str(folder / "cluster" / "slurm.conf"), "REPO": str(ROOT)}
+    env |= {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "MAX_RESTARTS": "0", "REQUEUE": "no"}
+    cluster = Cluster(folder, env)
     (folder / "job.slurm").write_text(JOB)
     write_data(folder / "bytes")
     (folder / "disk").mkdir()
@@ -190,7 +183,6 @@ class Job:
         return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
 
     def rank(self, cluster: Cluster, rank: int) -> int:
-        """Returns the process id of a rank."""
         return next(
             pid
             for pid, env in self.processes(cluster).items()
@@ -275,7 +267,6 @@ def environment(path: Path) -> dict[str, str]:
 
 
 def fill(path: Path) -> None:
-    """Fills the file system."""
     with open(path, "wb", buffering=0) as file:
         try:
             while True:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.training.log_lines import parse_log_line
+from megatron.planner.sweep.run_log import parse_steps
 
 # Runs of the trainer with one model and equal data.
 _RUNS = ("nccl", "resumed", "cpu", "bf16", "adam-8bit")
@@ -51,7 +51,10 @@ def kernels(logs: dict[str, list[str]]) -> list[str]:
 def losses(logs: dict[str, list[str]]) -> list[str]:
     """Returns a line per run of the trainer: its steps, first and last loss, and the difference from
     `nccl`."""
-    runs = {part: _losses_of(logs[part]) for part in _RUNS if part in logs}
+    runs: dict[str, dict[int, float]] = {}
+    for part in _RUNS:
+        logged = parse_steps("\n".join(logs.get(part, [])))
+        runs[part] = {step["iteration"]: step["loss"] for step in logged if step["loss"] is not None}
     # `resumed` continues where `nccl` has stopped.
     expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}
     found = []
@@ -65,16 +68,6 @@ def losses(logs: dict[str, list[str]]) -> list[str]:
                 f"{steps[last]:.6f}   difference {difference}"
             )
     return found
-
-
-def _losses_of(lines: list[str]) -> dict[int, float]:
-    """Returns iteration -> loss of the training lines."""
-    parsed = [parse_log_line(line) for line in lines]
-    return {
-        int(line["iteration"]): float(line["lm_loss"])
-        for line in parsed
-        if line is not None and line["kind"] == "training"
-    }
 
 
 def _after(lines: list[str], is_head: Callable[[str], bool]) -> list[str]:

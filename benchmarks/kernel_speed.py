@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.cluster.launch import temporary_environment
+from megatron.config import Config
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.selection import forget_decisions, reason_against_kernels, uses_kernels
 from megatron.model.activations import gated_by
@@ -190,12 +191,29 @@ def dropout_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case
     return Case("dropout and residual", work, "torch dropout, +", library, moved)
 
 
-def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    config = config_of(
+def layer_config(sizes: Sizes, flags: str) -> Config:
+    """Returns the configuration of a model with one layer of these sizes."""
+    return config_of(
         f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
         f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
         f"--global-batch-size 1 {flags}"
     )
+
+
+def causal_flops(sizes: Sizes) -> float:
+    """Returns the FLOPs of both passes of causal attention: 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the
+    backward pass, with 2 FLOPs per element."""
+    return 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns PyTorch's causal attention, [seq, batch, heads, head_dim]."""
+    heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
+
+
+def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    config = layer_config(sizes, flags)
     core = CoreAttention(LayerContext(config, TPGroup(), DropoutRNG(1, (5,))), 0)
     q, k, v = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
     (grad,) = some((sizes.seq, 1, sizes.hidden), 1, dtype, device)
@@ -208,13 +226,10 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
     def library() -> list[Tensor]:
-        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        y = torch_attention(q, k, v).flatten(2)
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
-    # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
-    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
-    return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
+    return Case(name, work, "torch SDPA, plain causal", library, 0, causal_flops(sizes))
 
 
 def plain_attention_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
@@ -223,8 +238,7 @@ def plain_attention_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
     (grad,) = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 1, dtype, device)
 
     def library() -> list[Tensor]:
-        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
+        y = torch_attention(q, k, v)
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
     def work() -> list[Tensor]:
@@ -233,16 +247,11 @@ def plain_attention_case(sizes: Sizes, dtype: torch.dtype, device: torch.device)
         y = flash_attention(q, k, v, sizes.head_dim**-0.5, AttentionMask())
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
-    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
-    return Case("attention, plain causal", work, "torch SDPA, plain causal", library, 0, flops)
+    return Case("attention, plain causal", work, "torch SDPA, plain causal", library, 0, causal_flops(sizes))
 
 
 def rotary_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    config = config_of(
-        f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
-        f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
-        "--global-batch-size 1 --position-embedding-type rotary"
-    )
+    config = layer_config(sizes, "--position-embedding-type rotary")
     with torch.device(device):
         attention = ParallelSelfAttention(LayerContext(config, TPGroup(), DropoutRNG(1)), 3)
     (projected,) = some((sizes.seq, 1, 3 * sizes.hidden), 1, dtype, device)

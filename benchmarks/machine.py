@@ -1,11 +1,15 @@
-"""What all benchmarks need: a parser of flags, and a description of the machine, printed with the results."""
+"""What benchmarks share: a parser of flags, a description of the machine, and the memory of a command."""
 
 import argparse
 import os
 import platform
 import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
@@ -24,6 +28,24 @@ def describe_machine() -> str:
         f"{device}, {os.cpu_count()} cores, torch {torch.__version__}, deepspeed {version('deepspeed')}, "
         f"commit {_commit()}"
     )
+
+
+def peak_bytes_of(command: Sequence[str], **options: Any) -> int:
+    """Runs a command. Returns the largest sum of the resident memory of its processes, sampled every 10 ms;
+    pages that processes share count in each. Exits the program if the command fails. options: of `Popen`."""
+    import psutil
+
+    peak = 0
+    with subprocess.Popen(command, **options) as process:
+        main = psutil.Process(process.pid)
+        while process.poll() is None:
+            with suppress(psutil.Error):
+                family = [main, *main.children(recursive=True)]
+                peak = max(peak, sum(member.memory_info().rss for member in family))
+            time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
+    return peak
 
 
 def _processor() -> str:

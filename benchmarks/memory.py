@@ -104,7 +104,6 @@ def main() -> None:
 
 
 def measure_loss(arguments: argparse.Namespace) -> None:
-    """Prints the tables of memory and time."""
     configure_logging(LoggingConfig())
     torch.set_num_threads(1)
     print(describe_machine(), flush=True)

@@ -32,8 +32,8 @@ GB, MIB = 1e9, 2**20
 # A100 rows from this line of chronicles-prequel.md on are in bf16, with fp32 gradients.
 FIRST_BF16_LINE = 890
 # Memory that nvidia-smi shows in addition to PyTorch's allocations (CUDA context, NCCL's and DeepSpeed's
-# buffers, fragmentation), fitted on rows 583 to 586 and 906 of
-# chronicles-prequel.md, and rows 26 and 30 of tr3m-1B3.md.
+# buffers, fragmentation), fitted on rows 583 to 586 and 906 of chronicles-prequel.md, and rows 26 and 30 of
+# tr3m-1B3.md.
 OUTSIDE_GB = {"A100-80GB": 9.5, "V100-32GB": 3.0, "V100-16GB": 3.0}
 # The fraction of the memory that a run can fill (assumed): fragmentation takes the rest.
 USABLE = 0.95
@@ -99,11 +99,9 @@ class Row:
 
     @property
     def gpu_kind(self) -> str:
-        """The kind of GPU, for example 'a100'."""
         return self.gpu.partition("-")[0].lower()
 
     def run(self, constants: Constants) -> Run:
-        """Returns the row as a run of the measured framework, with these constants."""
         config = self.config
         gpu, network = find_gpu(config), find_network(config)
         assert gpu is not None and network is not None
@@ -125,7 +123,6 @@ class Row:
 
     @property
     def plan(self) -> StagePlan:
-        """The layers of the pipeline stages."""
         return _plan(self.config, self.vocab_size)
 
 

@@ -227,7 +227,6 @@ def print_rows(preset: Preset, rows: list[Row], measured: dict[str, float]) -> N
 
 
 def step_flops(preset: Preset) -> float:
-    """Returns the model FLOPs of a step."""
     from megatron.model.flops import iteration_flops
 
     return iteration_flops(
@@ -362,7 +361,6 @@ def peak_bytes(found: dict[str, int]) -> int:
 
 
 def make_config(preset: Preset, row: Row, compiles: bool, dropout: float) -> "Config":
-    """Returns the configuration of a measured run."""
     from tests.support.measured_worlds import config_of
 
     return config_of(

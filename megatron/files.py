@@ -13,7 +13,7 @@ import os
 import resource
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,6 +161,20 @@ def is_text(value: Any) -> bool:
 def list_of(check: Check) -> Check:
     """Returns the check for a list in which every entry passes `check`."""
     return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def fields_of(checks: Mapping[str, Check]) -> Check:
+    """Returns the check for a dictionary in which these fields pass their checks. It may have further
+    fields."""
+    return lambda value: (
+        isinstance(value, dict)
+        and all(name in value and check(value[name]) for name, check in checks.items())
+    )
+
+
+def dict_of(check: Check) -> Check:
+    """Returns the check for a dictionary in which every value passes `check`."""
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

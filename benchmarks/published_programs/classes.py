@@ -10,11 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.published_programs.layer_passes import (
-    ATTENTION,
-    EVERY_SECOND_PRODUCT,
-    OTHERS,
-)
+from benchmarks.published_programs.layer_passes import ATTENTION, EVERY_SECOND_PRODUCT, OTHERS
 from benchmarks.published_programs.shapes import HostTime, MemoryUse, Program
 from megatron.planner.rates import RATES, Rates
 

@@ -44,7 +44,6 @@ class Pass:
         self.actions: list[Action] = []
 
     def add(self, kernel: Kernel) -> None:
-        """Records a kernel."""
         self.actions.append(kernel)
 
     def move(self, name: str, elements: float, size: float) -> None:
@@ -146,27 +145,17 @@ class Pass:
 
     # The other parts of a layer.
 
-    def attention(self) -> None:
-        """Records the forward pass of attention."""
+    def attention(self, backward: bool = False) -> None:
         shape = self.shape
         model, heads = shape.model, shape.model.heads / shape.layout.tensor
         if shape.attention is None:
-            self._unfused_attention(heads)
+            unfused = self._unfused_attention_backward if backward else self._unfused_attention
+            unfused(heads)
             return
-        flops = 2 * shape.tokens * model.seq * heads * model.head
-        moved = BYTES * shape.tokens * 2 * (model.queries + model.keys) / shape.layout.tensor
-        self.add(Kernel(f"{shape.attention}_attention", flops, moved, (model.seq, model.seq, model.head)))
-
-    def attention_backward(self) -> None:
-        """Records the backward pass of attention."""
-        shape = self.shape
-        model, heads = shape.model, shape.model.heads / shape.layout.tensor
-        if shape.attention is None:
-            self._unfused_attention_backward(heads)
-            return
-        flops = 5 * shape.tokens * model.seq * heads * model.head
-        moved = BYTES * shape.tokens * (8 * model.queries + 4 * model.keys) / shape.layout.tensor
-        name = f"{shape.attention}_attention_backward"
+        flops = (5 if backward else 2) * shape.tokens * model.seq * heads * model.head
+        elements = 8 * model.queries + 4 * model.keys if backward else 2 * (model.queries + model.keys)
+        moved = BYTES * shape.tokens * elements / shape.layout.tensor
+        name = f"{shape.attention}_attention{'_backward' * backward}"
         self.add(Kernel(name, flops, moved, (model.seq, model.seq, model.head)))
 
     def _unfused_attention(self, heads: float) -> None:
@@ -192,7 +181,6 @@ class Pass:
         self.move("transpose", self.shape.tokens * 4 * heads * model.head, 4)
 
     def activation(self) -> None:
-        """Records the forward pass of the activation and its gate."""
         shape = self.shape
         elements = shape.tokens * shape.model.ffn / shape.layout.tensor
         if shape.model.gated and not shape.program.fused:
@@ -202,7 +190,6 @@ class Pass:
             self.move("activation", elements, 6 if shape.model.gated else 4)
 
     def activation_backward(self) -> None:
-        """Records the backward pass of the activation and its gate."""
         shape = self.shape
         elements = shape.tokens * shape.model.ffn / shape.layout.tensor
         if shape.model.gated and not shape.program.fused:
@@ -213,7 +200,6 @@ class Pass:
             self.move("activation", elements, 10 if shape.model.gated else 6)
 
     def rotation(self, backward: bool = False) -> None:
-        """Records the rotation of queries and keys."""
         shape = self.shape
         if shape.model.rotary:
             size = 24 if shape.program.eager_norm else 4 if shape.program.fused else 12 if backward else 8
@@ -250,7 +236,6 @@ class Pass:
             self.move("bias gradients", shape.tokens * columns + 2 * shape.own_tokens * model.hidden, 2)
 
     def norm(self, backward: bool = False) -> None:
-        """Records one norm."""
         program = self.shape.program
         size = (48 if backward else 34) if program.eager_norm else 4
         if backward and not program.eager_norm:
@@ -306,7 +291,7 @@ def layer_backward(shape: Shape) -> list[Action]:
     of.norm(backward=True)
     of.residual_backward()
     of.row_parallel_backward(model.hidden, model.queries / tensor)
-    of.attention_backward()
+    of.attention(backward=True)
     of.rotation(backward=True)
     of.column_parallel_backward(model.qkv / tensor, model.hidden)
     of.norm(backward=True)

@@ -6,8 +6,8 @@ of the weight at or below it, and 9 of 10 are within the least with nine tenths.
 
 Order: the rows of one repository, program and kind of GPU with one model, sequence length and number of GPUs
 are layouts of one problem; Kendall's tau compares the order of their seconds per token. A repository's tau is
-the mean over its problems with `LEAST_LAYOUTS` rows or more, weighted by their pairs of rows, and that of a
-line or a total is the mean over repositories.
+the mean over its problems with `LEAST_LAYOUTS` rows or more, weighted by their pairs of rows. The tau
+of a line or of a total is the mean over repositories.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Prediction:
 
     @cached_property
     def time_error(self) -> float:
-        """Relative error of the time."""
         return self.step.total / self.row.seconds - 1
 
     @cached_property
@@ -53,7 +52,6 @@ class Prediction:
 
 
 def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Prediction]:
-    """Returns the predictions of the rows."""
     predictions = []
     for row in rows:
         run = row.run(constants)

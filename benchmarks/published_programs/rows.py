@@ -116,11 +116,9 @@ class PublishedRow:
 
     @property
     def gpu_kind(self) -> str:
-        """The kind of GPU, as 'h100'."""
         return self.gpu.partition("-")[0]
 
     def run(self, constants: Constants) -> Run:
-        """Returns the row as a run with these constants."""
         program = replace(constants.programs[self.program], **dict(self.changes))
         run = Run(program, self.model, self.layout, self._machine(constants), self.dtype)
         if self.layout.recompute:

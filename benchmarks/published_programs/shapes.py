@@ -132,12 +132,12 @@ class MemoryUse:
 class Program:
     """A class of programs.
 
-    Kernels. attention: the implementation (`megatron.planner.rates`) before the Hopper GPUs and from
-    them on; None for unfused attention. attention_rate: the part of its rate that the version of the program
-    reaches, likewise. deterministic: whether attention's backward pass adds in a fixed order, in twice the
-    time. fused: whether elementwise operations in a row are one kernel. eager_norm: whether norms and
-    rotations are made of fp32 operations. traffic: factor of the bytes of all kernels but products and
-    attention, for those that the lists do not name. logit: bytes per logit in the loss, both passes.
+    Kernels. attention: the implementations (`megatron.planner.rates`) on GPUs before Hopper and on later
+    ones; None for unfused attention. attention_rate: for both, the part of its rate that the program's
+    version reaches. deterministic: whether attention's backward pass adds in a fixed order, in twice the
+    time. fused: whether consecutive elementwise operations are one kernel. eager_norm: whether norms and
+    rotations consist of fp32 operations. traffic: factor of the bytes of all kernels except products and
+    attention, for kernels that the lists leave out. logit: bytes per logit in the loss, both passes.
     launch_s: host time per kernel of the lists. selective: parts of a layer that selective recomputation
     repeats.
 
@@ -149,7 +149,8 @@ class Program:
     these collectives reach.
 
     Tensor parallelism. hides_input_gradient: whether the products of the weight gradients hide the
-    collectives of the input gradients. tensor_latency_s: time of a collective beyond that of the network.
+    collectives of the input gradients. tensor_latency_s: time that a collective takes in addition to the
+    network's time.
     """
 
     name: str

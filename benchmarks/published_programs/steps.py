@@ -53,7 +53,6 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return self.pipeline + self.reduction + self.optimizer + self.gather + self.host
 
 
@@ -85,7 +84,6 @@ class Run:
 
     @cached_property
     def rank_parameters(self) -> list[float]:
-        """Parameters of each pipeline rank."""
         layout, model = self.layout, self.model
         outer = model.embedding_parameters / layout.tensor
         layers = [sum(self.stage_layers[rank :: layout.pipeline]) for rank in range(layout.pipeline)]
@@ -96,12 +94,10 @@ class Run:
         return sizes
 
     def seconds(self, actions: Sequence[Action]) -> float:
-        """Returns the time of a pass."""
         launch, contention = self.program.launch_s, self.machine.rates.contention
         return pass_time(actions, self.kernel_seconds, self.collective_seconds, launch, contention).total
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Returns the time of a kernel."""
         machine, program = self.machine, self.program
         seconds = kernel_seconds(kernel, machine.gpu, machine.rates, self.dtype)
         if not is_attention(kernel):
@@ -151,7 +147,6 @@ def _by_cost(model: Model, stages: int) -> tuple[int, ...]:
 
 
 def predict_step(run: Run) -> StepSeconds:
-    """Returns the predicted step."""
     return _step_of_shards(run) if run.program.shards_weights else _step_of_pipeline(run)
 
 

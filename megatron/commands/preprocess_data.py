@@ -72,8 +72,8 @@ def build_parser() -> ToolParser:
         default="auto",
         help="gigatoken: tokenize with this package, many times faster; texts of each file are compared with "
         "the tokenizer's own library\nwords: the library with a table of words, for byte-level BPE; compared "
-        "like gigatoken\nreference: the library alone\nauto: the first of these that is installed and "
-        "supports the tokenizer (default)",
+        "like gigatoken\nreference: the library alone; a line takes up to 130 times its size in memory\n"
+        "auto: the first of these that is installed and supports the tokenizer (default)",
     )
     group = parser.add_argument_group("output")
     group.add_argument(

@@ -295,11 +295,8 @@ def check_length(config: Config) -> None:
     """Raises ConfigError unless exactly one flag sets the length of the run, to at least one batch."""
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
-        found = (
-            "neither of them"
-            if training.train_iters is None
-            else (f"{training.train_iters} and {training.train_samples}")
-        )
+        given = [str(length) for length in (training.train_iters, training.train_samples) if length]
+        found = " and ".join(given) or "neither of them"
         raise ConfigError(f"exactly one of --train-iters and --train-samples is required: got {found}")
     first_batch = BatchSchedule.from_config(config.batch).global_batch_size_at(0)
     if training.train_samples is not None and training.train_samples < first_batch:

@@ -24,12 +24,7 @@ from megatron.config.checkpoint_args import (
     check_branch_flags,
 )
 from megatron.config.config import SECTIONS, Config
-from megatron.config.data import (
-    SPLIT_NAMES,
-    read_data_args,
-    read_groups_file,
-    read_per_split_data_args,
-)
+from megatron.config.data import SPLIT_NAMES, read_data_args, read_groups_file, read_per_split_data_args
 from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, value_text
 from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.registries import Registry
+from megatron.config.registry import Registry
 from megatron.errors import ConfigError
 
 # Title of the first help group.

@@ -17,9 +17,11 @@ from megatron.config.model import check_model
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.rules import check_rules
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.stability import StabilityConfig
+from megatron.config.tool_parser import check_folder
 from megatron.errors import ConfigError
 from megatron.object_urls import is_url
 
@@ -334,8 +336,7 @@ def check_harness(config: Config) -> None:
             f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove "
             "--eval-harness-tasks; tools/evaluate.py --tasks runs tasks on a checkpoint"
         )
-    files = (data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path)
-    if not any(files):
+    if not fitting_tokenizer_types(data):
         raise ConfigError(
             f"--eval-harness-tasks {tasks} without a tokenizer: set --tokenizer-name-or-path, "
             "--tokenizer-model, or --vocab-file and --merge-file"
@@ -356,6 +357,5 @@ def check_harness_installed(config: Config) -> None:
         return
     if find_spec("lm_eval") is None:
         raise no_harness("--eval-harness-tasks", "there is no module lm_eval")
-    folder = training.eval_harness_tasks_path
-    if folder is not None and not os.path.isdir(folder):
-        raise ConfigError(f"--eval-harness-tasks-path {folder}: there is no such folder")
+    if training.eval_harness_tasks_path is not None:
+        check_folder("--eval-harness-tasks-path", training.eval_harness_tasks_path)

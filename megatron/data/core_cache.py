@@ -31,19 +31,11 @@ class CoreCache:
         of samples of the request (None: one epoch). Their contents may belong to other documents."""
         prefix = request.dataset.prefix
         folder = os.path.join(prefix, "cache", "GPTDataset_indices") if self._folder is None else self._folder
-        wanted = {
-            "class": "GPTDataset",
-            "random_seed": request.seed,
-            "sequence_length": request.seq_length,
-        }
+        wanted = {"class": "GPTDataset", "random_seed": request.seed, "sequence_length": request.seq_length}
         for stem, description in self._described(folder, prefix):
             samples = description.get("num_samples", 0)
             if samples in (None, request.num_samples) and wanted.items() <= description.items():
-                yield (
-                    f"{stem}-document_index.npy",
-                    f"{stem}-sample_index.npy",
-                    f"{stem}-shuffle_index.npy",
-                )
+                yield (f"{stem}-document_index.npy", f"{stem}-sample_index.npy", f"{stem}-shuffle_index.npy")
 
     def blend_files(self, weights: list[float]) -> Iterator[tuple[str, str]]:
         """Yields the tables of blends with these weights."""

@@ -30,7 +30,7 @@ from megatron.data.indices import (
     load_sample_index,
     prepare_sample_index,
 )
-from megatron.data.splits import DocumentGroup, dataset_opener, document_groups
+from megatron.data.splits import DocumentGroup, document_groups
 from megatron.errors import UserError
 
 # Per split (train, valid, test): pairs of a group and its number of samples.
@@ -158,7 +158,7 @@ def prepare_index_files(
     verified after they were written. One process per file system must call this, and then all processes a
     barrier. Concurrent and repeated calls are safe.
     """
-    stamp = IndexStamp(data) if stamp is None else stamp
+    stamp = stamp or IndexStamp(data)
     of_shard = {prefix for _, prefix in stamp.prefixes}
     found = chain(*requested_groups(data, seq_length, num_samples, stamp))
     groups = _requested(found, seq_length, seed, data.data_cache_path)
@@ -243,10 +243,14 @@ class IndexFiles(NamedTuple):
 
 
 def list_index_files(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+    data: DataConfig,
+    seq_length: int,
+    seed: int,
+    num_samples: tuple[int, int, int],
+    stamp: IndexStamp | None = None,
 ) -> list[IndexFiles]:
     """Returns the files that `build_gpt_datasets` reads if it has equal arguments. They may not exist."""
-    stamp = IndexStamp(data)
+    stamp = stamp or IndexStamp(data)
     found: dict[tuple[str, ...], IndexFiles] = {}
     groups = chain(*requested_groups(data, seq_length, num_samples, stamp))
     for requested in _requested(groups, seq_length, seed, data.data_cache_path):
@@ -260,7 +264,11 @@ def list_index_files(
 
 
 def build_gpt_datasets(
-    data: DataConfig, seq_length: int, seed: int, num_samples: tuple[int, int, int]
+    data: DataConfig,
+    seq_length: int,
+    seed: int,
+    num_samples: tuple[int, int, int],
+    stamp: IndexStamp | None = None,
 ) -> Datasets:
     """Builds the train, valid and test datasets from the index files of `prepare_index_files`.
 
@@ -270,7 +278,7 @@ def build_gpt_datasets(
     """
     train, valid, test = (
         tuple(map(_build, _requested(groups, seq_length, seed, data.data_cache_path)))
-        for groups in requested_groups(data, seq_length, num_samples)
+        for groups in requested_groups(data, seq_length, num_samples, stamp)
     )
     return Datasets(train[0] if train else None, valid, test)
 
@@ -311,13 +319,15 @@ def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: 
     return GPTDataset(name, dataset, lambda: index, plan.total_samples, seq_length)
 
 
-def data_fingerprint(data: DataConfig, seq_length: int, seed: int, num_samples: int) -> dict[str, Any]:
+def data_fingerprint(
+    data: DataConfig, seq_length: int, seed: int, num_samples: int, stamp: IndexStamp | None = None
+) -> dict[str, Any]:
     """Returns all that determines the order of the first `num_samples` training samples, as JSON types.
 
     Runs with equal fingerprints read equal samples in equal order. The fingerprint contains the number of
     epochs instead of `num_samples`: a longer run with an equal number of epochs has an equal order.
     """
-    (group,) = document_groups(data, "train", dataset_opener(IndexStamp(data)), seq_length, num_samples)
+    (group,) = document_groups(data, "train", stamp or IndexStamp(data), seq_length, num_samples)
     datasets = [component.dataset for component in group.components]
     requests = (
         [] if group.is_empty else index_requests(group, num_samples, seq_length, seed, data.data_cache_path)
@@ -389,11 +399,11 @@ def requested_groups(
     Groups without documents and splits with 0 samples have no pairs. stamp: of the token files; None reads
     it.
     """
-    open_dataset = dataset_opener(IndexStamp(data) if stamp is None else stamp)
+    stamp = stamp or IndexStamp(data)
     return [
         [
             (group, wanted)
-            for group in document_groups(data, name, open_dataset, seq_length, wanted)
+            for group in document_groups(data, name, stamp, seq_length, wanted)
             if not group.is_empty
         ]
         if wanted > 0

@@ -16,6 +16,8 @@ identifies the prefixes: all runs that read them share the stamp.
 `ranges` holds the tokens of ranges of documents, which determine the names of the index files. An entry of
 `files` has the name of its first file. Changed token files invalidate all entries of their data set.
 
+A stamp that is written again loses the entries of index files that were deleted.
+
 Each shard of tools/prepare_indices.py writes a part, `prepared-DIGEST.0-of-4.json`. A shard that finds
 all parts merges them into the stamp; the parts remain. Files are written under a temporary name and
 renamed. Of two concurrent runs, one may lose the other's new entries, whose files are then verified once
@@ -38,7 +40,7 @@ from megatron.config.data import token_file_prefixes
 from megatron.data.index_files import replaced_file
 from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, data_path, index_path
 from megatron.errors import one_line
-from megatron.files import Check, HostileFileError, is_count, list_of, read_small
+from megatron.files import HostileFileError, dict_of, fields_of, is_count, list_of, read_small
 from megatron.shares import share_out
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,22 @@ class IndexStamp:
         self.prefixes = _of_shard(given, shard)
         """(flag, prefix) of the token files of this shard, each prefix once per flag."""
         self._intact: dict[str, bool] = {}
+        self._opened: dict[str, IndexedDataset] = {}
+        self._cache_folder = data.data_cache_path
         self._changed = 0
+
+    def refresh(self) -> None:
+        """Reads what other processes have written into the stamp since. Does not ask again for the status of
+        token files."""
+        content, self._text = _read(self.path)
+        self._content = _merged(self._content, content)
+
+    def dataset(self, prefix: str, option: str) -> IndexedDataset:
+        """Returns the dataset of a prefix, which is opened only once and not verified. option: the flag that
+        names it. The files that the stamp vouches for are opened when a document is read."""
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix, option, verify=False, facts=self.facts(prefix))
+        return self._opened[prefix]
 
     def facts(self, prefix: str) -> TokenFacts | None:
         """Returns what is known of a data set; None unless its token files are those that were verified."""
@@ -95,7 +112,8 @@ class IndexStamp:
             self._intact[prefix] = self._is_unchanged(entry["files"], os.path.basename(paths[0]), paths)
         if not self._intact[prefix]:
             return None
-        return TokenFacts(**self._content["data_sets"][os.path.abspath(prefix)]["facts"])
+        facts = self._content["data_sets"][os.path.abspath(prefix)]["facts"]
+        return TokenFacts(*(facts[name] for name in _FACTS))
 
     def record_token_files(self, dataset: IndexedDataset, found: list[Status]) -> None:
         """Records verified token files, and removes what was known of the files that they replace. found:
@@ -174,7 +192,7 @@ class IndexStamp:
             if not os.path.exists(path):
                 self._text = ""  # a shard without data sets writes its part, too
         try:
-            self._text = _write(path, content, self._text)
+            self._text = self._replace(path, content, self._text)
             self._merge_parts()
         except OSError as error:
             logger.warning("%s cannot be written (%s): the next start verifies again", path, error.strerror)
@@ -191,7 +209,30 @@ class IndexStamp:
                 merged = _merged(merged, _read(part)[0])
             if merged == before:
                 return
-            _write(self.path, merged, text)
+            self._replace(self.path, merged, text)
+
+    def _replace(self, path: str, content: dict[str, Any], present: str) -> str:
+        """Writes a stamp unless its text equals `present`. Returns the text. Raises OSError."""
+        if _text_of(content) != present and (text := _text_of(self._existing(content))) != present:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with replaced_file(path) as file:
+                file.write(text.encode())
+            return text
+        return present
+
+    def _existing(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the entries without those of index files and tables that were deleted."""
+        data_sets = {}
+        for prefix, entry in content["data_sets"].items():
+            token_files, folder = index_path(prefix), self._cache_folder or os.path.dirname(prefix)
+            files = {
+                name: found
+                for name, found in entry["files"].items()
+                if name == os.path.basename(token_files) or os.path.lexists(os.path.join(folder, name))
+            }
+            data_sets[prefix] = {**entry, "files": files}
+        blends = {path: found for path, found in content["blends"].items() if os.path.lexists(path)}
+        return {**content, "data_sets": data_sets, "blends": blends}
 
 
 def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tuple[str, str]]:
@@ -208,16 +249,6 @@ def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tupl
 def _merged(content: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of both; an entry of `other` replaces an entry of `content`."""
     return {"version": _VERSION, **{key: content[key] | other[key] for key in ("data_sets", "blends")}}
-
-
-def _write(path: str, content: dict[str, Any], present: str) -> str:
-    """Writes a stamp unless its text equals `present`. Returns the text. Raises OSError."""
-    text = _text_of(content)
-    if text != present:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with replaced_file(path) as file:
-            file.write(text.encode())
-    return text
 
 
 def _text_of(content: dict[str, Any]) -> str:
@@ -240,28 +271,16 @@ def _read(path: str) -> tuple[dict[str, Any], str]:
     return content, text
 
 
-def _is_stamp(content: Any) -> bool:
-    def dict_of(check: Check) -> Check:
-        return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+def _is_status(value: Any) -> bool:
+    return isinstance(value, list) and [type(number) for number in value] == [int, int]
 
-    is_status = list_of(lambda value: type(value) is int)
-    files = dict_of(list_of(lambda status: is_status(status) and len(status) == 2))
-    facts = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
 
-    def is_data_set(entry: Any) -> bool:
-        if not (isinstance(entry, dict) and entry.keys() == {"facts", "files"} and files(entry["files"])):
-            return False
-        found = entry["facts"]
-        return (
-            isinstance(found, dict)
-            and found.keys() == facts.keys()
-            and all(facts[key](found[key]) for key in facts)
-        )
-
-    return (
-        isinstance(content, dict)
-        and content.keys() == {"version", "data_sets", "blends"}
-        and content["version"] == _VERSION
-        and dict_of(is_data_set)(content["data_sets"])
-        and files(content["blends"])
-    )
+_FILES = dict_of(list_of(_is_status))
+_FACTS = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
+_is_stamp = fields_of(
+    {
+        "version": lambda value: value == _VERSION,
+        "data_sets": dict_of(fields_of({"facts": fields_of(_FACTS), "files": _FILES})),
+        "blends": _FILES,
+    }
+)

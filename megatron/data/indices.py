@@ -1,8 +1,7 @@
 """The order of samples: document, sample and shuffle index, computed as in Megatron.
 
 The arrays equal Megatron's for equal data, seed, sequence length and number of samples (--data-order chooses
-the program). They are computed in
-this order from one `numpy.random.RandomState(seed)`:
+the program). They are computed in this order from one `numpy.random.RandomState(seed)`:
 
 document index  The documents of all epochs, shuffled together. If less than a share of the last epoch is used
                 (`DataOrder.last_epoch_threshold`), the last epoch is shuffled separately and appended, so
@@ -36,6 +35,14 @@ from megatron.data.helpers import address, compiled, count
 from megatron.data.index_files import IndexFileError, read_array, write_array
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import UserError, stop_at_access_error
+
+logger = logging.getLogger(__name__)
+
+# Documents and samples from which the compiled loop is worth its compilation.
+_COMPILED_FROM = 1 << 20
+
+IndexPaths = tuple[str, str, str]
+"""Files of the document, sample and shuffle index."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,6 @@ def build_sample_order(
     order = build_document_index(documents, plan, generator)
     samples = build_sample_index(sizes, order, seq_length, plan.total_samples)
     return SampleIndex(order, samples, build_shuffle_index(plan, generator))
-
-
-# Documents and samples from which the compiled loop is worth its compilation.
-_COMPILED_FROM = 1 << 20
 
 
 def build_document_index(
@@ -170,12 +173,6 @@ def _shuffle(generator: np.random.RandomState, values: npt.NDArray[Any]) -> None
 
 def _index_dtype(limit: int) -> type[np.signedinteger[Any]]:
     return np.int32 if limit <= np.iinfo(np.int32).max else np.int64
-
-
-logger = logging.getLogger(__name__)
-
-# Files of the document, sample and shuffle index.
-IndexPaths = tuple[str, str, str]
 
 
 @dataclass(frozen=True)

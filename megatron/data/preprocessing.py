@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -97,8 +98,19 @@ class BatchEncoder:
     def encode(self, batch: LineBatch) -> EncodedBatch:
         """Tokenizes the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
 
-        Blank lines and documents without tokens are skipped, as in Megatron.
+        Blank lines and documents without tokens are skipped, as in Megatron. Removes the lines from the
+        batch, since tokenizing a long line needs their memory.
         """
+        num_bytes = sum(map(len, batch.lines))
+        texts, bad_lines, num_lines = self._parse(batch)
+        batch.lines.clear()
+        is_first = batch.first_line == 1
+        documents = {key: self._tokenize(texts[key], is_first) for key in self.json_keys}
+        empty = {key: len(texts[key]) - len(documents[key][1]) for key in self.json_keys}
+        return EncodedBatch(documents, num_bytes, num_lines, bad_lines, empty)
+
+    def _parse(self, batch: LineBatch) -> tuple[dict[str, list[str]], list[BadLine], int]:
+        """Returns the texts of each key, the bad lines, and the number of lines that are not blank."""
         texts: dict[str, list[str]] = {key: [] for key in self.json_keys}
         bad_lines = []
         num_lines = 0
@@ -112,10 +124,7 @@ class BatchEncoder:
                 continue
             for key, text in zip(self.json_keys, fields, strict=True):
                 texts[key].append(text)
-        is_first = batch.first_line == 1
-        documents = {key: self._tokenize(texts[key], is_first) for key in self.json_keys}
-        empty = {key: len(texts[key]) - len(documents[key][1]) for key in self.json_keys}
-        return EncodedBatch(documents, sum(map(len, batch.lines)), num_lines, bad_lines, empty)
+        return texts, bad_lines, num_lines
 
     def _tokenize(
         self, texts: Sequence[str], is_first: bool
@@ -377,7 +386,10 @@ class _Worker:
     def encode(self, batch: LineBatch) -> EncodedBatch:
         """Returns the tokens of a batch. Raises UserError if the process has died."""
         try:
-            self._pipe.send(batch)
+            # As one string, which is not copied: pickled, a long line would exist twice in both processes.
+            self._pipe.send((batch.path, batch.first_line, [len(line) for line in batch.lines]))
+            self._pipe.send_bytes(b"".join(batch.lines))
+            batch.lines.clear()
             result: EncodedBatch | Exception = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise UserError(
@@ -400,12 +412,19 @@ def _encode_batches(pipe: Connection, flags: dict[str, str], settings: tuple[Any
     encoder = _encoder(build_tokenizer(Namespace(**given)), *settings)
     with suppress(EOFError, ConnectionError):  # the main process has ended
         while True:
-            batch = pipe.recv()
+            batch = _receive(pipe)
             try:
                 result: EncodedBatch | Exception = encoder.encode(batch)
             except Exception as error:
                 result = error
             pipe.send(result)
+
+
+def _receive(pipe: Connection) -> LineBatch:
+    path, first_line, sizes = pipe.recv()
+    content = pipe.recv_bytes()
+    ends = [0, *accumulate(sizes)]
+    return LineBatch(path, first_line, [content[start:end] for start, end in pairwise(ends)])
 
 
 def _encoder(

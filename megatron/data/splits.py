@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron.config import ConfigError, DataConfig, parse_split
@@ -19,9 +19,6 @@ from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path,
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer.vocabulary_record import read_record, record_path
-
-# (prefix, flag that names it) -> dataset
-DatasetOpener = Callable[[str, str], IndexedDataset]
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> Ind
     unless the stamp vouches for them. Returns the stamp with what was verified, for `IndexStamp.write`.
 
     shard: see `IndexStamp`. Raises UserError that names a damaged file. One process per node must call it
-    before any process uses `dataset_opener`, which does not verify.
+    before any process uses `IndexStamp.dataset`, which does not verify.
     """
     stamp = IndexStamp(data, shard)
     for option, prefix in stamp.prefixes:
@@ -81,21 +78,8 @@ def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> Ind
     return stamp
 
 
-def dataset_opener(stamp: IndexStamp) -> DatasetOpener:
-    """Returns a function that opens the dataset of a prefix without verification, each prefix only once. The
-    files that the stamp vouches for are opened when a document is read."""
-    opened: dict[str, IndexedDataset] = {}
-
-    def open_dataset(prefix: str, option: str) -> IndexedDataset:
-        if prefix not in opened:
-            opened[prefix] = IndexedDataset(prefix, option, verify=False, facts=stamp.facts(prefix))
-        return opened[prefix]
-
-    return open_dataset
-
-
 def document_groups(
-    data: DataConfig, split_name: str, open_dataset: DatasetOpener, seq_length: int, num_samples: int
+    data: DataConfig, split_name: str, stamp: IndexStamp, seq_length: int, num_samples: int
 ) -> tuple[DocumentGroup, ...]:
     """Returns the document groups of the split 'train', 'valid' or 'test'.
 
@@ -107,21 +91,16 @@ def document_groups(
     UserError for damaged data, and for a weighted group without documents.
     """
     return tuple(
-        _document_group(data, split_name, group, open_dataset, seq_length, num_samples)
+        _document_group(data, split_name, group, stamp, seq_length, num_samples)
         for group in split_groups(data, split_name)
     )
 
 
 def _document_group(
-    data: DataConfig,
-    split_name: str,
-    named: PathGroup,
-    open_dataset: DatasetOpener,
-    seq_length: int,
-    num_samples: int,
+    data: DataConfig, split_name: str, named: PathGroup, stamp: IndexStamp, seq_length: int, num_samples: int
 ) -> DocumentGroup:
     order, has_ranges = DATA_ORDERS[data.data_order], bool(splits_with_own_data(data))
-    components = [_component(data, split_name, path, open_dataset) for path in named.paths]
+    components = [_component(data, split_name, path, stamp) for path in named.paths]
     tokens = [component.dataset.tokens_in(component.documents) for component in components]
     shortest = seq_length + 1 if named.is_by_size else order.shortest(seq_length)
     used = [i for i, count in enumerate(tokens) if count >= shortest]
@@ -142,7 +121,7 @@ def _document_group(
     group = DocumentGroup(
         named.name, tuple(components[i] for i in used), blend, fractions, order, tuple(notes)
     )
-    if split_name == "train" and data.max_epochs_action == "renormalize" and not group.is_empty:
+    if split_name == "train" and data.max_epochs_action == "renormalize" and tokens[used[0]] >= shortest:
         return _renormalized(group, data, seq_length, max(num_samples, data.data_order_samples or 0))
     return group
 
@@ -164,10 +143,8 @@ def _blend_of(data: DataConfig, paths: Sequence[WeightedPath], sizes: Sequence[i
     return blend
 
 
-def _component(
-    data: DataConfig, split_name: str, path: WeightedPath, open_dataset: DatasetOpener
-) -> Component:
-    dataset = open_dataset(path.prefix, data_option(data, split_name))
+def _component(data: DataConfig, split_name: str, path: WeightedPath, stamp: IndexStamp) -> Component:
+    dataset = stamp.dataset(path.prefix, data_option(data, split_name))
     if splits_with_own_data(data):
         # The bounds are rounded as in Megatron. Adjacent ranges share a bound.
         documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
@@ -198,9 +175,16 @@ def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_s
 
     A component that would exceed the limit has exactly the samples within it; the others share the rest by
     their weights. The weights are the numbers of samples, so the order gives each component exactly these.
-    Raises ConfigError if all components together have too few samples.
+    Raises ConfigError if all components together have too few samples, or if two have common documents.
     """
     limit = data.max_epochs_per_dataset
+    in_order = sorted(group.components, key=lambda part: (part.dataset.prefix, part.documents.start))
+    for part, following in pairwise(in_order):
+        if part.dataset is following.dataset and following.documents.start < part.documents.stop:
+            raise ConfigError(
+                f"--max-epochs-action renormalize: the {group.name} data name documents of "
+                f"{part.dataset.prefix} more than once: name them once, with the sum of the weights"
+            )
     tokens = [part.dataset.tokens_in(part.documents) for part in group.components]
     caps = [math.floor(Fraction(limit) * count / seq_length) for count in tokens]
     counts = group.samples_of_components(num_samples)

@@ -213,9 +213,10 @@ def read_batches(inputs: Sequence[str], keys: Sequence[str] = ()) -> Iterator[Li
                     lines.append(line)
                     num_bytes += len(line)
                     if num_bytes >= BATCH_BYTES or len(lines) == BATCH_LINES:
-                        yield LineBatch(path, first_line, lines)
+                        batch = LineBatch(path, first_line, lines)
                         first_line += len(lines)
-                        lines, num_bytes = [], 0
+                        lines, num_bytes, line = [], 0, b""  # only the batch holds its lines
+                        yield batch
             except _READ_ERRORS as error:
                 line_number = first_line + len(lines)
                 raise UserError(
@@ -324,10 +325,22 @@ def _rows(source: BinaryIO, keys: Sequence[str]) -> Iterator[bytes]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        yield line
-        while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES + 1) or b"\n"
+    """Returns the lines of a file. Holds none of them, since a long line takes memory."""
+    is_cut = False
+
+    def read() -> bytes:
+        nonlocal is_cut
+        line = file.readline(MAX_LINE_BYTES + 1)
+        while is_cut:  # the rest of the line before
+            is_cut, line = _is_cut(line), file.readline(MAX_LINE_BYTES + 1)
+        is_cut = _is_cut(line)
+        return line
+
+    return iter(read, b"")
+
+
+def _is_cut(line: bytes) -> bool:
+    return len(line) > MAX_LINE_BYTES and not line.endswith(b"\n")
 
 
 def identity_of(path: str) -> list[Any] | None:

@@ -15,7 +15,8 @@ from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
-from megatron.config.registries import PIPELINE_SCHEDULES, load_object
+from megatron.config.registries import PIPELINE_SCHEDULES
+from megatron.config.registry import load_object
 from megatron.pipeline.schedule_actions import FLOW, Kind, PipelineAction, ScheduleActions, Step
 
 # Schedules that can be simulated: --pipeline-schedule's, and GPipe for comparison.

@@ -8,7 +8,8 @@ from deepspeed.pipe import LayerSpec
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.model import padded_vocab_size
 from megatron.config.partition_method import parse_partition_method
-from megatron.config.registries import PARTITION_METHODS, load_object
+from megatron.config.registries import PARTITION_METHODS
+from megatron.config.registry import load_object
 from megatron.model import flops
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext

@@ -10,7 +10,7 @@ from megatron.model.pipeline_module import layer_names, layer_parameter_counts
 from megatron.pipeline.methods import TRANSFORMER_LAYER, MemoryCosts
 from megatron.pipeline.stages import held_parameters, layer_list, plan_stages
 from megatron.planner.in_flight import in_flight_by_stage
-from megatron.planner.simulation.stage_costs import rank_update, whole_model_costs
+from megatron.planner.simulation.stage_costs import ONE_STAGE, rank_update, whole_model_costs
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
                 "model.num_layers": num_layers,
                 "parallel.tensor_model_parallel_size": 1,
                 "parallel.context_parallel_size": 1,
-                "parallel.pipeline_model_parallel_size": 1,
-                "parallel.pipeline_schedule": "1f1b",
-                "parallel.virtual_pipeline_stages": 1,
+                **ONE_STAGE,
                 "parallel.partition_method": "type:transformer",
                 "parallel.sequence_parallel": False,
                 "parallel.tp_comm_overlap": False,

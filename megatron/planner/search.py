@@ -29,7 +29,7 @@ from megatron.planner.network import ALL_REDUCE
 from megatron.planner.plan import NO_GPU, Plan, make_plan
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective, Kernel
-from megatron.planner.simulation.stage_costs import stage_costs
+from megatron.planner.simulation.stage_costs import ONE_STAGE, stage_costs
 from megatron.planner.step_time import Cluster, Rank, find_cluster
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -264,10 +264,12 @@ class _Estimator:
 
 @dataclass(frozen=True)
 class _LayerEstimate:
-    """Costs of a transformer layer without recomputation: (forward seconds, backward seconds, bytes of the
-    activations kept between the passes), the means over --window-pattern. first: at a micro-batch of one
-    sample. further: added by each
-    further sample. input_bytes: bytes of the layer's input per sample."""
+    """Costs of a transformer layer without recomputation, the means over --window-pattern: forward seconds,
+    backward seconds, and bytes of the activations that are kept between the passes.
+
+    first: costs of a micro-batch of one sample. further: costs that each further sample adds. input_bytes:
+    bytes of the layer's input per sample.
+    """
 
     first: tuple[float, ...]
     further: tuple[float, ...]
@@ -283,9 +285,7 @@ class _LayerEstimate:
                 {
                     "model.num_layers": count,
                     "batch.micro_batch_size": batch,
-                    "parallel.pipeline_model_parallel_size": 1,
-                    "parallel.pipeline_schedule": "1f1b",
-                    "parallel.virtual_pipeline_stages": 1,
+                    **ONE_STAGE,
                     "parallel.zero_stage": 0,
                     "parallel.world_size": config.parallel.tensor_model_parallel_size
                     * config.parallel.context_parallel_size,

@@ -22,8 +22,9 @@ from megatron.data.gpt_dataset import (
     prepare_index_files,
     requested_groups,
 )
+from megatron.data.index_stamp import IndexStamp
 from megatron.data.loader import GPTBatchLoader
-from megatron.data.splits import verify_token_files
+from megatron.data.splits import Component, verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import Vocabulary
@@ -45,16 +46,18 @@ class RunData:
     test: dict[str, GPTBatchLoader]
 
 
-def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | None = None) -> dict:
+def run_fingerprint(
+    config: Config, length: RunLength, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
+) -> dict:
     """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
-    checkpoint.
+    checkpoint. stamp: of the token files; None reads it.
 
     Raises ConfigError if there is no document to train on.
     """
     model, training = config.model, config.training
     # An evaluation reads no training samples, but records the planned ones.
     num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
-    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples)
+    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples, stamp)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
             f"--split {config.data.split} assigns no document of {' '.join(fingerprint['paths'])} to "
@@ -67,21 +70,19 @@ def run_fingerprint(config: Config, length: RunLength, vocabulary: Vocabulary | 
     return {**fingerprint, VOCABULARY_KEY: vocabulary.digest}
 
 
-def data_report(config: Config, length: RunLength) -> str:
+def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:
     """Returns the table of the data that the run reads, with notes on data sets that are left out or capped,
     and with a warning above --max-epochs-per-dataset.
 
     Raises ConfigError above the limit with --max-epochs-action stop.
     """
     data, samples = config.data, length.samples_read(config)
-    groups = requested_groups(data, config.model.seq_length, samples)
+    groups = requested_groups(data, config.model.seq_length, samples, stamp)
     usages = dataset_usage(groups, config.model.seq_length, config.training.seed, data.data_cache_path)
-    exceeding = [
-        usage for usage in usages if usage.is_training and usage.epochs > data.max_epochs_per_dataset
-    ]
+    exceeding = _exceeding(usages, data.max_epochs_per_dataset)
     if exceeding and data.max_epochs_action == "stop":
         raise ConfigError(
-            f"--max-epochs-action stop: {_epochs_sentence(exceeding[0], data.max_epochs_per_dataset)}"
+            f"--max-epochs-action stop: {exceeding[0]}"
             f"{f' ({len(exceeding)} data sets exceed it)' if len(exceeding) > 1 else ''}: add data, lower "
             "its weight, raise the limit, or set --max-epochs-action renormalize"
         )
@@ -91,13 +92,11 @@ def data_report(config: Config, length: RunLength) -> str:
     )
 
 
-def index_notes(config: Config, length: RunLength) -> list[str]:
+def index_notes(config: Config, length: RunLength, stamp: IndexStamp) -> list[str]:
     """Returns a sentence for the log on the index files that do not exist; none for a single process with
     small ones. Raises ConfigError with --require-prepared-indices if an index is not prepared."""
     ranks = config.parallel.world_size
-    files = list_index_files(
-        config.data, config.model.seq_length, config.training.seed, length.samples_per_split(config)
-    )
+    files = list_index_files(*_requested_samples(config, length), stamp)
     command = f"tools/prepare_indices.py --world-size {ranks} with the flags of this run"
     unprepared = [index.paths[0] for index in files if not index.is_prepared]
     if config.data.require_prepared_indices and unprepared:
@@ -133,23 +132,39 @@ def planned_data_report(config: Config, length: RunLength) -> str:
     """
     if missing := missing_token_file(config):
         return f"data       not checked: {missing}"
-    verify_token_files(config.data)
-    run_fingerprint(config, length)
-    return data_report(config, length)
+    stamp = verify_token_files(config.data)
+    run_fingerprint(config, length, stamp=stamp)
+    return data_report(config, length, stamp)
 
 
-def open_data(config: Config, layout: ParallelLayout, length: RunLength, vocabulary: Vocabulary) -> RunData:
-    """Builds missing index files, then opens the data on every rank. Collective."""
+def _requested_samples(
+    config: Config, length: RunLength
+) -> tuple[DataConfig, int, int, tuple[int, int, int]]:
+    """Returns the first arguments of `prepare_index_files` and `build_gpt_datasets`."""
     samples = length.samples_per_split(config)
-    where = (config.data, config.model.seq_length, config.training.seed, samples)
+    return config.data, config.model.seq_length, config.training.seed, samples
+
+
+def open_data(
+    config: Config,
+    layout: ParallelLayout,
+    length: RunLength,
+    vocabulary: Vocabulary,
+    stamp: IndexStamp | None = None,
+) -> RunData:
+    """Builds missing index files, then opens the data on every rank. Collective. stamp: of the token files;
+    None reads it."""
+    stamp = stamp or IndexStamp(config.data)
+    where = _requested_samples(config, length)
     # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
     if layout.rank == 0:
-        prepare_index_files(*where)
+        prepare_index_files(*where, stamp)
     dist.barrier()
     if config.parallel.local_rank == 0 and layout.rank != 0:
-        prepare_index_files(*where)
+        stamp.refresh()
+        prepare_index_files(*where, stamp)
     dist.barrier()
-    train, valid, test = build_gpt_datasets(*where)
+    train, valid, test = build_gpt_datasets(*where, stamp)
 
     def loader(dataset: SampleDataset, num_workers: int, first_sample: int = 0) -> GPTBatchLoader:
         return GPTBatchLoader(
@@ -200,7 +215,8 @@ class DatasetUsage:
     share: float
     """These samples as a fraction of all samples of the group."""
     epochs: float
-    """How many times the run reads each token."""
+    """How many times the run reads each token, with all data sets of the group that contain it: the largest
+    number if ranges of documents overlap."""
     is_training: bool
 
 
@@ -217,21 +233,37 @@ def dataset_usage(
         for group, wanted in requested:
             requests = index_requests(group, wanted, seq_length, seed, cache_folder)
             counts = group.samples_of_components(wanted)
-            for request, samples in zip(requests, counts, strict=True):
-                tokens = request.plan().tokens_per_epoch
+            tokens = [request.plan().tokens_per_epoch for request in requests]
+            epochs = [samples * seq_length / one for samples, one in zip(counts, tokens, strict=True)]
+            totals = _with_repeated(group.components, epochs)
+            for request, samples, one, total in zip(requests, counts, tokens, totals, strict=True):
                 usage = DatasetUsage(
                     group=group.name,
                     prefix=request.dataset.prefix,
                     documents=len(request.documents),
-                    tokens=tokens,
+                    tokens=one,
                     samples=samples,
                     share=samples / wanted,
-                    epochs=samples * seq_length / tokens,
+                    epochs=total,
                     is_training=is_training,
                 )
                 _check_evaluation(usage)
                 usages.append(usage)
     return usages
+
+
+def _with_repeated(components: Sequence[Component], epochs: Sequence[float]) -> list[float]:
+    """Returns the `DatasetUsage.epochs` of each component of a group. epochs: of the component alone."""
+    of_prefix: dict[str, list[tuple[range, float]]] = {}
+    for component, count in zip(components, epochs, strict=True):
+        of_prefix.setdefault(component.dataset.prefix, []).append((component.documents, count))
+    totals = []
+    for component in components:
+        parts = of_prefix[component.dataset.prefix]
+        # The sum over overlapping ranges is largest where one of them begins.
+        starts = {documents.start for documents, _ in parts if documents.start in component.documents}
+        totals.append(max(sum(count for documents, count in parts if at in documents) for at in starts))
+    return totals
 
 
 def _check_evaluation(usage: DatasetUsage) -> None:
@@ -264,20 +296,25 @@ def empty_split_notes(
 
 
 def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequence[str] = ()) -> str:
-    """Returns a row per data set and group, the notes, and a warning per data set that training reads more
-    than `max_epochs` times."""
+    """Returns a row per data set and group, the notes, and a warning per data set of `_exceeding`."""
     rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
     for usage in usages:
         counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]
         rows.append([usage.group, usage.prefix, *counts, f"{usage.share:.1%}", f"{usage.epochs:.3g}"])
     warnings = [
-        f"warning: {_epochs_sentence(usage, max_epochs)}: add data, lower its weight, or raise the flag"
-        for usage in usages
-        if usage.is_training and usage.epochs > max_epochs
+        f"warning: {sentence}: add data, lower its weight, or raise the flag"
+        for sentence in _exceeding(usages, max_epochs)
     ]
     return "\n".join([format_table(rows, left_align=(0, 1)), *notes, *warnings])
 
 
-def _epochs_sentence(usage: DatasetUsage, max_epochs: float) -> str:
+def _exceeding(usages: Sequence[DatasetUsage], max_epochs: float) -> list[str]:
+    """Returns a sentence for each data set that training reads more than `max_epochs` times. A data set that
+    is named several times has one."""
     limit = f"--max-epochs-per-dataset {max_epochs:g}"
-    return f"training reads {usage.prefix} {usage.epochs:.2f} times, above {limit}"
+    sentences = (
+        f"training reads {usage.prefix} {usage.epochs:.2f} times, above {limit}"
+        for usage in usages
+        if usage.is_training and usage.epochs > max_epochs
+    )
+    return list(dict.fromkeys(sentences))

@@ -121,11 +121,7 @@ def parse_log_line(line: str) -> ParsedLine | None:
     start = _TRAINING_START.search(line)
     if start:
         fields = _fields(line[start.end() :])
-        head: ParsedLine = {
-            "kind": "training",
-            "iteration": int(start[1]),
-            "total_iterations": int(start[2]),
-        }
+        head: ParsedLine = {"kind": "training", "iteration": int(start[1]), "total_iterations": int(start[2])}
         return {**fields, **head} if fields else None
     start = _VALIDATION_START.search(line)
     if start:

@@ -3,8 +3,10 @@
 import importlib.util
 import os
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import Store
 
@@ -13,7 +15,8 @@ from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.lineage import owner, start
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import select_checkpoint
-from megatron.checkpoint.object_store.checkpoints import open_object_checkpoints
+from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints, open_object_checkpoints
+from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
@@ -23,6 +26,7 @@ from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
+from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
 from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
@@ -30,7 +34,7 @@ from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import initial_values
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
-from megatron.training.data import data_report, index_notes, run_fingerprint
+from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.run_report import run_report, start_notes
@@ -51,36 +55,15 @@ def run(
         config = replace(config, checkpoint=objects.options)
     setup = Setup.from_config(config)
     vocab, plan, length, batches = setup.vocab, setup.plan, setup.length, setup.batches
-    checkpoint = folder_owner = fingerprint = data_table = tasks = None
-    if config.parallel.local_rank == 0:
-        with announce_errors():
-            verify_token_files(config.data).write()
-    if processes.is_main_process() and objects is None:
-        with announce_errors():
-            start.check_load_folder(config)
-    make_output_folders(config)
-    if processes.is_main_process():
-        owned = None if config.training.no_train else config.checkpoint.save
-        with announce_errors():
-            fingerprint, data_table = run_fingerprint(config, length, vocab), data_report(config, length)
-            notes = [*notes, *index_notes(config, length)]
-            claims = owner.ClaimFolder(Path(owned)) if owned else None
-            if objects is not None and owned:
-                claims = objects.claims(owned)
-            folder_owner = on_exit.enter_context(owner.hold_folder(claims, node, _print))
-            if objects is not None:
-                objects.read()
-                start.check_load_folder(config)
-            checkpoint = selection.find_checkpoint(config, vocab.size, fingerprint)
-            tasks = load_tasks(config)
-
+    found = _find_inputs(config, setup, objects, on_exit)
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
-    if fingerprint is None:
-        fingerprint = run_fingerprint(config, length, vocab)
+    stamp = found.stamp or IndexStamp(config.data)  # the first process of the node has written it
+    fingerprint = found.fingerprint or run_fingerprint(config, length, vocab, stamp)
+    notes = [*notes, *found.notes]
     with watchdog.phase(Phase.PREFLIGHT):
-        notes = [*notes, *check_kernels(config.training.require_kernels)]
+        notes += check_kernels(config.training.require_kernels)
         notes += [*preflight(config, fingerprint), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
         if objects is not None:
@@ -90,7 +73,7 @@ def run(
             local = LocalCheckpoints.connect(config.checkpoint, node, store)
             notes += local.notes()
         checkpoint = select_checkpoint(
-            checkpoint, local, config, vocab.size, fingerprint, watchdog.heartbeat, objects
+            found.checkpoint, local, config, vocab.size, fingerprint, watchdog.heartbeat, objects
         )
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, length, batches, lr_schedule)
@@ -100,7 +83,7 @@ def run(
     tp_group = layout.make_tp_group()
     plan = plan or find_stages(config, layout, tp_group, vocab)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
-    metrics.print(f"\n{data_table}")
+    metrics.print(f"\n{found.data_table}")
     on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
     values = initial_values if checkpoint is None else zeros
     engine = build_engine(config, layout, tp_group, vocab, plan.bounds, values)
@@ -114,11 +97,12 @@ def run(
         metrics,
         watchdog,
         fingerprint=fingerprint,
-        owner=folder_owner,
+        owner=found.folder_owner,
         store=store,
         local=local,
         objects=objects,
-        tasks=tasks,
+        tasks=found.tasks,
+        data=partial(open_data, stamp=stamp),
     )
     with watchdog.phase(Phase.LOAD):
         state = trainer.checkpoints.restore_or_init(checkpoint, metrics.print)
@@ -131,6 +115,58 @@ def run(
     processes.destroy_distributed()
     watchdog.stop()
     return trainer.exit_status
+
+
+@dataclass
+class _Inputs:
+    """What a process has read before the processes connect. The first process of each node verifies the
+    token files; rank 0 reads the other inputs."""
+
+    stamp: IndexStamp | None = None
+    """Of the token files; only of the first process of each node."""
+    fingerprint: dict[str, Any] | None = None
+    data_table: str = ""
+    notes: list[str] = field(default_factory=list)
+    folder_owner: owner.FolderOwner | None = None
+    """Of --save."""
+    checkpoint: Checkpoint | None = None
+    tasks: Any = None
+    """Of --eval-harness-tasks."""
+
+
+def _find_inputs(
+    config: Config, setup: Setup, objects: ObjectCheckpoints | None, on_exit: ExitStack
+) -> _Inputs:
+    """Reads the inputs of this process, and makes the output folders. Rank 0 takes over --save until
+    `on_exit` is closed."""
+    found = _Inputs()
+    if config.parallel.local_rank == 0:
+        with announce_errors():
+            found.stamp = verify_token_files(config.data)
+            found.stamp.write()
+    if is_main_process() and objects is None:
+        with announce_errors():
+            start.check_load_folder(config)
+    make_output_folders(config)
+    if not is_main_process():
+        return found
+    length, vocab, stamp = setup.length, setup.vocab, found.stamp
+    assert stamp is not None, "rank 0 is the first process of its node"
+    owned = None if config.training.no_train else config.checkpoint.save
+    with announce_errors():
+        found.fingerprint = run_fingerprint(config, length, vocab, stamp)
+        found.data_table = data_report(config, length, stamp)
+        found.notes = index_notes(config, length, stamp)
+        claims = owner.ClaimFolder(Path(owned)) if owned else None
+        if objects is not None and owned:
+            claims = objects.claims(owned)
+        found.folder_owner = on_exit.enter_context(owner.hold_folder(claims, node_name(os.environ), _print))
+        if objects is not None:
+            objects.read()
+            start.check_load_folder(config)
+        found.checkpoint = selection.find_checkpoint(config, vocab.size, found.fingerprint)
+        found.tasks = load_tasks(config)
+    return found
 
 
 def _print(line: str) -> None:

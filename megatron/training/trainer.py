@@ -312,15 +312,11 @@ class Trainer:
     def _announce_saves(self) -> None:
         """Prints the saves in the background that have ended."""
         for outcome in self.checkpoints.background.take_outcomes():
-            if outcome.problem and outcome.is_local:
-                self.metrics.print(
-                    f"warning: local checkpoint {outcome.folder} was not saved ({outcome.problem})"
-                )
-                continue
             if outcome.problem:
+                kind = "local checkpoint" if outcome.is_local else "checkpoint"
+                what_next = "" if outcome.is_local else ": the next save is not in the background"
                 self.metrics.print(
-                    f"warning: checkpoint {outcome.folder} was not saved ({outcome.problem}): the next save "
-                    "is not in the background"
+                    f"warning: {kind} {outcome.folder} was not saved ({outcome.problem}){what_next}"
                 )
                 continue
             if not outcome.is_local:  # a local checkpoint may be lost

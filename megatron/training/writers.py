@@ -57,7 +57,6 @@ class TensorBoardWriter:
             ) from None
 
     def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
-        """See `Writer`."""
         axes = {
             "": state.iteration,
             " vs samples": state.consumed_samples,
@@ -68,11 +67,9 @@ class TensorBoardWriter:
                 self._events.add_scalar(tag + axis, value, place, walltime=when)
 
     def flush(self) -> None:
-        """See `Writer`."""
         self._events.flush()
 
     def close(self) -> None:
-        """See `Writer`."""
         self._events.close()
 
 
@@ -94,17 +91,11 @@ class WandbWriter:
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
-        """See `Writer`."""
-        place = {
-            "iteration": state.iteration,
-            "consumed samples": state.consumed_samples,
-            "consumed tokens": state.consumed_tokens,
-        }
-        self._run.log({**values, **place})
+        counts = {"consumed samples": state.consumed_samples, "consumed tokens": state.consumed_tokens}
+        self._run.log({**values, "iteration": state.iteration, **counts})
 
     def flush(self) -> None:
         """Does nothing, because wandb's own process sends values as they come."""
 
     def close(self) -> None:
-        """See `Writer`."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""The files that the ranks of a run open when they start with prepared indices."""
+"""The files that the ranks of a run open, or ask the status of, when they start with prepared indices."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from megatron.config.batch import RunLength
+from megatron.data import index_stamp
 from megatron.data.gpt_dataset import prepare_index_files
+from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import Vocabulary
-from megatron.training.data import open_data, run_fingerprint
+from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from tests.support.layouts import GLOBAL_BATCH, SEQ, VOCAB, Row, config_of
 from tests.support.pool import run_world
 from tests.unit.data.token_files import write_documents
 
 RANKS = 4
+DATA_FILES = (".bin", ".idx", ".npy")
 _opened: list[str] | None = None
 _is_watched = False
 
 
 def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _opened is not None and str(arguments[0]).endswith((".bin", ".idx", ".npy")):
+    if event == "open" and _opened is not None and str(arguments[0]).endswith((*DATA_FILES, ".json")):
         _opened.append(str(arguments[0]))
 
 
-def start(words: tuple[str, ...]) -> tuple[list[str], list[str], int]:
-    """Opens the data as `training.run` does, and reads the samples of one step. Returns the data files opened
-    by the start and by the step, and the descriptors that are still open."""
+def start(words: tuple[str, ...]) -> tuple[list[str], list[str], list[str], int]:
+    """Opens the data as `training.run` does, and reads the samples of one step. Returns the token files whose
+    status the start asked for, the files opened by the start and by the step, and the descriptors of data
+    files that are still open. Every rank is the first of its node."""
     global _opened, _is_watched
     if not _is_watched:
         sys.addaudithook(_on_event)
@@ -40,13 +45,19 @@ def start(words: tuple[str, ...]) -> tuple[list[str], list[str], int]:
     config = config_of(Row(dp=RANKS), data={"data_path": words, "num_workers": 0, "split": "1"})
     length = RunLength.from_config(config)
     _opened = at_start = []
+    stamp = None
     try:
-        if rank == 0:
-            verify_token_files(config.data).write()
-        dist.barrier()
-        run_fingerprint(config, length)
-        layout = ParallelLayout.from_config(config.parallel, rank)
-        data = open_data(config, layout, length, Vocabulary(VOCAB, None))
+        with mock.patch.object(index_stamp, "statuses", side_effect=index_stamp.statuses) as statuses:
+            if rank == 0:
+                stamp = verify_token_files(config.data)
+                stamp.write()
+                data_report(config, length, stamp)
+                assert index_notes(config, length, stamp) == []
+            dist.barrier()
+            stamp = stamp or IndexStamp(config.data)
+            run_fingerprint(config, length, stamp=stamp)
+            layout = ParallelLayout.from_config(config.parallel, rank)
+            data = open_data(config, layout, length, Vocabulary(VOCAB, None), stamp)
         assert data.train is not None
         _opened = in_step = []
         for _ in data.train.micro_batches(0, GLOBAL_BATCH):
@@ -54,7 +65,10 @@ def start(words: tuple[str, ...]) -> tuple[list[str], list[str], int]:
     finally:
         _opened = None
     targets = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    return at_start, in_step, sum(target.endswith((".bin", ".idx", ".npy")) for target in targets)
+    asked = [
+        path for call in statuses.call_args_list for path in call.args[0] if path.endswith((".bin", ".idx"))
+    ]
+    return asked, at_start, in_step, sum(target.endswith(DATA_FILES) for target in targets)
 
 
 def test_a_rank_opens_only_the_data_sets_of_its_samples(tmp_path: Path) -> None:
@@ -67,9 +81,13 @@ def test_a_rank_opens_only_the_data_sets_of_its_samples(tmp_path: Path) -> None:
         stamp = verify_token_files(config.data)
         prepare_index_files(config.data, SEQ, config.training.seed, samples, stamp)
         results = run_world(RANKS, start, words)
-        assert [(at_start, descriptors) for at_start, _, descriptors in results] == [([], 0)] * RANKS
-        for _, in_step, _ in results:
+        for rank, (asked, at_start, in_step, descriptors) in enumerate(results):
+            assert sorted(asked) == sorted(
+                prefix + end for prefix in sets[:number] for end in (".bin", ".idx")
+            )
+            # Rank 0 may have prepared indices, so the first rank of each other node reads the stamp again.
+            assert at_start == [stamp.path] * (1 if rank == 0 else 2) and descriptors == 0
             # .idx twice (header, contents), .bin, and three index files for each of its samples.
             assert 0 < len(in_step) <= 6 * GLOBAL_BATCH // RANKS
-        of_steps.append(sum(len(in_step) for _, in_step, _ in results))
+        of_steps.append(sum(len(in_step) for _, _, in_step, _ in results))
     assert of_steps[0] == of_steps[1] == 6 * GLOBAL_BATCH

@@ -476,6 +476,33 @@ def test_a_script_away_from_the_repository_says_how_to_find_it(tmp_path: Path) -
     assert run.stderr.splitlines()[-1] == "error: set REPO to the folder of the repository"
 
 
+@pytest.mark.full
+def test_an_array_prepares_the_indices_of_a_run(
+    submit: Submit, places: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    sets = [tmp_path / f"set{number}" for number in range(3)]
+    for path in sets:
+        for ending in (".bin", ".idx"):
+            shutil.copy((corpus / "text_text_document").with_suffix(ending), path.with_suffix(ending))
+    blend = ", ".join(f"1 0:1 {path}" for path in sets)
+    (tmp_path / "splits.txt").write_text(f'"all: {blend}"\n')
+    splits = {f"{name}_SPLITS": tmp_path / "splits.txt" for name in ("TRAIN", "VALID")}
+    options = ("--array=1-2", "--cpus-per-task=1")
+    job = submit("prepare-indices.slurm", options=options, **{**TINY, **places, **splits})
+    assert job.end() == 0, job.log()
+    assert sorted(re.findall(r"^(\d+) data set\(s\), ", job.log(), re.MULTILINE)) == ["1", "2"]
+    run = submit(
+        "tr11-176B-ml.slurm",
+        "--require-prepared-indices",
+        "--exit-interval",
+        "1",
+        options=ON_BOTH_NODES,
+        **{**TINY, **places, **splits},
+    )
+    assert run.end() == 0, run.log()
+    assert steps(run.log()) == [1] and "rank 0 builds" not in run.log()
+
+
 def test_an_array_tokenizes_the_files_and_a_job_that_waits_for_it_merges_them(
     submit: Submit, places: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:

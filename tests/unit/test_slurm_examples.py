@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.commands import preprocess_data
+from megatron.commands import prepare_indices, preprocess_data
 from megatron.commands.sweep import build_parser
 from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
@@ -29,8 +29,9 @@ EXAMPLES = ROOT / "examples" / "slurm"
 SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example
 CONVERT = "convert-universal.slurm"  # starts tools/ds_to_universal.py
 PREPROCESS = "preprocess.slurm"  # starts tools/preprocess_data.py
+PREPARE = "prepare-indices.slurm"  # starts tools/prepare_indices.py
 ALL = sorted(path.name for path in EXAMPLES.glob("*.slurm"))
-NAMES = [name for name in ALL if name not in (SWEEP, CONVERT, PREPROCESS)]
+NAMES = [name for name in ALL if name not in (SWEEP, CONVERT, PREPROCESS, PREPARE)]
 README = (EXAMPLES / "README.md").read_text()
 
 
@@ -77,6 +78,19 @@ def test_a_dry_run_of_the_preprocessing_prints_both_commands(tmp_path: Path) -> 
     arguments = preprocess_data.build_parser().parse_args(preprocess[2:])
     assert (arguments.output_prefix, arguments.shard, arguments.workers) == ("out/", "slurm", 3)
     assert merge[2:] == ["--input", "out/*_text_document", "--output-prefix", "out/all_text_document"]
+
+
+@pytest.mark.parametrize("example", NAMES)
+def test_a_dry_run_of_the_preparation_prints_a_command_with_the_flags_of_the_run(
+    example: str, tmp_path: Path
+) -> None:
+    run = example.removesuffix(".slurm")
+    printed = dry_run(PREPARE, "--data-cache-path", "cache", folder=tmp_path, EXAMPLE=run, THREADS="3")
+    ((_, program, *words),) = commands(printed)
+    assert program == str(ROOT / "tools" / "prepare_indices.py")
+    arguments = prepare_indices.build_parser().parse_args(words)
+    assert (arguments.script, arguments.shard, arguments.threads) == (str(EXAMPLES / example), "slurm", 3)
+    assert arguments.training == ["--data-cache-path", "cache"]
 
 
 @pytest.mark.parametrize("script", NAMES)

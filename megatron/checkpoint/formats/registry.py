@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.lineage.identity import LATEST_FILE
 from megatron.checkpoint.record import RUN_FILE
-from megatron.config.registries import SAVE_FORMATS, Choice, Registry, load_object
+from megatron.config.registries import SAVE_FORMATS
+from megatron.config.registry import Choice, Registry, load_object
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.fields import changes_model, option_name, value_text
-from megatron.config.registries import Choice, Registry
+from megatron.config.registry import Choice, Registry
 from megatron.errors import UserError, one_line
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, final_norm_of
 

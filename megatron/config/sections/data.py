@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from megatron.config.fields import COMMON_FLAGS, Section, flag, option_name
 from megatron.config.registries import DATA_ORDERS, TOKENIZERS
 
-
-def _groups(help: str) -> Any:
-    return flag((), nargs="+", metavar="GROUP", help=help)
-
-
-def _file(help: str) -> Any:
-    return flag(None, metavar="FILE", help=help)
-
-
-def _blend_of_split(help: str) -> Any:
-    return flag((), nargs="+", metavar="PREFIX", help=help)
+_groups = partial(flag, (), nargs="+", metavar="GROUP")
+_prefixes = partial(flag, (), nargs="+", metavar="PREFIX")
+_file = partial(flag, None, metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +20,13 @@ class DataConfig(Section):
 
     group: ClassVar[str] = "data and dataloader"
 
-    data_path: tuple[str, ...] = flag(
-        (),
-        nargs="+",
-        metavar="PREFIX",
+    data_path: tuple[str, ...] = _prefixes(
         help="token files: the path of a .bin/.idx pair without suffix (made by tools/preprocess_data.py), "
         "or a blend WEIGHT PREFIX WEIGHT PREFIX ...; without weights (PREFIX PREFIX ...) each data set is "
         "read in proportion to its size",
         group=COMMON_FLAGS,
     )
-    data_args_path: str | None = _file("file with the words of --data-path, separated by white space")
+    data_args_path: str | None = _file(help="file with the words of --data-path, separated by white space")
     split: str = flag(
         "969, 30, 1",
         strip_quotes=True,
@@ -44,29 +34,31 @@ class DataConfig(Section):
         help="weights of the training, validation and test splits",
     )
     train_weighted_split_paths: tuple[str, ...] = _groups(
-        "training data, which replaces --data-path and --split: one quoted group 'NAME: WEIGHT START:END "
-        "PREFIX, WEIGHT START:END PREFIX, ...', where START and END are fractions of the documents"
+        help="training data, which replaces --data-path and --split: one quoted group 'NAME: WEIGHT "
+        "START:END PREFIX, WEIGHT START:END PREFIX, ...', where START and END are fractions of the documents"
     )
     valid_weighted_split_paths: tuple[str, ...] = _groups(
-        "groups of validation data; each group is evaluated and logged under its name"
+        help="groups of validation data; each group is evaluated and logged under its name"
     )
     test_weighted_split_paths: tuple[str, ...] = _groups(
-        "groups of test data, evaluated at the end of the run"
+        help="groups of test data, evaluated at the end of the run"
     )
-    train_weighted_split_paths_path: str | None = _file("file with the training group in double quotes")
+    train_weighted_split_paths_path: str | None = _file(help="file with the training group in double quotes")
     valid_weighted_split_paths_path: str | None = _file(
-        "file with the validation groups, each in double quotes"
+        help="file with the validation groups, each in double quotes"
     )
-    test_weighted_split_paths_path: str | None = _file("file with the test groups, each in double quotes")
-    train_data_path: tuple[str, ...] = _blend_of_split(
-        "training data, which replaces --data-path and --split: all documents of the prefixes, in the form "
-        "of --data-path"
+    test_weighted_split_paths_path: str | None = _file(
+        help="file with the test groups, each in double quotes"
     )
-    valid_data_path: tuple[str, ...] = _blend_of_split("validation data, with --train-data-path")
-    test_data_path: tuple[str, ...] = _blend_of_split("test data, with --train-data-path")
+    train_data_path: tuple[str, ...] = _prefixes(
+        help="training data, which replaces --data-path and --split: all documents of the prefixes, in the "
+        "form of --data-path"
+    )
+    valid_data_path: tuple[str, ...] = _prefixes(help="validation data, with --train-data-path")
+    test_data_path: tuple[str, ...] = _prefixes(help="test data, with --train-data-path")
     per_split_data_args_path: str | None = _file(
-        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under the "
-        "keys train, valid and test, each a list or one string"
+        help="JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under "
+        "the keys train, valid and test, each a list or one string"
     )
     data_cache_path: str | None = flag(
         None,
@@ -89,8 +81,8 @@ class DataConfig(Section):
     max_epochs_per_dataset: float = flag(
         4.0,
         above=0,
-        help="limit of the epochs for which training reads a data set, see --max-epochs-action; up to 4 "
-        "epochs are almost as good as new data (arXiv:2305.16264)",
+        help="limit of the epochs for which training reads a data set, also one that is named several times, "
+        "see --max-epochs-action; up to 4 epochs are almost as good as new data (arXiv:2305.16264)",
     )
     max_epochs_action: str = flag(
         "repeat",
@@ -129,10 +121,8 @@ class DataConfig(Section):
     tokenizer_type: str | None = flag(
         derived="inferred from the tokenizer files", choices=TOKENIZERS, help="tokenizer type"
     )
-    vocab_file: str | None = flag(
-        None, metavar="FILE", help="vocabulary file of GPT2BPETokenizer (vocab.json)"
-    )
-    merge_file: str | None = flag(None, metavar="FILE", help="merge file of GPT2BPETokenizer (merges.txt)")
+    vocab_file: str | None = _file(help="vocabulary file of GPT2BPETokenizer (vocab.json)")
+    merge_file: str | None = _file(help="merge file of GPT2BPETokenizer (merges.txt)")
     tokenizer_name_or_path: str | None = flag(
         None,
         metavar="FOLDER",
@@ -140,7 +130,7 @@ class DataConfig(Section):
         "and --merge-file, or --tokenizer-model",
         group=COMMON_FLAGS,
     )
-    tokenizer_model: str | None = flag(None, metavar="FILE", help="model file of SentencePieceTokenizer")
+    tokenizer_model: str | None = _file(help="model file of SentencePieceTokenizer")
 
     def derive(self) -> dict[str, Any]:
         derived: dict[str, Any] = {}

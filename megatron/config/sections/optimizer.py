@@ -78,9 +78,7 @@ class OptimizerConfig(Section):
             "optimizer.optimizer=adam|optimizer.optimizer=adamw": "8-bit moments exist only for Adam; "
             "set --optimizer adam, or remove --use-bnb-optimizer"
         },
-        excludes={
-            "optimizer.use_apex": "each flag selects its own Adam; remove one of the two",
-        },
+        excludes={"optimizer.use_apex": "each flag selects its own Adam; remove one of the two"},
     )
 
     @property

@@ -90,18 +90,16 @@ class UpdateCosts:
         """Returns these costs plus `times` x (`more` - `fewer`), for an extrapolation to more layers or
         replicas. The buckets do not change."""
 
-        def extrapolated(own: int, few: int, many: int) -> int:
+        def extrapolated(size: str) -> int:
+            own, few, many = (getattr(costs, size) for costs in (self, fewer, more))
             return round(own + times * (many - few))
 
+        sizes = ("parameters", "gradients", "optimizer", "host", "peak")
         return replace(
             self,
-            parameters=extrapolated(self.parameters, fewer.parameters, more.parameters),
-            gradients=extrapolated(self.gradients, fewer.gradients, more.gradients),
-            optimizer=extrapolated(self.optimizer, fewer.optimizer, more.optimizer),
-            host=extrapolated(self.host, fewer.host, more.host),
-            peak=extrapolated(self.peak, fewer.peak, more.peak),
             reduce=_sum(self.reduce, times, fewer.reduce, more.reduce),
             step=_sum(self.step, times, fewer.step, more.step),
+            **{size: extrapolated(size) for size in sizes},
         )
 
     def with_buckets(self, layers: Sequence[int]) -> UpdateCosts:

@@ -17,7 +17,7 @@ import math
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -267,7 +267,8 @@ class SimulatedDevice(TorchDispatchMode):
         with self._fake:
             result = func(*args, **kwargs)
         if call is not None:
-            works = [x for x in _flat_results(result) if isinstance(x, torch.ScriptObject)]
+            results = result if isinstance(result, (list, tuple)) else (result,)
+            works = [x for x in results if isinstance(x, torch.ScriptObject)]
             self.trace.add_call(call, dist.Work.unbox(works[0]) if works else None)
         tensors = _tensors(args, kwargs)
         if any(x.device.type == "cpu" for x in tensors):
@@ -312,10 +313,6 @@ def _iterate(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _iterate(value)
-
-
-def _flat_results(result: Any) -> Sequence[Any]:
-    return result if isinstance(result, (list, tuple)) else (result,)
 
 
 def describe_call(name: str, args: tuple) -> CollectiveCall | None:
@@ -423,9 +420,4 @@ def _is_large_factory(args: tuple, kwargs: dict[str, Any]) -> bool:
     shape = args[0] if args else None
     if not isinstance(shape, (list, torch.Size)) or _tensors(args, kwargs):
         return False
-    elements = 1
-    for size in shape:
-        if not isinstance(size, int):
-            return False
-        elements *= size
-    return elements > _MOST_HOST_ELEMENTS
+    return all(isinstance(size, int) for size in shape) and math.prod(shape) > _MOST_HOST_ELEMENTS

@@ -98,8 +98,7 @@ class _SimulatedAccelerator(CPU_Accelerator):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return self._simulated.memory.peak
 
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self._simulated.memory.peak
+    max_memory_reserved = max_memory_allocated
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == NAME

@@ -38,6 +38,12 @@ steps with `_FEW_LAYERS` and with one more."""
 _MANY_REPLICAS = 64
 """The optimizer step of a run with more replicas is extrapolated from this number and half of it."""
 _NO_BUCKETS = 10**15
+ONE_STAGE: dict[str, Any] = {
+    "parallel.pipeline_model_parallel_size": 1,
+    "parallel.pipeline_schedule": "1f1b",
+    "parallel.virtual_pipeline_stages": 1,
+}
+"""The settings of a run without pipeline parallelism."""
 # Settings on which neither the layers nor the optimizer step depend.
 _NEUTRAL: dict[str, Any] = {
     "parallel.partition_method": "type:transformer",
@@ -366,9 +372,8 @@ def _layers_config(config: Config, num_layers: int, pattern: tuple[str, ...] | N
     replicas = max(min(parallel.dp_cp_size, _MANY_REPLICAS) // context, 1) if shards else 1
     settings = {
         **_NEUTRAL,
+        **ONE_STAGE,
         "parallel.world_size": parallel.tensor_model_parallel_size * context * replicas,
-        "parallel.pipeline_model_parallel_size": 1,
-        "parallel.virtual_pipeline_stages": 1,
         "parallel.pipeline_schedule": "zero-bubble" if parallel.schedule.splits_backward else "1f1b",
         "parallel.zero_stage": parallel.zero_stage if shards else 0,
         "parallel.ddp_bucket_size": None,

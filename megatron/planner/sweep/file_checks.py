@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.files import MAX_COUNT, Check, is_count, is_text, list_of
+from megatron.files import MAX_COUNT, Check, dict_of, fields_of, is_count, is_text, list_of
 
 MAX_REPEAT = 10_000
 
@@ -29,15 +29,7 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-def _fields(checks: dict[str, Check]) -> Check:
-    """Returns a check for a dictionary in which these fields are valid. It may have further fields."""
-    return lambda value: (
-        isinstance(value, dict)
-        and all(name in value and check(value[name]) for name, check in checks.items())
-    )
-
-
-_PREDICTION = _fields(
+_PREDICTION = fields_of(
     {
         "layers": _or_none(list_of(is_text)),
         "memory_bytes": _or_none(list_of(_is_size)),
@@ -49,7 +41,7 @@ _PREDICTION = _fields(
 )
 _ROW: dict[str, Check] = {
     "index": is_count,
-    "settings": lambda value: isinstance(value, dict) and all(map(is_text, value.values())),
+    "settings": dict_of(is_text),
     "words": list_of(is_text),
     "processes": is_count,
     "numbers": is_text,
@@ -67,8 +59,8 @@ _RECORD: dict[str, Check] = {
     "format": is_count,
     **dict.fromkeys(("command", "commit", "host", "python", "created"), is_text),
 }
-_STEP = _fields({"iteration": is_count, "loss": _or_none(_is_number)})
-_MEMORY = _fields({"stage": is_count, "name": is_text, "most_bytes": _is_size})
+_STEP = fields_of({"iteration": is_count, "loss": _or_none(_is_number)})
+_MEMORY = fields_of({"stage": is_count, "name": is_text, "most_bytes": _is_size})
 _RESULT: dict[str, Check] = {
     "row": is_count,
     "repeat": lambda value: is_count(value, 1, MAX_REPEAT),

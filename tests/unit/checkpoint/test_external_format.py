@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import Config
-from megatron.config.registries import Registry
+from megatron.config.registry import Registry
 from megatron.errors import UserError
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.parameters import ParameterSpec

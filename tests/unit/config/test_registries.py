@@ -11,7 +11,8 @@ from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import changes_model, flag_of
 from megatron.config.model import model_summary
-from megatron.config.registries import OPTIMIZERS, TOKENIZERS, Registry
+from megatron.config.registries import OPTIMIZERS, TOKENIZERS
+from megatron.config.registry import Registry
 from tests.unit.config.command_lines import SMALL
 
 REGISTRIES = [value for value in vars(registries).values() if isinstance(value, Registry)]

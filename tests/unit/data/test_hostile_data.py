@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,16 @@ def test_a_line_of_the_maximum_length_is_accepted(
     (tmp_path / "f").write_bytes(b"".join(lines))
     found = [line for batch in read_batches([str(tmp_path / "f")]) for line in batch.lines]
     assert found == [lines[0], b"b" * 21, b"c" * 21, b"d\n", b"e" * 21]
+
+
+def test_only_its_batch_holds_a_long_line(tmp_path: Path) -> None:
+    """A worker or the encoder removes the line from the batch, and so frees its memory while it tokenizes."""
+    (tmp_path / "f").write_bytes(b"a" * text_files.BATCH_BYTES + b"\nb\n")
+    batches = read_batches([str(tmp_path / "f")])
+    line = next(batches).lines.pop()
+    assert len(line) == text_files.BATCH_BYTES + 1
+    assert sys.getrefcount(line) == 2  # the variable and the argument
+    assert [batch.lines for batch in batches] == [[b"b\n"]]
 
 
 def test_hostile_json_in_a_line_is_refused() -> None:

@@ -300,6 +300,33 @@ def test_a_longer_run_with_equal_epochs_finds_the_indices(
     assert " 9 indices: 4 built, 5 kept;" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_stamp_that_is_written_again_forgets_files_that_were_deleted(
+    data: DataConfig, shards: int, tmp_path: Path
+) -> None:
+    def names() -> set[str]:
+        (path,) = (path for path in tmp_path.glob("cache/prepared-*.json") if "-of-" not in path.name)
+        content = json.loads(path.read_text())
+        files = {name for entry in content["data_sets"].values() for name in entry["files"]}
+        return files | {os.path.basename(path) for path in content["blends"]}
+
+    def prepare_shards(*flags: str) -> None:
+        for shard in range(shards):
+            prepare(data, "--shard", f"{shard}/{shards}", *flags)
+
+    prepare_shards()
+    short = names()
+    for path in tmp_path.glob("cache/*.npy"):
+        path.unlink()
+    prepare_shards("--train-iters", "100", "--eval-interval", "100")
+    long = names()
+    assert len(long) == len(short) == 4 + 8 + 1  # token files, indices of two splits, a table
+    of_split = {name for name in short if "_documents0-" in name}
+    assert len(of_split) == 4 and not of_split & long
+    prepare_shards()
+    assert long < names() and short < names()  # files that exist are remembered
+
+
 def test_a_longer_blend_continues_the_table_of_a_shorter_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -323,7 +323,8 @@ def test_a_worker_that_is_killed_while_it_sends_a_result_is_noticed(jsonl: str, 
         worker.kill()
         return pipe.recv()
 
-    worker._pipe = SimpleNamespace(send=pipe.send, recv=kill_and_receive)  # type: ignore[assignment]
+    sends = {"send": pipe.send, "send_bytes": pipe.send_bytes}
+    worker._pipe = SimpleNamespace(**sends, recv=kill_and_receive)  # type: ignore[assignment]
     with pytest.raises(UserError, match="--workers: a worker process died"):
         worker.encode(LineBatch(jsonl, 1, Path(jsonl).read_bytes().splitlines() * 100))
 

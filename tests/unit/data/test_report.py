@@ -16,6 +16,7 @@ from megatron.data.gpt_dataset import (
     prepare_index_files,
     requested_groups,
 )
+from megatron.data.index_stamp import IndexStamp
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
@@ -87,6 +88,30 @@ def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None
     assert len(usage_table(usages, 10).splitlines()) == 1 + 3
 
 
+def test_the_limit_counts_the_reads_of_a_document_by_all_that_name_it(a: str, b: str) -> None:
+    data = DataConfig(
+        train_weighted_split_paths=(f"T: 1 0:0.5 {a}, 1 0.3:1 {a}, 2 0.5:1 {a}, 4 0:1 {b}",),
+        valid_weighted_split_paths=(f"V: 1 0:1 {a}",),
+    )
+    usages = dataset_usage(data, 4, 1234, (80, 3, 0))
+    # 10 documents of 6 tokens: documents 0 to 4, 3 to 9 and 5 to 9 are read by 10, 10 and 20 samples.
+    first, second, third = 10 * 4 / 30, 10 * 4 / 42, 20 * 4 / 30
+    assert [usage.epochs for usage in usages] == pytest.approx(
+        [first + second, second + third, second + third, 40 * 4 / 1000, 3 * 4 / 60]
+    )
+    named_twice = dataset_usage(data_config("1", a, "1", a, "2", b), 4, 1234, (60, 0, 0))
+    assert [usage.epochs for usage in named_twice] == [30 * 4 / 60, 30 * 4 / 60, 30 * 4 / 1000]
+    (warning,) = (line for line in usage_table(named_twice, 1.5).splitlines() if "warning" in line)
+    assert f"training reads {a} 2.00 times" in warning
+    renormalized = DataConfig(
+        train_weighted_split_paths=(f"T: 1 0.5:1 {a}, 1 0:0.5 {a}",), max_epochs_action="renormalize"
+    )
+    dataset_usage(renormalized, 4, 1234, (40, 0, 0))
+    renormalized = replace(renormalized, train_weighted_split_paths=(f"T: 1 0.4:1 {a}, 1 0:0.5 {a}",))
+    with pytest.raises(ConfigError, match=f"the T data name documents of {a} more than once: name them once"):
+        dataset_usage(renormalized, 4, 1234, (40, 0, 0))
+
+
 def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -> None:
     flags = [
         *SMALL,
@@ -145,16 +170,17 @@ def test_missing_indices_are_reported_with_the_command_that_prepares_them(
 ) -> None:
     config = config_of(Row(dp=4), data={"data_path": (a,), "split": "1"})
     length = RunLength.from_config(config)
-    assert index_notes(config, length) == ["rank 0 builds 1 indices of the data order (0 MB)"]
+    stamp = IndexStamp(config.data)
+    assert index_notes(config, length, stamp) == ["rank 0 builds 1 indices of the data order (0 MB)"]
     monkeypatch.setattr(run_data, "_LARGE_INDEX_BYTES", 0)
-    (note,) = index_notes(config, length)
+    (note,) = index_notes(config, length, stamp)
     assert note.endswith("4 ranks wait for it. To build them before a job, run tools/prepare_indices.py "
                          "--world-size 4 with the flags of this run")  # fmt: skip
     prepare_index_files(config.data, 32, config.training.seed, length.samples_per_split(config))
-    assert index_notes(config, length) == []
+    assert index_notes(config, length, stamp) == []
     strict = replace(config, data=replace(config.data, require_prepared_indices=True))
     with pytest.raises(UserError, match="1 of 1 indices are not prepared"):  # no stamp vouches for them
-        index_notes(strict, length)
+        index_notes(strict, length, stamp)
 
 
 def test_hostile_evaluations_that_repeat_their_data_without_end_are_refused(a: str) -> None:

@@ -19,8 +19,8 @@ from megatron.planner.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
-# All scripts but the one that starts tools/sweep.py.
-NO_RUN = ("sweep-partition.slurm", "convert-universal.slurm", "preprocess.slurm")
+# These scripts start other tools than pretrain_gpt.py.
+NO_RUN = ("sweep-partition.slurm", "convert-universal.slurm", "preprocess.slurm", "prepare-indices.slurm")
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm") if path.name not in NO_RUN)
 VOCAB = 50257
 MODEL = (
