@@ -22,6 +22,7 @@ from tokenizers import ByteLevelBPETokenizer
 import tests.environment  # noqa: F401
 from tests.end_to_end.command import ROOT
 from tests.support.object_store import Bucket, ObjectStoreServer, serve_objects
+from tests.support.process_state import process_state
 
 NUM_FILES = 30
 VOCAB_SIZE = 600
@@ -97,6 +98,17 @@ def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
         for index, item in enumerate(all_rows):
             if index not in kept and item.nodeid.partition("[")[2][:-1] not in also:
                 item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_it_was() -> Iterator[None]:
+    """Fails a test that changes the state of its process. Otherwise a later test fails, and only if the same
+    process runs both in this order."""
+    before = process_state()
+    yield
+    after = process_state()
+    changes = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changes, "the test has changed the state of its process: (before, after)"
 
 
 @pytest.fixture(scope="session")
