@@ -44,7 +44,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, ShardBox, local_shape, shard_boxes
+from megatron.mpu.parameter_spec import ParameterSpec, ShardBox, local_shape, shard_boxes
 
 # Prefix of what the optimizer holds.
 OPTIMIZER = "optimizer."
