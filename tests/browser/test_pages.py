@@ -168,7 +168,7 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
 
 
 def test_another_layout_of_a_search_is_shown(show: Show) -> None:
-    words, _ = with_defaults([*MODEL.split(), "--world-size", "4"])
+    words, _ = with_defaults([*MODEL.split(), "--world-size", "2"])
     found = search_report(read_command_line(words, {}).config, words, top=1).data
     browser = show("search", found)
     rates = [one["step"]["tokens_per_second"] for one in found["candidates"]]

@@ -32,6 +32,7 @@ _IMPORTED_ONCE = [
     "torch._dynamo",
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
+    "s3fs",
     "megatron.checkpoint.manager",
     "megatron.engine.pipeline_engine",
     "megatron.pipeline.stages",

@@ -18,7 +18,8 @@ _SIGNALS = sorted(signal.valid_signals())
 def process_state() -> dict[str, Any]:
     """Returns the current state of this process, by the name of each part."""
     return {
-        "environment": dict(os.environ),
+        # pytest notes there which test runs.
+        "environment": {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"},
         "working directory": os.getcwd(),
         "limits": [resource.getrlimit(kind) for kind in _LIMITS],
         "signal handlers": [signal.getsignal(number) for number in _SIGNALS],
