@@ -107,7 +107,10 @@ def _process_is_left_as_it_was() -> Iterator[None]:
     before = process_state()
     yield
     after = process_state()
-    changes = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    parts = {*before, *after}
+    changes = {
+        part: (before.get(part), after.get(part)) for part in parts if before.get(part) != after.get(part)
+    }
     assert not changes, "the test has changed the state of its process: (before, after)"
 
 

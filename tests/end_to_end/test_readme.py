@@ -157,7 +157,7 @@ def test_four_processes_train(quickstart: str, copy: Path) -> None:
 
 def test_the_flags_of_four_processes_are_valid() -> None:
     flags = shlex.split(command_with("distributed.run pretrain_gpt.py").partition("pretrain_gpt.py")[2])
-    parallel = parse_args([*flags, "--world-size", "4"], {}).parallel
+    parallel = parse_args([*flags, "--dry-run", "--world-size", "4"], {}).parallel
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
 
 
