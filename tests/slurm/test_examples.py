@@ -415,7 +415,8 @@ STUBS = {
 }
 
 
-@pytest.mark.gate(rows=1)
+# The smoke job runs the same commands, and test_slurm_examples.py parses the flags of every script.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "nodes", "words", "layout"),
     [
