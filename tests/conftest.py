@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import json
 import os
 import signal
@@ -81,6 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {item for item in items if zlib.crc32(item.nodeid.encode()) % count == wanted % count}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def pytest_collection_finish() -> None:
+    # Modules and tests are never garbage: a collection would look at each of their objects.
+    gc.freeze()
 
 
 def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
