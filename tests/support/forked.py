@@ -70,8 +70,8 @@ def start(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 def _call(function: Callable[..., None], *args: Any) -> None:
     """Runs in the new process."""
-    # What was imported is never garbage. Without this, a collection looks at 200,000 objects for 0.25 s, and copies
-    # their memory pages, which the processes share.
+    # What was imported is never garbage. Without this, a collection looks at 200,000 objects for 0.25 s, and
+    # copies their memory pages, which the processes share.
     gc.freeze()
     function(*args)
 
