@@ -124,7 +124,7 @@ def test_sigterm_ends_a_process_that_waits_for_a_failed_rank(tmp_path: Path) -> 
     process = start(PROGRAM.format(WATCH.replace("1.0", "600.0")), reports=tmp_path)
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(3)
+        process.wait(1)
     RankReport(str(tmp_path), "0").end(ExitStatus.FAILED, "error: broken")
     assert process.wait(HANG_TIMEOUT_S) == 143
 
