@@ -109,14 +109,15 @@ def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _process_is_left_as_it_was() -> Iterator[None]:
     """Fails a test that changes the state of its process. Otherwise a later test fails, and only if the same
-    process runs both in this order."""
-    before = process_state()
+    process runs both in this order. The environment is restored: programs and libraries that a test calls set
+    variables."""
+    environment, before = dict(os.environ), process_state()
     yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     after = process_state()
-    parts = {*before, *after}
-    changes = {
-        part: (before.get(part), after.get(part)) for part in parts if before.get(part) != after.get(part)
-    }
+    changes = {part: (before[part], after[part]) for part in before if before[part] != after[part]}
     assert not changes, "the test has changed the state of its process: (before, after)"
 
 

@@ -12,16 +12,12 @@ from typing import Any
 import torch
 
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-# By pytest for each test, and by torch when its compiler is imported.
-_SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _SIGNALS = sorted(signal.valid_signals())
 
 
 def process_state() -> dict[str, Any]:
-    """Returns the current state of this process, by the name of each part."""
-    environment = {f"${name}": value for name, value in os.environ.items() if name not in _SET_BY_LIBRARIES}
+    """Returns the current state of this process without its environment, by the name of each part."""
     return {
-        **environment,
         "working directory": os.getcwd(),
         "limits": [resource.getrlimit(kind) for kind in _LIMITS],
         "signal handlers": [signal.getsignal(number) for number in _SIGNALS],

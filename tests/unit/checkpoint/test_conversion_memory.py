@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.checkpoint import digests
+from megatron.checkpoint import host_digests
 from megatron.checkpoint.formats import dcp, native, native_writer
 from megatron.checkpoint.formats.registry import writer_class
 from megatron.checkpoint.formats.state import ReplicaMismatch
@@ -58,7 +58,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "_BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(dcp, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(native_writer, "_STEP_BYTES", CHUNK)
-    monkeypatch.setattr(digests, "CHUNK", BLOCK // 8)
+    monkeypatch.setattr(host_digests, "CHUNK", BLOCK // 8)
 
 
 def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
