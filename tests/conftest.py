@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from tokenizers import ByteLevelBPETokenizer
 import tests.environment  # noqa: F401
 from tests.end_to_end.command import ROOT
 from tests.support.object_store import Bucket, ObjectStoreServer, serve_objects
+from tests.support.process_state import process_state
 
 NUM_FILES = 30
 VOCAB_SIZE = 600
@@ -82,6 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in chosen]
 
 
+def pytest_collection_finish() -> None:
+    # Modules and tests are never garbage: a collection would look at each of their objects.
+    gc.freeze()
+
+
 def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
     """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, from the first to the
     last: with two parameters, a step of N / count would find the same value of one of them again and again.
@@ -97,6 +104,21 @@ def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
         for index, item in enumerate(all_rows):
             if index not in kept and item.nodeid.partition("[")[2][:-1] not in also:
                 item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_it_was() -> Iterator[None]:
+    """Fails a test that changes the state of its process. Otherwise a later test fails, and only if the same
+    process runs both in this order. The environment is restored: programs and libraries that a test calls set
+    variables."""
+    environment, before = dict(os.environ), process_state()
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    after = process_state()
+    changes = {part: (before[part], after[part]) for part in before if before[part] != after[part]}
+    assert not changes, "the test has changed the state of its process: (before, after)"
 
 
 @pytest.fixture(scope="session")

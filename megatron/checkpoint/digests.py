@@ -8,33 +8,27 @@ Several changes cancel with a probability of about 2^-60. The digest detects err
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.host_digests import add_part, global_positions, host_digests
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.mix64 import mix64, mix64_in_place
-from megatron.mpu.parameters import ParameterSpec, local_shape, shard_boxes
+from megatron.mpu.mix64 import mix64
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.world import broadcast_from_rank_0
 
-if TYPE_CHECKING:  # they import DeepSpeed, which takes seconds in the process that writes files
+if TYPE_CHECKING:
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
     from megatron.optimizer.zero import LocalParamState
 
-# Elements per block: their positions and keys fit in a core's cache.
-CHUNK = 1 << 16
 # On a device large blocks need few launches.
 DEVICE_CHUNK = 1 << 24
-# Keys of the first blocks of positions are kept, 64 MB: computing them takes most of the time of a digest.
-_KEPT_BLOCKS = 128
-_WORD = 1 << 64
 # Parameter -> state -> digest of a rank's part.
 PartDigests = dict[str, dict[str, int]]
 
@@ -115,11 +109,6 @@ def part_digests(part: LocalParamState) -> dict[str, int]:
     return fragment_digests(part.spec, part.tp_group, part.start, part.values)
 
 
-def add_part(digests: dict[Any, int], key: Any, part: int) -> None:
-    """Adds the digest of some elements of a tensor to the digest of its other elements."""
-    digests[key] = (digests.get(key, 0) + part) % _WORD
-
-
 def fragment_digests(
     spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
@@ -128,75 +117,18 @@ def fragment_digests(
     start: index of the fragment's first element in the shard. values: state -> flat fp32 tensor; all have one
     length. Padded rows of the vocabulary add 0.
     """
-    length, device = next((value.numel(), value.device) for value in values.values())
+    device = next(iter(values.values())).device
+    if device.type == "cpu":
+        arrays = {state: value.numpy() for state, value in values.items()}
+        return host_digests(spec, tp_group, start, arrays)
     sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
-    if device.type == "cpu" and tp_group.size == 1 and spec.num_valid_rows is None:
-        blocks = _consecutive_keys(start, length)
-    else:
-        blocks = _keys_of_shard(spec, tp_group, start, length, device)
-    for first, keys in blocks:
+    length = len(next(iter(values.values())))
+    arange = partial(torch.arange, device=device)
+    for first, positions in global_positions(spec, tp_group, start, length, DEVICE_CHUNK, arange):
+        keys = mix64(positions) | 1
         for state, value in values.items():
-            bits = value[first : first + len(keys)].contiguous().view(torch.int32)
-            sums[state] += _sum_of_products(keys, bits)
-    return {state: int(total) % _WORD for state, total in sums.items()}
-
-
-def _consecutive_keys(start: int, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields the keys of consecutive positions, block by block: (index of the first one, keys)."""
-    done = 0
-    while done < length:
-        block, within = divmod(start + done, CHUNK)
-        count = min(CHUNK - within, length - done)
-        if block < _KEPT_BLOCKS:
-            keys = _block_keys(block, CHUNK)[within : within + count]
-        else:
-            keys = _keys(torch.arange(start + done, start + done + count))
-        yield done, keys
-        done += count
-
-
-@lru_cache(maxsize=_KEPT_BLOCKS)
-def _block_keys(block: int, size: int) -> Tensor:
-    """Returns the keys of a block of positions. All states of all parameters share them."""
-    return _keys(torch.arange(block * size, (block + 1) * size))
-
-
-def _keys_of_shard(
-    spec: ParameterSpec, tp_group: TPGroup, start: int, length: int, device: torch.device
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (index of the first element, keys) of the blocks of a fragment. Padding has no keys."""
-    limit = CHUNK if device.type == "cpu" else DEVICE_CHUNK
-    # Blocks of whole rows are one box each.
-    row = math.prod(local_shape(spec, tp_group)[spec.shard_dim or 0 :])
-    step = limit - limit % row if row <= limit else limit
-    strides = [math.prod(spec.global_shape[dim + 1 :]) for dim in range(len(spec.global_shape))]
-    first = start
-    while first < start + length:
-        end = min((first // step + 1) * step, start + length)
-        for box in shard_boxes(spec, tp_group, first, end):
-            positions = torch.zeros((), dtype=torch.int64, device=device)
-            for offset, size, stride in zip(box.offsets, box.sizes, strides, strict=True):
-                along = torch.arange(offset * stride, (offset + size) * stride, stride, device=device)
-                positions = positions[..., None] + along
-            yield box.first - start, _keys(positions.view(-1))
-        first = end
-
-
-def _keys(positions: Tensor) -> Tensor:
-    """Returns the odd keys of some positions."""
-    if positions.device.type != "cpu":
-        return mix64(positions) | 1
-    keys = positions.numpy().astype(np.uint64)
-    mix64_in_place(keys)
-    keys |= np.uint64(1)
-    return torch.from_numpy(keys.view(np.int64))
-
-
-def _sum_of_products(keys: Tensor, bits: Tensor) -> Tensor | int:
-    """Returns the sum, modulo 2^64, of the keys times the bits of elements."""
-    if keys.device.type != "cpu":
-        return (keys * bits).sum()
-    return int(np.multiply(keys.numpy(), bits.numpy()).sum())
+            sums[state] += (keys * value[first : first + len(keys)].contiguous().view(torch.int32)).sum()
+    return {state: int(total) % 2**64 for state, total in sums.items()}
 
 
 def combined(records: Sequence[RankDigests]) -> StateDigests:

@@ -73,7 +73,8 @@ _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 def disable_shm_comm_jit() -> None:
     """Entry 8. Call it before the process group is created."""
-    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+    # Set without a look at the table, which would run compilers to find which other operators can be built.
+    vars(deepspeed.ops)["__compatible_ops__"] = {_SHARED_MEMORY_OP: False}
 
 
 def set_default_group_timeout(timeout: timedelta) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention import bias as attention_bias
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.attention import AttentionMask, flash_attention
@@ -117,6 +116,9 @@ class CoreAttention(nn.Module):
                 continue
             own, keys, values = (x.permute(1, 2, 0, 3) for x in parts)
             if choice == Implementation.SDPA:
+                # Imported on use: it loads torch's compiler, for a second.
+                from torch.nn.attention import bias as attention_bias
+
                 bias = attention_bias.causal_lower_right(len(rows), rows.stop)
                 output = F.scaled_dot_product_attention(
                     own, keys, values, bias, scale=self.scale, enable_gqa=shares

@@ -1,8 +1,14 @@
-"""A hash of 64-bit integers, for random numbers and digests. It imports only torch and numpy."""
+"""A hash of 64-bit integers, for random numbers and digests. It imports only numpy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 

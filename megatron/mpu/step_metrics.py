@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.mpu.compilation import not_compiled
+
 Reduction = Literal["mean", "max", "min"]
 
 
@@ -37,7 +39,7 @@ class StepMetrics:
         finally:
             self._is_step = False
 
-    @torch.compiler.disable
+    @not_compiled
     @torch.no_grad()
     def record(self, name: str, value: Tensor | float, reduce: Reduction = "mean") -> None:
         """Records a scalar, which is read at the log line. Raises ValueError if the name has another

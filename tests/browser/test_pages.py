@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from megatron.config import read_command_line
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.statistics import dataset_statistics
+from megatron.planner import plan_tool
 from megatron.planner.command import with_defaults
 from megatron.planner.plan_tool import plan_report, search_report
 from megatron.planner.sweep.summary import summarize
@@ -167,8 +169,11 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
     assert 0 < first < last < end
 
 
-def test_another_layout_of_a_search_is_shown(show: Show) -> None:
-    words, _ = with_defaults([*MODEL.split(), "--world-size", "4"])
+def test_another_layout_of_a_search_is_shown(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a short search, without the changes of one setting, which the page of a plan shows."""
+    monkeypatch.setattr(plan_tool, "search", partial(plan_tool.search, planned=2))
+    monkeypatch.setattr(plan_tool, "what_if", lambda *_: ())
+    words, _ = with_defaults([*MODEL.split(), "--world-size", "2"])
     found = search_report(read_command_line(words, {}).config, words, top=1).data
     browser = show("search", found)
     rates = [one["step"]["tokens_per_second"] for one in found["candidates"]]

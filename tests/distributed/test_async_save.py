@@ -107,7 +107,7 @@ def lose_the_writer(folder: Path, victim: int, moment: str) -> list[Any]:
 def test_a_save_whose_writer_dies_is_reported_and_the_next_one_is_at_once(
     victim: int, moment: str, tmp_path: Path
 ) -> None:
-    for ends, problems in run_world(2, lose_the_writer, tmp_path, victim, moment, timeout=30.0):
+    for ends, problems in run_world(2, lose_the_writer, tmp_path, victim, moment):
         assert ends == [None, None, "global_step3"]
         (first, second) = problems
         assert first == (1, "")

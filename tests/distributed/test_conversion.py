@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,9 +13,9 @@ from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
-from tests.end_to_end.command import ROOT
-from tests.support import HANG_TIMEOUT_S
+from tests.end_to_end.command import ROOT, environment
 from tests.support.checkpoints import state_after
+from tests.support.forked import run_script
 from tests.support.layouts import Row
 from tests.support.pool import run_world
 
@@ -45,35 +43,15 @@ def test_an_interrupted_conversion_resumes(tmp_path):
     assert content["optimizer"] is None and content["args"].consumed_train_samples == 40
 
 
-KILLED = """
-import itertools, os, signal, sys
-from megatron.checkpoint.formats.native import NativeReader
-
-# Worker threads share the counter: each number is given out once, so exactly one of them sees the last.
-blocks, numbers, last = NativeReader.read_blocks, itertools.count(1), int(sys.argv.pop())
-
-def then_kill(*args):
-    for block in blocks(*args):
-        is_last = next(numbers) == last
-        yield block[: len(block) // 2] if is_last else block
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-NativeReader.read_blocks = then_kill
-from megatron.commands.ds_to_universal import main
-main()
-"""
+KILLED = ROOT / "tests" / "distributed" / "killed_conversion.py"
 
 
 def test_a_conversion_that_was_killed_during_a_write_resumes(tmp_path):
     source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for blocks in ("1", "20", "50"):
-        killed = subprocess.run(
-            [sys.executable, "-c", KILLED, *flags, blocks], env=environment, timeout=HANG_TIMEOUT_S
-        )
-        assert killed.returncode == -9 and not target.exists()
+        killed = run_script(KILLED, [*flags, blocks], environment(), 0)
+        assert killed.exit_codes == [-9] and not target.exists()
         assert list((tmp_path / "universal.partial" / "unfinished").iterdir())
     ds_to_universal.main(flags)
     converted(source, tmp_path / "at once")

@@ -48,6 +48,7 @@ def outcomes(row, parallel):
     return outcome(row, parallel, True), outcome(row, parallel, False)
 
 
+@pytest.mark.gate(rows=1, also=["interleaved"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_give_the_losses_and_gradients_of_whole_messages(name):
     row, parallel = LAYOUTS[name]

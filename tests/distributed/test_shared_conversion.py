@@ -1,7 +1,6 @@
 """Conversions to universal checkpoints by several tasks that are killed, start late, or differ in number."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -10,68 +9,19 @@ import pytest
 
 from tests.distributed.test_conversion import change_a_copy
 from tests.distributed.test_universal import converted, saved
-from tests.end_to_end.command import ROOT
+from tests.end_to_end.command import ROOT, environment
 from tests.support import HANG_TIMEOUT_S
+from tests.support.forked import run_script
 from tests.support.layouts import Row
 
-# Forks the tasks, as srun starts them. A victim kills itself after some blocks of parameters; then all other
-# tasks are killed, as with srun --kill-on-bad-exit, or take over its parameters.
-TASKS = """
-import itertools, json, os, signal, sys
-from megatron.checkpoint.formats.native import NativeReader
-from megatron.commands.ds_to_universal import main
-
-num_tasks, victims, ends_others, late = json.loads(sys.argv.pop())
-blocks, numbers = NativeReader.read_blocks, itertools.count(1)
-
-def run(rank):
-    os.environ |= {"SLURM_STEP_ID": "0", "SLURM_NTASKS": str(num_tasks), "SLURM_PROCID": str(rank)}
-    last = victims.get(str(rank))
-    def then_kill(*args):
-        for block in blocks(*args):
-            if next(numbers) == last:
-                yield block[: len(block) // 2]
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield block
-    NativeReader.read_blocks = then_kill
-    main()
-
-tasks = {}
-for rank in range(num_tasks - late):
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            run(rank)
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    tasks[pid] = rank
-codes = {}
-while tasks:
-    pid, status = os.wait()
-    codes[tasks.pop(pid)] = os.waitstatus_to_exitcode(status)
-    if status and ends_others:
-        for other in tasks:
-            os.kill(other, signal.SIGKILL)
-if late:
-    run(num_tasks - 1)
-print(json.dumps(codes), file=sys.stderr)
-"""
+TASKS = ROOT / "tests" / "distributed" / "conversion_tasks.py"
 
 
 def convert_in_tasks(flags, num_tasks, victims=None, ends_others=True, late=False):
     """Returns the exit codes of the ranks, the output and the errors."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    run = subprocess.run(
-        [sys.executable, "-c", TASKS, *flags, json.dumps([num_tasks, victims or {}, ends_others, int(late)])],
-        env={**environment, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_TIMEOUT_S,
-    )
+    variables = {name: value for name, value in environment().items() if not name.startswith("SLURM")}
+    plan = json.dumps([num_tasks, victims or {}, ends_others, int(late)])
+    run = run_script(TASKS, [*flags, plan], variables, 0)
     *errors, codes = run.stderr.splitlines()
     return json.loads(codes), run.stdout, "\n".join(errors)
 

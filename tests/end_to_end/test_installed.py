@@ -78,6 +78,8 @@ def test_every_command_is_installed_and_prints_its_help(programs: Path, tmp_path
         "    sys.argv = [command.name, '--help']\n"
         "    try: command.load()()\n"
         "    except SystemExit as end: assert not end.code, command\n"
+        # It would double the time of every start.
+        "assert 'torch._dynamo' not in sys.modules\n"
     )
     printed = execute(programs / "python", "-c", load, cwd=tmp_path)
     for command in COMMANDS:
@@ -95,9 +97,8 @@ def test_an_installed_wheel_trains_resumes_and_generates(
     flags += ["--save-interval", "3", "--exit-interval", "3"]
     printed = execute(programs / "megatron-pretrain-gpt", *flags, cwd=tmp_path)
     assert "iteration        3/       5" in printed
-    launch = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    layout = ["--pipeline-model-parallel-size", "2"]
-    printed = execute(*launch, "-m", "pretrain_gpt", *flags, *layout, cwd=tmp_path)
+    launch = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    printed = execute(*launch, "-m", "pretrain_gpt", *flags, cwd=tmp_path)
     assert "iteration        4/       5" in printed and "iteration        5/       5" in printed
     generate = [programs / "megatron-generate", "--load", "checkpoints", "--prompt", "def main("]
     assert execute(*generate, "--max-new-tokens", "4", cwd=tmp_path).startswith("def main(")

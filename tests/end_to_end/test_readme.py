@@ -8,12 +8,14 @@ block, which installs for GPUs, is not run.
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron.config import parse_args
 from tests.end_to_end.clone import commands_in, make_clone, run
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
@@ -130,10 +132,12 @@ def test_the_suggested_training_makes_nothing_twice_and_resumes(quickstart: str,
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
+@pytest.mark.full  # the quickstart has run the tool with another prompt
 def test_a_text_is_continued(quickstart: str, copy: Path) -> None:
     assert run(command_with("tools/generate.py"), copy).startswith("class Queue:")
 
 
+@pytest.mark.full  # test_inspect.py runs the tool, and test_documented_commands.py parses the command
 def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) -> None:
     printed = run(command_with("tools/inspect_checkpoint.py"), copy)
     newest = (copy / "runs" / "quickstart" / "checkpoints" / "latest").read_text()
@@ -151,11 +155,10 @@ def test_four_processes_train(quickstart: str, copy: Path) -> None:
     assert "iteration        5/       5" in printed
 
 
-def test_the_flags_of_four_processes_pass_a_dry_run(quickstart: str, copy: Path) -> None:
-    command = command_with("distributed.run pretrain_gpt.py")
-    flags = command.partition("pretrain_gpt.py")[2]
-    printed = run(f".venv/bin/python pretrain_gpt.py --dry-run --world-size 4 {flags}", copy)
-    assert "4 processes = TP 2 x PP 2 x DP 1" in printed
+def test_the_flags_of_four_processes_are_valid() -> None:
+    flags = shlex.split(command_with("distributed.run pretrain_gpt.py").partition("pretrain_gpt.py")[2])
+    parallel = parse_args([*flags, "--dry-run", "--world-size", "4"], {}).parallel
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
 
 
 def test_a_176b_run_is_planned(copy: Path) -> None:
@@ -274,7 +277,7 @@ def test_every_page_has_a_command() -> None:
     assert all(commands_in(f"docs/{name}") for name in [*(page.name for page in PAGES), *RUN_ELSEWHERE])
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)  # test_documented_commands.py parses them all
 @pytest.mark.parametrize(
     ("page", "number"),
     [(page.name, number) for page in PAGES for number in range(len(commands_in(f"docs/{page.name}")))],

@@ -45,7 +45,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=0, also=["embedding-90", "norms-80"])  # the kernels with the fewest variants
 @pytest.mark.parametrize("architecture", [90, 80])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_kernel_spills(kernel: str, architecture: int) -> None:

@@ -29,7 +29,11 @@ PARTS = {
         "cumsum",
         3 * H * H + 3 * H + 3 * H // 2 + 3 * H * H // 2 + H - (PROJECTIONS + 4 * H),
     ),
-    "two MLPs": ("--layer-arrangement two-mlps", "silu", 2 * H * H // 4 + H // 4 + H),
+    "arrangement, MLP and norm": (
+        "--layer-arrangement two-mlps --normalization PeakNorm",
+        "silu",
+        2 * H * H // 4 + H // 4 + H + 3 - H,
+    ),
 }
 LAYOUTS = {
     "one process": "",
@@ -54,7 +58,7 @@ def report(flags: str) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=0, also=["arrangement, MLP and norm-zero-bubble"])
 @pytest.mark.parametrize(("part", "layout"), ROWS)
 def test_the_planner_plans_what_it_never_saw(part: str, layout: str) -> None:
     flags, operation, _ = PARTS[part]

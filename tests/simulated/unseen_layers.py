@@ -85,7 +85,7 @@ class CausalMean(nn.Module):
 
 
 class TwoMLPs(nn.Module):
-    """A wide MLP beside one of low rank, whose matrices are four. [seq, batch, hidden] -> the same."""
+    """A wide MLP beside one of low rank, with four matrices in total; it keeps [seq, batch, hidden]."""
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ def _register() -> None:
     """Registers each part, as a line in registries.py or gpt_model.py would."""
     path = "tests.simulated.unseen_layers:"
     norms = ("input_layernorm", "post_attention_layernorm")
-    for name, arrange, its_norms in (
-        ("half-sandwich", path + "half_sandwich", (*norms, "post_mlp_layernorm")),
-        ("causal-mean", "megatron.model.gpt_model:pre_norm", norms),
-        ("two-mlps", "megatron.model.gpt_model:parallel", norms),
-    ):
-        ends_with_norm = name == "half-sandwich"
+    half_sandwich = (path + "half_sandwich", (*norms, "post_mlp_layernorm"))
+    for name, (arrange, its_norms) in {
+        "half-sandwich": half_sandwich,
+        "two-mlps": half_sandwich,
+        "causal-mean": ("megatron.model.gpt_model:pre_norm", norms),
+    }.items():
         LAYER_ARRANGEMENTS._choices[name] = LayerArrangement(
-            name, arrange, norms=its_norms, ends_with_norm=ends_with_norm
+            name, arrange, norms=its_norms, ends_with_norm="post_mlp_layernorm" in its_norms
         )
     for registry, name, attribute in (
         (ACTIVATIONS, "mish", "mish"),

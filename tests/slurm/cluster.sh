@@ -137,6 +137,9 @@ stop() {
         deadline=$((SECONDS + 20))
         while ((SECONDS < deadline)) && [ -n "$(timeout 10 squeue --noheader 2>/dev/null)" ]; do sleep 0.5; done
     fi
+    for name in slurmd-n1 slurmd-n2 slurmctld; do # at once: each takes seconds to end
+        if alive "$folder/pid/$name"; then kill "$(cat "$folder/pid/$name")" || true; fi
+    done
     for name in slurmd-n1 slurmd-n2 slurmctld munged; do
         end_daemon "$folder/pid/$name"
     done
@@ -148,7 +151,7 @@ end_daemon() { # end_daemon PIDFILE
     local deadline=$((SECONDS + 10)) pid
     alive "$1" || return 0
     pid=$(cat "$1")
-    kill "$pid"
+    kill "$pid" 2>/dev/null || true
     while [ -d "/proc/$pid" ] && ((SECONDS < deadline)); do sleep 0.1; done
     if [ -d "/proc/$pid" ]; then kill -KILL "$pid" || true; fi
 }

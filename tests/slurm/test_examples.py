@@ -94,13 +94,13 @@ def test_a_second_start_finds_the_cluster_of_the_first(slurm: dict[str, str]) ->
 
 
 def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
-    job = submit("smoke.slurm")
+    job = submit("smoke.slurm", GPUS_PER_NODE=1)  # the first start of each process takes most of the time
     assert job.end() == 0, job.log()
     assert steps(job.log()) == [1, 2, 3, 4, 5, 6]
     assert (
         job.log()
         .splitlines()[-1]
-        .startswith("smoke: 2 node(s) x 2 processes trained 6 steps, saved and resumed")
+        .startswith("smoke: 2 node(s) x 1 processes trained 6 steps, saved and resumed")
     )
 
 
@@ -415,7 +415,8 @@ STUBS = {
 }
 
 
-@pytest.mark.gate(rows=1)
+# The smoke job runs the same commands, and test_slurm_examples.py parses the flags of every script.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "nodes", "words", "layout"),
     [

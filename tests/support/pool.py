@@ -241,8 +241,6 @@ def _work(connection: Connection, stack_file: str) -> None:
     torch.set_num_threads(1)
     # On CPUs DeepSpeed would compile a kernel, for 30 s, when the first world is made; nothing here uses it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
-    # What was imported is never garbage. Without this, each collection looks at 200,000 objects for 0.25 s.
-    gc.freeze()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         state = _deepspeed_state()

@@ -114,7 +114,7 @@ def _wait_for_end(tool: subprocess.Popen[bytes]) -> None:
     """Waits for a shard; raises AssertionError if it does not end, or if processes of it live on."""
     tool.wait(timeout=HANG_TIMEOUT_S)
     assert tool.returncode in (0, 2, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM), tool.returncode
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + HANG_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             os.killpg(tool.pid, 0)

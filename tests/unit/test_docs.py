@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 
 import pytest
 
@@ -52,18 +53,18 @@ def templates_of(node: ast.expr) -> list[Template]:
     return joined
 
 
-def messages() -> Iterator[re.Pattern[str]]:
-    """Yields a pattern for each message in the sources that has enough constant characters."""
+@cache
+def messages() -> list[re.Pattern[str]]:
+    """Returns a pattern for each message in the sources that has enough constant characters."""
+    found = []
     for path in sorted((ROOT / "megatron").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
                 continue
             for template in templates_of(node):
                 if sum(map(len, template)) >= MIN_CONSTANT_CHARACTERS:
-                    yield re.compile(".+?".join(map(re.escape, template)))
-
-
-MESSAGES = list(messages())
+                    found.append(re.compile(".+?".join(map(re.escape, template))))
+    return found
 
 
 def test_the_page_quotes_many_lines() -> None:
@@ -82,14 +83,14 @@ PRODUCED = [produced(flags) for flags in ("--hiden-size 8", "--ds-sequence-paral
 
 @pytest.mark.parametrize("line", [line for line in QUOTED if line not in PRODUCED])
 def test_a_quoted_line_is_a_message_of_the_program(line: str) -> None:
-    found = [match for pattern in MESSAGES if (match := pattern.search(line))]
+    found = [match for pattern in messages() if (match := pattern.search(line))]
     longest = max((len(match[0]) for match in found), default=0)
     assert longest >= len(line) / 3, "no message of the program has the constant parts of this line"
 
 
 def test_a_line_that_the_program_never_prints_is_found() -> None:
     line = "error: checkpoint runs/a/global_step300 holds a different network: hidden_size was 1024, is 2048"
-    assert max((len(found[0]) for p in MESSAGES if (found := p.search(line))), default=0) < len(line) / 3
+    assert max((len(found[0]) for p in messages() if (found := p.search(line))), default=0) < len(line) / 3
 
 
 def test_the_quoted_errors_of_flags_are_what_the_program_prints() -> None:

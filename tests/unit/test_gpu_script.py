@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import throughput
 from megatron.config.cli import parse_args
 from megatron.training.log_lines import IntervalSummary, format_training_line
 from tests.end_to_end.command import ROOT
@@ -63,9 +64,11 @@ def test_an_unknown_part_is_refused_before_the_first_one(tmp_path: Path) -> None
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("card, too_large", [("h100-80gb", {"6.7B"}), ("h200-141gb", set())])
-def test_the_presets_fit_an_h100_and_the_largest_an_h200(card: str, too_large: set[str]) -> None:
-    command = [sys.executable, "benchmarks/throughput.py", "--fits", card]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+def test_the_presets_fit_an_h100_and_the_largest_an_h200(
+    card: str, too_large: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    throughput.print_fits(card)
+    lines = capsys.readouterr().out.splitlines()
     verdicts = dict(line.split(" ", 1) for line in lines if " fit" in line)
     assert len(verdicts) == 6
     assert {name for name, verdict in verdicts.items() if not verdict.startswith("fits")} == too_large

@@ -49,7 +49,7 @@ from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
-from megatron.mpu.parameters import ParameterSpec, ShardBox, shard_boxes
+from megatron.mpu.parameter_spec import ParameterSpec, ShardBox, shard_boxes
 
 # Prefix of what the optimizer holds.
 OPTIMIZER = "optimizer."

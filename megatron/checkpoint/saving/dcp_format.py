@@ -28,7 +28,8 @@ from megatron.checkpoint.saving.files import Content, RankFiles
 from megatron.checkpoint.saving.formats import SaveFormat
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.mpu.parameters import ShardBox, own_storage, shard_boxes
+from megatron.mpu.parameter_spec import ShardBox, shard_boxes
+from megatron.mpu.parameters import own_storage
 from megatron.optimizer.zero import LocalParamState
 from megatron.shares import share_out
 

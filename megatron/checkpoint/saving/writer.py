@@ -28,10 +28,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.host_digests import add_part, host_digests
 from megatron.child_processes import end_with_parent, python_path, signals_blocked
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 if TYPE_CHECKING:  # the process that writes files needs no configuration
     from megatron.config import Config
@@ -231,8 +234,6 @@ class _RingFile:
 
     def write(self, data: Any) -> int:
         """Appends the bytes of a buffer, which for a tensor's storage is the tensor's own memory."""
-        import numpy as np
-
         content = memoryview(data).cast("B")
         base = int(np.frombuffer(content, np.uint8).ctypes.data) if len(content) else 0
         self._writer.append(content, lambda begin, end: self._parts(base + begin, base + end))
@@ -290,14 +291,9 @@ class _WriterProcess:
         self._pipe.send(("freed", used))
 
     def _add_digest(self, number: int, content: memoryview, first: int) -> None:
-        # Imported at the first use: a writer without digests needs no torch.
-        import torch
-
-        from megatron.checkpoint.digests import add_part, fragment_digests
-
         name, state_name, spec, tp_rank, tp_size = self._fragments[number]
-        values = torch.frombuffer(content, dtype=torch.float32)
-        (part,) = fragment_digests(spec, TPGroup(tp_rank, tp_size), first, {state_name: values}).values()
+        values = {state_name: np.frombuffer(content, np.float32)}
+        part = host_digests(spec, TPGroup(tp_rank, tp_size), first, values)[state_name]
         add_part(self._result.digests.setdefault(name, {}), state_name, part)
 
     def _close(self) -> None:

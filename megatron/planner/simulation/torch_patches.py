@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import bias as attention_bias
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from megatron.planner.simulation.device import NAME, SimulatedDevice
@@ -42,6 +41,9 @@ def register_device() -> None:
 @contextmanager
 def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
     """Applies all patches within this context."""
+    # Imported on use: it loads torch's compiler, for a second, also in a process that only reads results.
+    from torch.nn.attention import bias as attention_bias
+
     patches: list[tuple[Any, str, Callable]] = [
         (torch, "tensor", _tensor(torch.tensor)),
         (nn.Module, "_apply", _apply),

@@ -81,6 +81,7 @@ def assert_equal(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor])
         assert torch.equal(tensor, theirs[key]), key
 
 
+@pytest.mark.gate(rows=1, also=["untied-way1", "tied-way2", "untied-way3"])
 @pytest.mark.parametrize(
     "way", [("dcp",), ("torch_dist",), ("universal", "dcp"), ("torch_dist", "universal")]
 )
@@ -112,6 +113,7 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
                 assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
 
 
+@pytest.mark.gate(rows=1)
 def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, small_chunks: None) -> None:
     folder, output = convert(native, tmp_path / "dcp", "dcp"), tmp_path / "x.pt"
     command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils"]

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.checkpoint.digests import CHUNK, fragment_digests
+from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.host_digests import CHUNK
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mix64 import mix64, mix64_in_place
 from megatron.mpu.parameters import ParameterSpec

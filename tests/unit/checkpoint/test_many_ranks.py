@@ -41,6 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, lis
     return {zero: (folder, ranks_of(SAVED[zero]).save(folder)) for zero, folder in folders.items()}
 
 
+@pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("zero", SAVED)
 def test_a_rank_opens_the_files_that_it_needs(zero: int, name: str, saved) -> None:

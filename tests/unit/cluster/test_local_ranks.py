@@ -37,7 +37,7 @@ if sys.argv[2].startswith("is killed") and os.environ["RANK"] == "2":
     open(__file__ + ".dies", "w").close()
     time.sleep(0.5 if sys.argv[2] == "is killed later" else 0)
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0 if sys.argv[2] == "ends" else 60)
+time.sleep(0 if sys.argv[2] == "ends" else 10_000)  # longer than any test waits
 """
 
 
@@ -63,7 +63,7 @@ def test_the_ranks_have_a_launchers_variables_and_rank_0_its_own_afterwards(tmp_
 
 
 def test_rank_0_ends_with_the_exit_code_of_a_rank_that_fails(tmp_path: Path) -> None:
-    first = start(tmp_path, "60", "fails")
+    first = start(tmp_path, "10000", "fails")
     error = first.communicate(timeout=HANG_TIMEOUT_S)[1]
     assert first.returncode == 7 and error.count("rank 2 has ended with exit code 7") == 1
 
@@ -99,8 +99,8 @@ def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
 
 @pytest.mark.parametrize("end", ["raises", "is killed"])
 def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
-    """The other ranks have rank 0's stdout open, and would sleep for 60 s."""
-    first = start(tmp_path, "0.1" if end == "raises" else "60", "waits")
+    """The other ranks have rank 0's stdout open, and would sleep on."""
+    first = start(tmp_path, "0.1" if end == "raises" else "10000", "waits")
     assert first.stdout is not None
     if end == "is killed":
         for _ in range(3):  # all ranks have printed their variables

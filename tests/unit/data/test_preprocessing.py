@@ -257,6 +257,7 @@ def test_the_tool_counts_what_it_leaves_out(tmp_path: Path, flags: Any, capsys: 
     assert "1 documents" in printed.out
 
 
+@pytest.mark.gate(rows=0, also=["group-2", "main-9"])  # a signal that is handled, and one that is not
 @pytest.mark.parametrize("target, number", [("main", 15), ("group", 15), ("group", 2), ("main", 9)])
 def test_a_signal_ends_the_tool_with_its_workers(
     target: str, number: int, jsonl: str, tmp_path: Path, flags: Any

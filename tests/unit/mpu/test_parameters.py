@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.mpu.layout import TPGroup
+from megatron.mpu.parameter_spec import shard_boxes
 from megatron.mpu.parameters import (
     ParameterSpec,
     initial_values,
@@ -15,7 +16,6 @@ from megatron.mpu.parameters import (
     merge_shards,
     new_parameter,
     own_storage,
-    shard_boxes,
     spec_of,
 )
 from tests.reference.shards import shard_of

@@ -17,6 +17,7 @@ from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate
 from megatron.optimizer.whole_matrices import WholeMatrices
 from megatron.optimizer.zero import OptimizerProcessGroups
+from tests.support import HANG_TIMEOUT_S
 
 # Fused and plain matrices, sharded along rows, along columns, and replicated.
 LAYER = {
@@ -32,7 +33,7 @@ class Network:
     """`torch.distributed` for `size` threads. The process group of a thread is its rank."""
 
     def __init__(self, size: int) -> None:
-        self._barrier, self._sent = Barrier(size, timeout=60), [()] * size
+        self._barrier, self._sent = Barrier(size, timeout=HANG_TIMEOUT_S), [()] * size
 
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, received_lengths: list, sent_lengths: list, group: int

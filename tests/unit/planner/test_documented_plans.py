@@ -111,6 +111,7 @@ def test_the_lines_of_the_introduction() -> None:
     assert f" needs {plan.peak_bytes / GIB:.2f} GiB and a reserve of {reserve:.2f} GiB" in introduction
 
 
+@pytest.mark.gate(rows=6)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_fits_and_its_figures_are_the_planners(name: str) -> None:
     recipe = RECIPES[name]

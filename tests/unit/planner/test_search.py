@@ -36,19 +36,19 @@ def words() -> tuple[str, ...]:
 
 @cache
 def found() -> SearchResult:
-    return search(parse_args(words(), {}), VOCAB, planned=8)
+    return search(parse_args(words(), {}), VOCAB, planned=4)
 
 
 def test_the_layouts_fit_and_are_sorted() -> None:
     result = found()
     rates = [one.tokens_per_second for one in result.candidates]
-    assert len(rates) >= 8 and rates == sorted(rates, reverse=True)
+    assert len(rates) >= 4 and rates == sorted(rates, reverse=True)
     assert all(one.fits for one in result.candidates) and not any(one.fits for one in result.too_large)
     assert result.combinations > 100
 
 
 def test_the_flags_of_a_layout_plan_the_same_layout_again() -> None:
-    for one in found().candidates[:5]:
+    for one in found().candidates[:3]:
         config = read_command_line(replaced(words(), one.change), {}).config
         assert config == one.config
         plan = plan_stages(config, VOCAB)
@@ -97,8 +97,8 @@ def test_tensor_parallelism_stays_in_a_node() -> None:
 
 def test_a_model_that_fits_nowhere_is_a_sentence() -> None:
     large = MODEL.replace("--num-layers 40", "--num-layers 400").replace("a100-80gb", "v100-16gb")
-    flags = with_defaults(run_flags(large.split(), None, 8))[0]
-    with pytest.raises(UserError, match=r"no layout of 8 devices of kind v100-16gb fits"):
+    flags = with_defaults(run_flags(large.split(), None, 2))[0]
+    with pytest.raises(UserError, match=r"no layout of 2 devices of kind v100-16gb fits"):
         search_report(parse_args(flags, {}), flags, 3)
 
 

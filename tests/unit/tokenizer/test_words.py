@@ -77,7 +77,8 @@ def nasty_texts() -> list[str]:
     return ["", *texts(), *mixed, *characters]
 
 
-@pytest.mark.gate(rows=1, also=("qwen2", "deepseek"))
+# Other tests of the gate train with the words of gpt2.
+@pytest.mark.gate(rows=0, also=("qwen2", "deepseek"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_are_the_ids_of_the_library(
     kind: str, vocabulary: tuple[str, str], monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from megatron.planner.sweep.folder import SweepFolder
 from megatron.planner.sweep.local import run_command
 from megatron.planner.sweep.run_log import read_result
 from megatron.planner.sweep.slurm import record_task, task_flags
-from tests.unit.hostile import HOSTILE_VALUES, bounds, fuzz, mutated_json, refusal
+from tests.unit.hostile import HOSTILE_VALUES, MUTATIONS, bounds, fuzz, mutated_json, refusal
 from tests.unit.planner.sweep.made import make_record, make_result, make_row
 
 A, B = make_row(0, "memory"), make_row(1, "time")
@@ -106,9 +106,10 @@ def test_a_result_is_written_to_the_folder_of_its_array(folder: SweepFolder, tmp
     assert (1, 1) in folder.results() and not (tmp_path / "victim").exists()
 
 
+@pytest.mark.parametrize("mutations", MUTATIONS)
 @pytest.mark.parametrize("name", ["sweep.json", "runs/000-1.json"])
 def test_hostile_values_are_reported_or_refused_by_a_sentence(
-    name: str, folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
+    name: str, mutations: int, folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "draw_summary", lambda summary, path: None)  # takes seconds
     file = folder.path / name
@@ -124,7 +125,7 @@ def test_hostile_values_are_reported_or_refused_by_a_sentence(
                 sweep.write_report(folder)
             except UserError as error:
                 assert str(folder.path) in str(error)
-    fuzz(300, lambda: sweep.write_report(folder), write, folder.path / "runs" / "nothing")
+    fuzz(mutations, lambda: sweep.write_report(folder), write, folder.path / "runs" / "nothing")
     for content in ("", "[]", "[" * 100_000, "nan", "\x00"):
         file.write_text(content)
         assert str(file) in refusal(lambda: sweep.write_report(folder))

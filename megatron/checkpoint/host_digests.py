@@ -1,0 +1,107 @@
+"""Digests of elements in host memory, for the process that writes checkpoints: they need no torch.
+
+`megatron.checkpoint.digests` describes the digests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.mix64 import mix64_in_place
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape, shard_boxes
+
+# Elements per block: their positions and keys fit in a core's cache.
+CHUNK = 1 << 16
+# Keys of the first blocks of positions are kept, 64 MB: computing them takes most of the time of a digest.
+_KEPT_BLOCKS = 128
+_WORD = 1 << 64
+
+
+def add_part(digests: dict[Any, int], key: Any, part: int) -> None:
+    """Adds the digest of some elements of a tensor to the digest of its other elements."""
+    digests[key] = (digests.get(key, 0) + part) % _WORD
+
+
+def host_digests(
+    spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, npt.NDArray[np.float32]]
+) -> dict[str, int]:
+    """Returns the contribution of a fragment of this rank's shard to the digests of the global tensors.
+
+    start: index of the fragment's first element in the shard. values: state -> flat array; all have one
+    length. Padded rows of the vocabulary add 0.
+    """
+    digests = dict.fromkeys(values, 0)
+    for first, keys in _keys_of_fragment(spec, tp_group, start, len(next(iter(values.values())))):
+        for state, value in values.items():
+            products = np.multiply(keys, value[first : first + len(keys)].view(np.int32))
+            add_part(digests, state, int(products.sum()))
+    return digests
+
+
+def _keys_of_fragment(
+    spec: ParameterSpec, tp_group: TPGroup, start: int, length: int
+) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """Yields the keys of a fragment's elements, block by block: (index of the first one, keys)."""
+    if tp_group.size > 1 or spec.num_valid_rows is not None:
+        for first, positions in global_positions(spec, tp_group, start, length, CHUNK, np.arange):
+            yield first, _keys(positions)
+        return
+    done = 0
+    while done < length:
+        block, within = divmod(start + done, CHUNK)
+        count = min(CHUNK - within, length - done)
+        if block < _KEPT_BLOCKS:
+            yield done, _keys_of_block(block, CHUNK)[within : within + count]
+        else:
+            yield done, _keys(np.arange(start + done, start + done + count))
+        done += count
+
+
+@lru_cache(maxsize=_KEPT_BLOCKS)
+def _keys_of_block(block: int, size: int) -> npt.NDArray[np.int64]:
+    """Returns the keys of a block of positions. All states of all parameters share them."""
+    return _keys(np.arange(block * size, (block + 1) * size))
+
+
+def _keys(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns the odd keys of some positions."""
+    keys = positions.astype(np.uint64)
+    mix64_in_place(keys)
+    keys |= np.uint64(1)
+    return keys.view(np.int64)
+
+
+def global_positions(
+    spec: ParameterSpec,
+    tp_group: TPGroup,
+    start: int,
+    length: int,
+    limit: int,
+    arange: Callable[[int, int, int], Any],
+) -> Iterator[tuple[int, Any]]:
+    """Yields the positions of a fragment's elements in the flattened global tensor, block by block: (index of
+    the first one, positions). Padding has no positions.
+
+    limit: the most elements of a block. arange: (first, end, step) -> the positions, of numpy or of torch.
+    """
+    # Blocks of whole rows are one box each.
+    row = math.prod(local_shape(spec, tp_group)[spec.shard_dim or 0 :])
+    step = limit - limit % row if row <= limit else limit
+    strides = [math.prod(spec.global_shape[dim + 1 :]) for dim in range(len(spec.global_shape))]
+    first = start
+    while first < start + length:
+        end = min((first // step + 1) * step, start + length)
+        for box in shard_boxes(spec, tp_group, first, end):
+            positions = arange(0, 1, 1)
+            for offset, size, stride in zip(box.offsets, box.sizes, strides, strict=True):
+                along = arange(offset * stride, (offset + size) * stride, stride)
+                positions = (positions[:, None] + along).reshape(-1)
+            yield box.first - start, positions
+        first = end
