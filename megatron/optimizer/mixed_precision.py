@@ -120,7 +120,7 @@ class MixedPrecisionOptimizer:
             ShardedUnit(module, self._flats_of(unit), self.unit_overlap)
             for unit, module in zero.units.items()
         ]
-        self._overlaps_gather = zero.overlap_param_gather
+        self._overlaps_gather, self._chains_gathers = zero.overlap_param_gather, zero.chains_param_gathers
         for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = main_grad_of(parameter)  # autograd accumulates in the flat buffer
@@ -280,12 +280,13 @@ class MixedPrecisionOptimizer:
             pending = [flat.all_gather_params() for flat in rest]
             for work in pending:
                 work.wait()
+        at_once = 1 if self._chains_gathers else len(self.buckets)
         self._not_gathered.clear()
-        self._not_gathered.extend(self.buckets)
+        self._not_gathered.extend(self.buckets[at_once:])
+        for bucket in self.buckets[:at_once]:
+            bucket.start_gather()
         if not self._overlaps_gather:
             self.wait_for_params()
-        elif self.buckets:
-            self._not_gathered.popleft().start_gather()
 
     def wait_for_params(self) -> None:
         """Waits until all weights of the last step have arrived. Call it before reading weights.

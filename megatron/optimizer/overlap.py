@@ -4,10 +4,11 @@ Both consist of transformer layers, and their flat groups hold only the paramete
 
 A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
 micro-batch. As soon as a bucket's gradients are final, its reduce-scatter starts, while the backward pass
-continues; `GradientReduction.run` waits for it. After the update the all-gather of the first bucket's weights
-starts. A layer's forward pass waits for its bucket's all-gather, then the next bucket's starts. If all
-started at once, a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) would start no later kernel
-before the last all-gather has started, so no forward pass would hide the others.
+continues; `GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights
+start; a layer's forward pass waits for its bucket's all-gather. But a GPU with one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1) starts no later kernel before the last all-gather has started, so no forward
+pass would hide the others. On the first stage, which does not wait for a message, the all-gathers are then
+chained: only the first one starts after the update, and a bucket's first layer starts the next one.
 
 A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
 only while the layer runs (arXiv 1910.02054):
