@@ -37,7 +37,7 @@ from megatron.optimizer.flat_group import (
     is_host_memory,
     wait_for_copies,
 )
-from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
+from megatron.optimizer.gradient_norm import gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loaded_group import LoadedGroup, SavedMoments, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
@@ -336,7 +336,7 @@ class MixedPrecisionOptimizer:
 
     def _norms_before_reduction(self) -> Tensor:
         """Returns the fp64 norm of this rank's gradient of each parameter. For sharded gradients (ZeRO-2,
-        ZeRO-3) it shows only which groups are finite, see `FlatGroup.reduced_grad_norms`."""
+        ZeRO-3) it shows only whether they are finite, see `FlatGroup.reduced_grad_norms`."""
         none = torch.zeros(0, dtype=torch.float64, device=self._device())
         return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
 
@@ -347,12 +347,7 @@ class MixedPrecisionOptimizer:
         """Describes where gradients are non-finite (rank, parameter), as one text for all ranks;
         collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
-        good_in_group = finite_after_reduction(self.flat, self.names, self.groups)
-        bad = [
-            self.names[p]
-            for p, is_finite in zip(self.parameters, finite, strict=True)
-            if not is_finite and self.names[p] not in good_in_group
-        ]
+        bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
         where = where_not_finite(bad, self.groups, self._loss)
         return "the gradient is non-finite, the step was not taken; first non-finite parameter: " + where
 

@@ -40,7 +40,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -222,6 +221,8 @@ class ShardedUnit(_HookedLayers):
         super().__init__(flats)
         self.module = module
         self._overlap = overlap
+        norms = [norm for flat in flats for norm in flat.reduced_grad_norms.unbind()]
+        self._norms = dict(zip(self._parameters, norms, strict=True))
         self._pending_params = set(self._parameters)
         self._in_backward = False
         self._reducing: list[dist.Work] = []
@@ -287,16 +288,13 @@ class ShardedUnit(_HookedLayers):
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
-        move_to_main_grad(parameter)
+        move_to_main_grad(parameter, self._norms[parameter])
         self._pending_params.discard(parameter)
         if not self._pending_params:
             self._overlap.reduce(self)
 
     def start_reduction(self) -> None:
         """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
-        for flat in self.flats:
-            # One norm for the group: only the diagnosis reads it, and then looks for the parameter.
-            flat.add_grad_norms(torch.linalg.vector_norm(flat.gradients, torch.inf))
         self._reducing = [flat.reduce_scatter_grads() for flat in self.flats]
         self._pending_params = set(self._parameters)
         self._in_backward = False
