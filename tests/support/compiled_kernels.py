@@ -125,7 +125,6 @@ def _norm_variants() -> Iterator[Variant]:
             {"gradient": gradient, "total": "*fp32", "norm": "*fp64", "length": "i32"},
             {"BLOCK": module.COPY_BLOCK},
             module.COPY_OPTIONS,
-            unaligned=("norm",),
         )
 
 
