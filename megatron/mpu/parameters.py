@@ -335,13 +335,15 @@ def _fill_normal(
 ) -> None:
     dim = spec.shard_dim or 0
     inner = math.prod(shard.shape[1:])
+    units = spec.global_shape[dim]
     std = np.float32(spec.init_std)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = np.frombuffer(digest[:16], dtype="<u8")
+    scratch = np.empty(_UNITS_PER_STREAM * (math.prod(spec.global_shape) // units), dtype=np.float32)
     for offset, part in placed_slices(spec, tp_group):
         for stream in range(part.start // _UNITS_PER_STREAM, -(-part.stop // _UNITS_PER_STREAM)):
             first = stream * _UNITS_PER_STREAM
-            last = min(first + _UNITS_PER_STREAM, spec.global_shape[dim])
+            last = min(first + _UNITS_PER_STREAM, units)
             start, stop = max(first, part.start), min(last, part.stop)
             own = slice(offset + start - part.start, offset + stop - part.start)
             step = _ROWS_PER_STREAM
@@ -358,7 +360,8 @@ def _fill_normal(
                 shape = [len(target), *spec.global_shape[1:]]
                 shape[dim] = last - first
                 # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
-                values = generator.standard_normal(shape, dtype=np.float32)
+                values = scratch[: math.prod(shape)].reshape(shape)
+                generator.standard_normal(out=values, dtype=np.float32)
                 kept = values[_slice_along_dim(dim, slice(start - first, stop - first))]
                 np.multiply(kept, std, out=target[_slice_along_dim(dim, own)] if dim else target)
 
