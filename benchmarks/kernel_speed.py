@@ -39,8 +39,10 @@ from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import LogitChunks
+from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.mpu.weight_gradient import weight_gradient
+from megatron.optimizer.flat_group import move_to_main_grad
 from megatron.optimizer.gradient_norm import gradient_norms
 from tests.support.measured_worlds import config_of
 
@@ -173,6 +175,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
     yield loss_case(sizes, dtype, device)
     yield embedding_case(sizes, dtype, device)
     yield norms_case(sizes, device)
+    yield copied_gradient_case(sizes, dtype, device)
 
 
 def dropout_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
@@ -368,6 +371,26 @@ def norms_case(sizes: Sizes, device: torch.device) -> Case:
         return [torch.stack(torch._foreach_norm(gradients))]
 
     return Case("norms of gradients", work, "torch _foreach_norm", library, 4 * sum(sizes.parameters))
+
+
+def copied_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
+    weight, gradient = some((max(sizes.parameters),), 2, dtype, device)
+    total, norm = (
+        torch.zeros(weight.shape, device=device),
+        torch.zeros((), dtype=torch.float64, device=device),
+    )
+    set_main_grad(weight, total, stays_allocated=False)
+
+    def work() -> list[Tensor]:
+        weight.grad = gradient.detach()
+        move_to_main_grad(weight, norm)
+        return [total, norm * 0.0]
+
+    def library() -> list[Tensor]:
+        return [total.copy_(gradient.detach())]
+
+    moved = total.numel() * (4 + weight.element_size())
+    return Case("norms of copied gradients: finite or not", work, "torch copy_", library, moved)
 
 
 def some(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -83,21 +83,12 @@ def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ)
     return f"{node_name(env)} {uuid} {env.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
-def needs_one_queue(parallel: ParallelConfig) -> bool:
-    """Returns whether the GPU must start kernels in the order of their launches (one hardware queue).
-
-    A tensor-parallel collective then starts before the GEMM that it overlaps with (Megatron-LM requires
-    this). With ZeRO-2 and ZeRO-3 the all-gathers of the weights would wait for the computation.
-    """
-    return parallel.tensor_model_parallel_size > 1 and parallel.zero_stage < 2
-
-
 def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:
     """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user's is not 1.
 
     Must be called before DeepSpeed is imported: the import initializes the CUDA driver to count devices.
     """
-    if not needs_one_queue(parallel):
+    if not parallel.needs_one_queue:
         return None
     if env.setdefault(_CONNECTIONS, "1") == "1":
         return None

@@ -268,6 +268,7 @@ def mixed_precision_optimizer(
             {name: list(bucket.values()) for name, bucket in buckets.items()},
             overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
             overlap_param_gather=not parallel.no_overlap_param_gather,
+            chains_param_gathers=parallel.needs_one_queue and layout.pipeline_stage == 0,
             cpu_offload=parallel.cpu_offload,
         ),
         config.optimizer.clip_grad,

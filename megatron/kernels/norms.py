@@ -1,4 +1,5 @@
-"""Norms of many tensors in two launches: squares of chunks, then their sums for each tensor.
+"""Norms of many tensors in two launches: squares of chunks, then their sums for each tensor. And a copy that
+finds non-finite elements.
 
 Squares are computed and summed in fp64, in an order that depends only on the number of elements. So equal
 tensors have equal norms, to the last bit.
@@ -19,6 +20,9 @@ CHUNK = 4096
 BLOCK = 1024
 CHUNK_SQUARES_OPTIONS = {"num_warps": 8}
 CHUNK_NORMS_OPTIONS = {"num_warps": 4}
+# Elements that a program copies.
+COPY_BLOCK = 4096
+COPY_OPTIONS = {"num_warps": 8}
 
 
 def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -60,6 +64,23 @@ def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
 @chunk_norms_op.register_fake
 def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return torch.empty(len(counts), dtype=torch.float64, device=squares.device)
+
+
+@operator("copy_gradient", mutates_args=("total", "norm"))
+def copy_gradient_op(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Tensor) -> None:
+    """Copies `gradient` to `total`, fp32; both are contiguous. Sets `norm`, an fp64 scalar, to NaN if an
+    element is not finite, and does not change it otherwise."""
+    from megatron.kernels.triton_kernels import copy_gradient_kernel  # triton is optional
+
+    length = gradient.numel()
+    if length:
+        grid = (-(-length // COPY_BLOCK),)
+        copy_gradient_kernel[grid](gradient, total, norm, length, BLOCK=COPY_BLOCK, **COPY_OPTIONS)
+
+
+@copy_gradient_op.register_fake
+def _(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Tensor) -> None:
+    return None
 
 
 # The gradients lie in the same buffers at every step, so the tables are copied to the device once.

@@ -105,6 +105,17 @@ def chunk_norms_kernel(squares, first_chunks, norms, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_gradient_kernel(gradient, total, norm, length, BLOCK: tl.constexpr):
+    """Sets total (fp32) to gradient, a block per program. Sets norm to NaN if an element is not finite."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gradient + place, mask=place < length, other=0.0).to(tl.float32)
+    tl.store(total + place, x, mask=place < length)
+    is_finite = tl.abs(x) < float("inf")
+    if tl.min(is_finite.to(tl.int32), 0) == 0:
+        tl.store(norm, float("nan"))
+
+
+@triton.jit
 def logit_statistics_kernel(
     logits,
     targets,

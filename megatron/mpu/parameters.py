@@ -19,8 +19,9 @@ from torch import nn
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec, boxes, local_shape, local_slices, placed_slices
 
-# Random numbers come from independent streams, one per this many rows (or columns) of the full parameter.
-_UNITS_PER_STREAM = 64
+# Random numbers come from independent streams. A stream has this many indices of the sharded dimension (rows,
+# if the parameter is replicated). If columns are sharded, it has at most this many rows.
+_UNITS_PER_STREAM, _ROWS_PER_STREAM = 64, 256
 
 
 InitialValues = Callable[[ParameterSpec, int, str, TPGroup, range | None], torch.Tensor]
@@ -174,8 +175,7 @@ def initial_values(
 ) -> torch.Tensor:
     """Returns this rank's shard of the initial values of the parameter `name`, fp32, on the CPU.
 
-    elements: the elements of the flat shard that the caller reads; the others may be undefined. This saves
-    time only if no dimension after the first one is sharded over TP."""
+    elements: the elements of the flat shard that the caller reads; the others may be undefined."""
     shard = np.empty(local_shape(spec, tp_group), dtype=np.float32)
     if spec.init_std is None:
         shard.fill(spec.init_value)
@@ -215,19 +215,25 @@ def _fill_normal(
             first = stream * _UNITS_PER_STREAM
             last = min(first + _UNITS_PER_STREAM, units)
             start, stop = max(first, part.start), min(last, part.stop)
-            own = range(offset + start - part.start, offset + stop - part.start)
-            if dim == 0 and (own.stop * inner <= elements.start or elements.stop <= own.start * inner):
-                continue
-            shape = list(spec.global_shape)
-            shape[dim] = last - first
-            # The highest word of the counter is the stream's number, so streams do not overlap.
-            generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, stream]))
-            values = scratch[: math.prod(shape)].reshape(shape)
-            generator.standard_normal(out=values, dtype=np.float32)
-            # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
-            kept = _slice_along_dim(dim, slice(start - first, stop - first))
-            place = _slice_along_dim(dim, slice(own.start, own.stop))
-            np.multiply(values[kept], std, out=shard[place])
+            own = slice(offset + start - part.start, offset + stop - part.start)
+            step = _ROWS_PER_STREAM
+            blocks = [slice(row, row + step) for row in range(0, len(shard), step)] if dim else [own]
+            for index, rows in enumerate(blocks):
+                target = shard[rows]
+                if (
+                    rows.start * inner >= elements.stop
+                    or (rows.start + len(target)) * inner <= elements.start
+                ):
+                    continue
+                # The two highest words of the counter are the stream's place, so streams do not overlap.
+                generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, stream]))
+                shape = [len(target), *spec.global_shape[1:]]
+                shape[dim] = last - first
+                # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
+                values = scratch[: math.prod(shape)].reshape(shape)
+                generator.standard_normal(out=values, dtype=np.float32)
+                kept = values[_slice_along_dim(dim, slice(start - first, stop - first))]
+                np.multiply(kept, std, out=target[_slice_along_dim(dim, own)] if dim else target)
 
 
 def _zero_padding(shard: np.ndarray, spec: ParameterSpec, tp_group: TPGroup) -> None:

@@ -33,6 +33,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from megatron.kernels.norms import copy_gradient_op
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
@@ -108,8 +110,9 @@ class FlatGroup:
             self.local_gradients = torch.zeros_like(self.local_gradients)
             _free_storage(self.gradients)
         # Per parameter, the norm of this rank's gradients before the reduction, to diagnose a non-finite
-        # gradient. With `shards_gradients` it is the sum of the largest elements of the whole group.
-        self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), dtype=torch.float64)
+        # gradient. With `shards_gradients` only whether it is finite has a meaning. Entries are 16 bytes
+        # apart: Triton compiles a second kernel for other addresses.
+        self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), 2, dtype=torch.float64)[:, 0]
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host
         self.host_gradients: Tensor | None = None
@@ -222,10 +225,6 @@ class FlatGroup:
         (self.local_gradients if self.shards_gradients else self.gradients).zero_()
         self.reduced_grad_norms.zero_()
 
-    def add_grad_norms(self, norms: Tensor) -> None:
-        """Adds `norms` to `reduced_grad_norms`: one per parameter, or one for the whole group."""
-        self.reduced_grad_norms += norms
-
     def alloc_full_grads(self) -> None:
         """Allocates the full gradients. Only their padding is set to zero: each gradient is copied
         into them. Only with `shards_gradients`."""
@@ -281,11 +280,16 @@ def add_to_main_grad(parameter: Tensor) -> None:
         parameter.grad = None
 
 
-def move_to_main_grad(parameter: Tensor) -> None:
-    """Copies a micro-batch's gradient to `main_grad`, which has no value yet, and frees it."""
-    total = main_grad_of(parameter)
-    assert total is not None and parameter.grad is not None  # set by FlatGroup; called when it is there
-    total.copy_(parameter.grad)
+def move_to_main_grad(parameter: Tensor, norm: Tensor) -> None:
+    """Copies a micro-batch's gradient to `main_grad`, which has no value yet, and frees it. `norm`, an fp64
+    scalar, becomes non-finite if the gradient is. With kernels this takes no second pass over memory."""
+    gradient, total = parameter.grad, main_grad_of(parameter)
+    assert gradient is not None and total is not None  # called when it is there; set by FlatGroup
+    if uses_kernels(gradient) and gradient.is_contiguous():
+        copy_gradient_op(gradient, total, norm)
+    else:
+        total.copy_(gradient)
+        norm += torch.linalg.vector_norm(gradient, torch.inf)
     parameter.grad = None
 
 

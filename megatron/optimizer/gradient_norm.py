@@ -6,11 +6,11 @@ squares are summed in fp32 within chunks, and the sums of the chunks in fp64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.kernels.norms import fused_norms
 from megatron.kernels.selection import uses_kernels
@@ -52,24 +52,10 @@ def record_norms(flats: Sequence[FlatGroup]) -> None:
         [flat.full_grad(p) for flat in flats for p in flat.parameters], parameters[0].device
     )
     for flat, part in zip(flats, norms.split([len(flat.parameters) for flat in flats]), strict=True):
-        flat.add_grad_norms(part)
+        flat.reduced_grad_norms += part
 
 
 _SHOWN_RANKS = 4
-
-
-def finite_after_reduction(
-    flats: Sequence[FlatGroup], names: Mapping[nn.Parameter, str], groups: OptimizerProcessGroups
-) -> set[str]:
-    """Returns the names of the parameters with sharded gradients (ZeRO-2, ZeRO-3) whose sums over the
-    replicas are finite. Collective."""
-    sharded = [(flat, p) for flat in flats if flat.shards_gradients for p in flat.parameters]
-    if not sharded:
-        return set()
-    bad = [names[p] for flat, p in sharded if not flat.owned_grad(p).isfinite().all()]
-    of_ranks: list[list[str]] = [[] for _ in range(groups.dp_size)]
-    dist.all_gather_object(of_ranks, bad, group=groups.data)
-    return {names[p] for _, p in sharded}.difference(*of_ranks)
 
 
 def where_not_finite(bad: Sequence[str], groups: OptimizerProcessGroups, loss: Tensor | None) -> str:

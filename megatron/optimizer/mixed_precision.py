@@ -35,7 +35,7 @@ from megatron.optimizer.flat_group import (
     is_host_memory,
     wait_for_copies,
 )
-from megatron.optimizer.gradient_norm import finite_after_reduction, gradient_norms, where_not_finite
+from megatron.optimizer.gradient_norm import gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loaded_group import LoadedGroup, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
@@ -120,7 +120,7 @@ class MixedPrecisionOptimizer:
             ShardedUnit(module, self._flats_of(unit), self.unit_overlap)
             for unit, module in zero.units.items()
         ]
-        self._overlaps_gather = zero.overlap_param_gather
+        self._overlaps_gather, self._chains_gathers = zero.overlap_param_gather, zero.chains_param_gathers
         for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
                 parameter.grad = main_grad_of(parameter)  # autograd accumulates in the flat buffer
@@ -280,12 +280,13 @@ class MixedPrecisionOptimizer:
             pending = [flat.all_gather_params() for flat in rest]
             for work in pending:
                 work.wait()
+        at_once = 1 if self._chains_gathers else len(self.buckets)
         self._not_gathered.clear()
-        self._not_gathered.extend(self.buckets)
+        self._not_gathered.extend(self.buckets[at_once:])
+        for bucket in self.buckets[:at_once]:
+            bucket.start_gather()
         if not self._overlaps_gather:
             self.wait_for_params()
-        elif self.buckets:
-            self._not_gathered.popleft().start_gather()
 
     def wait_for_params(self) -> None:
         """Waits until all weights of the last step have arrived. Call it before reading weights.
@@ -335,7 +336,7 @@ class MixedPrecisionOptimizer:
 
     def _norms_before_reduction(self) -> Tensor:
         """Returns the fp64 norm of this rank's gradient of each parameter. For sharded gradients (ZeRO-2,
-        ZeRO-3) it shows only which groups are finite, see `FlatGroup.reduced_grad_norms`."""
+        ZeRO-3) it shows only whether they are finite, see `FlatGroup.reduced_grad_norms`."""
         none = torch.zeros(0, dtype=torch.float64, device=self._device())
         return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
 
@@ -346,12 +347,7 @@ class MixedPrecisionOptimizer:
         """Describes where gradients are non-finite (rank, parameter), as one text for all ranks;
         collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
-        good_in_group = finite_after_reduction(self.flat, self.names, self.groups)
-        bad = [
-            self.names[p]
-            for p, is_finite in zip(self.parameters, finite, strict=True)
-            if not is_finite and self.names[p] not in good_in_group
-        ]
+        bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
         where = where_not_finite(bad, self.groups, self._loss)
         return "the gradient is non-finite, the step was not taken; first non-finite parameter: " + where
 

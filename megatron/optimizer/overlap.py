@@ -4,10 +4,11 @@ Both consist of transformer layers, and their flat groups hold only the paramete
 
 A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
 micro-batch. As soon as a bucket's gradients are final, its reduce-scatter starts, while the backward pass
-continues; `GradientReduction.run` waits for it. After the update the all-gather of the first bucket's weights
-starts. A layer's forward pass waits for its bucket's all-gather, then the next bucket's starts. If all
-started at once, a GPU with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) would start no later kernel
-before the last all-gather has started, so no forward pass would hide the others.
+continues; `GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights
+start; a layer's forward pass waits for its bucket's all-gather. But a GPU with one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1) starts no later kernel before the last all-gather has started, so no forward
+pass would hide the others. On the first stage, which does not wait for a message, the all-gathers are then
+chained: only the first one starts after the update, and a bucket's first layer starts the next one.
 
 A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
 only while the layer runs (arXiv 1910.02054):
@@ -39,7 +40,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -221,6 +221,8 @@ class ShardedUnit(_HookedLayers):
         super().__init__(flats)
         self.module = module
         self._overlap = overlap
+        norms = [norm for flat in flats for norm in flat.reduced_grad_norms.unbind()]
+        self._norms = dict(zip(self._parameters, norms, strict=True))
         self._pending_params = set(self._parameters)
         self._in_backward = False
         self._reducing: list[dist.Work] = []
@@ -286,16 +288,13 @@ class ShardedUnit(_HookedLayers):
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
-        move_to_main_grad(parameter)
+        move_to_main_grad(parameter, self._norms[parameter])
         self._pending_params.discard(parameter)
         if not self._pending_params:
             self._overlap.reduce(self)
 
     def start_reduction(self) -> None:
         """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
-        for flat in self.flats:
-            # One norm for the group: only the diagnosis reads it, and then looks for the parameter.
-            flat.add_grad_norms(torch.linalg.vector_norm(flat.gradients, torch.inf))
         self._reducing = [flat.reduce_scatter_grads() for flat in self.flats]
         self._pending_params = set(self._parameters)
         self._in_backward = False

@@ -70,6 +70,9 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     """Whether the weights of a bucket may arrive during the next forward pass, and the weights of a unit
     while the previous unit computes."""
+    chains_param_gathers: bool = False
+    """Whether the all-gather of a bucket's weights starts only when the previous bucket's first layer runs.
+    Otherwise the all-gathers of all buckets start after the update."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.cluster.devices import GPU, find_gpu, needs_one_queue
+from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import BatchSchedule, Config
 from megatron.config.model import padded_vocab_size
 from megatron.config.sections.parallel import ParallelConfig
@@ -205,7 +205,7 @@ class Rank:
             lambda call: cluster.network.seconds(call, self.layout),
             cluster.launch_s,
             cluster.contention,
-            needs_one_queue(self.config.parallel),
+            self.config.parallel.needs_one_queue,
         )
 
 
@@ -270,14 +270,13 @@ def _after_pipeline(
     reduce = rank.time([*in_last_pass, *update.reduce])
     later = max(spans[-1].end + reduce.total - pipeline.makespan, 0.0)
     norms = min(reduce.products + reduce.others - rank.time(in_last_pass).others, later)
-    buckets = len(update.gathers) - 1
-    until_next = [spans[0].start, *[min(time.forward for time in own) / max(buckets, 1)] * buckets]
-    actions: list[Action] = [*update.step]
-    for part, seconds in zip(update.gathers, until_next, strict=True):
-        actions += [*part, Busy(seconds)]
     # Only Muon has matrix products in its step.
-    update_time = rank.time(actions, rank.config.optimizer.muon_matmul_dtype)
-    return later - norms, norms + update_time.products + update_time.others, update_time.waits
+    dtype = rank.config.optimizer.muon_matmul_dtype
+    gathers = update.gathers_and(Busy(min(time.forward for time in own) / max(len(update.gathers), 1)))
+    in_step, both = rank.time(update.step, dtype).waits, rank.time([*update.step, *gathers], dtype)
+    # The all-gathers run while the rank waits for its first message.
+    gather = in_step + max(both.waits - in_step - spans[0].start, 0.0)
+    return later - norms, norms + both.products + both.others, gather
 
 
 def timeline(

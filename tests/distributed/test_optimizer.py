@@ -438,11 +438,13 @@ def gathers_and_layers(row):
     return seen
 
 
-def test_each_bucket_starts_the_all_gather_of_the_next_one():
-    """With one hardware queue, all all-gathers at once would delay the first layer."""
-    first = ["gather 4", "3", "gather 5", "4", "gather 6", "5", "6"]
-    found = run_world(2, gathers_and_layers, Row(dp=2, zero=1, micro_batch=2, precision="bf16"))
-    assert found == [[*first, "3", "4", "5", "6", "gather 3", "gather 4", "gather 5", "gather 6"]] * 2
+def test_with_one_hardware_queue_each_bucket_starts_the_all_gather_of_the_next_one():
+    """All all-gathers at once would delay the first layer."""
+    row, layers = Row(dp=2, zero=1, micro_batch=2, precision="bf16"), ["3", "4", "5", "6"]
+    gathers = [f"gather {layer}" for layer in layers]
+    assert run_world(2, gathers_and_layers, row) == [[*layers, *layers, *gathers]] * 2
+    chained = ["gather 4", "3", "gather 5", "4", "gather 6", "5", "6", *layers, *gathers]
+    assert run_world(4, gathers_and_layers, replace(row, tp=2)) == [chained] * 4
 
 
 def weights_after_steps(row):

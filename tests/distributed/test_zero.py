@@ -76,23 +76,6 @@ def test_16_bits_follow_the_fp32_loss(precision, zero):
     assert_same_numbers(row, 5)
 
 
-def norms_per_reduction(row):
-    """Norms that are computed when the gradients of a layer are reduced, and its groups and parameters."""
-    engine = build_engine(config_of(row))
-    unit = engine.optimizer._units[0]
-    for flat in unit.flats:
-        flat.alloc_full_grads()
-    with mock.patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as norm:
-        unit.start_reduction()
-    unit.finish_reduction()
-    return norm.call_count, len(unit.flats), len(unit._parameters)
-
-
-def test_a_reduction_computes_one_norm_per_group():
-    for norms, groups, parameters in run_world(2, norms_per_reduction, Row(dp=2, zero=2)):
-        assert norms == groups < parameters
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("zero", [2, 3])
 def test_8_bit_moments_train_as_with_zero_1(zero):

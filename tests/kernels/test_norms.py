@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.norms import CHUNK, fused_norms
+from megatron.kernels.norms import CHUNK, COPY_BLOCK, copy_gradient_op, fused_norms
 from megatron.optimizer.gradient_norm import accurate_norm
 
 
@@ -48,6 +48,20 @@ def test_a_bad_element_makes_its_norm_not_finite_and_no_other(bad):
     good, broken = tensors(CHUNK + 2, CHUNK + 2)
     broken[CHUNK + 1] = bad
     assert fused_norms([good, broken]).isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_copied_gradient_has_equal_values_and_a_bad_element_shows(dtype, bad):
+    (values,) = tensors(COPY_BLOCK + 3)
+    gradient = values.to(dtype)
+    if bad is not None:
+        gradient[COPY_BLOCK + 1] = bad
+    total, norms = torch.zeros(2 * COPY_BLOCK), torch.zeros(2, dtype=torch.float64)
+    copy_gradient_op(gradient, total[1 : COPY_BLOCK + 4], norms[1])
+    torch.testing.assert_close(total[1 : COPY_BLOCK + 4], gradient.float(), rtol=0, atol=0, equal_nan=True)
+    assert total[0] == 0.0 and total[COPY_BLOCK + 4 :].eq(0.0).all()
+    assert norms.isfinite().tolist() == [True, bad is None]
 
 
 def test_changed_values_at_the_same_address_are_read_again():

@@ -11,7 +11,7 @@ from benchmarks.step_cost import least_layer_bytes
 from megatron.config.cli import parse_args
 from megatron.kernels import selection
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
-from megatron.kernels.norms import CHUNK, fused_norms
+from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layout import TPGroup
@@ -66,6 +66,14 @@ def norms_of_kernels(sim):
     assert fused_norms(_gradients(sim.device)).shape == (3,)
 
 
+def copied_gradient(sim):
+    """A gradient of ZeRO-2 on the way to the buffer of its layer."""
+    gradient = torch.empty(ELEMENTS, dtype=torch.bfloat16, device=sim.device)
+    total = torch.empty_like(gradient, dtype=torch.float32)
+    norm = torch.empty_like(total[0], dtype=torch.float64)
+    copy_gradient_op(gradient, total, norm)
+
+
 LLAMA_8B = (
     "--dry-run --bf16 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
@@ -102,13 +110,16 @@ def test_a_llama_layer_reads_and_writes_everything_about_once():
 
 
 def test_a_fused_call_is_one_launch_with_its_bytes():
-    """Dropout of the 13B model: 2 + 2 + 2 bytes per element forward, 2 + 2 backward; norms: two launches."""
-    cases = (reference, kernel, partial(kernel, backward=True), norms_of_reference, norms_of_kernels)
-    of_reference, forward, both, of_norms, of_fused = run_all([partial(counted, case) for case in cases])
+    """Dropout of the 13B model: 2 + 2 + 2 bytes per element forward, 2 + 2 backward; norms: two launches; the
+    copy of a gradient: 2 + 4 bytes."""
+    dropouts = (reference, kernel, partial(kernel, backward=True))
+    cases = (*dropouts, norms_of_reference, norms_of_kernels, copied_gradient)
+    of_reference, forward, both, of_norms, of_fused, copied = run_all([partial(counted, c) for c in cases])
     assert of_reference[0] > 40
     assert of_reference[1] > 75 * ELEMENTS
     assert forward == (1, 6 * ELEMENTS + 8)
     assert both == (2, 10 * ELEMENTS + 16)
     chunks = 1 + 1 + 9
+    assert copied == (1, 6 * ELEMENTS + 8)
     assert of_norms[0] > 10
     assert of_fused == (2, 10 * CHUNK * 4 + 8 * chunks + 8 * chunks + 8 * 3)

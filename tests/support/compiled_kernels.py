@@ -118,6 +118,14 @@ def _norm_variants() -> Iterator[Variant]:
         {"BLOCK": module.BLOCK},
         module.CHUNK_NORMS_OPTIONS,
     )
+    for dtype, gradient in _POINTERS.items():
+        yield Variant(
+            f"norms: copied gradient {dtype}",
+            triton_kernels.copy_gradient_kernel,
+            {"gradient": gradient, "total": "*fp32", "norm": "*fp64", "length": "i32"},
+            {"BLOCK": module.COPY_BLOCK},
+            module.COPY_OPTIONS,
+        )
 
 
 def _embedding_variants() -> Iterator[Variant]:

@@ -242,6 +242,15 @@ class ParallelConfig(Section):
         return self.ddp_bucket_size or max(40_000_000, 1_000_000 * self.dp_cp_size)
 
     @property
+    def needs_one_queue(self) -> bool:
+        """Whether the GPU must start kernels in the order of their launches (one hardware queue).
+
+        A tensor-parallel collective then starts before the GEMM that it overlaps with (Megatron-LM requires
+        this). With ZeRO-2 and ZeRO-3 the all-gathers of the weights would wait for the computation.
+        """
+        return self.tensor_model_parallel_size > 1 and self.zero_stage < 2
+
+    @property
     def overlap_chunks(self) -> int:
         """Maximum number of chunks of --tp-comm-overlap; 1 without it."""
         return self.tp_comm_overlap_chunks if self.tp_comm_overlap else 1

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
 
+_Action = TypeVar("_Action", bound=Action)
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
@@ -71,9 +73,9 @@ class UpdateCosts:
 
     host: bytes of the state in host memory. reductions: gradient reductions of the buckets of layers, which
     start in the last backward pass, last layers first. reduce: the reductions after that pass. step: the rest
-    of the step. gathers: starts of the all-gathers of the buckets' weights at the end of the step, then, for
-    each bucket, the waits and starts before its first layer's next forward pass. peak: maximum of the bytes
-    that the step allocates in addition to the state.
+    of the step. gathers: starts of the all-gathers of each bucket's weights. chained: whether the first layer
+    of a bucket starts the all-gathers of the next bucket; otherwise all start at the end of the step. peak:
+    maximum of the bytes that the step allocates in addition to the state.
     """
 
     parameters: int
@@ -83,7 +85,8 @@ class UpdateCosts:
     reductions: tuple[tuple[Action, ...], ...]
     reduce: tuple[Action, ...]
     step: tuple[Action, ...]
-    gathers: tuple[tuple[Action, ...], ...]
+    gathers: tuple[tuple[Collective, ...], ...]
+    chained: bool
     peak: int
 
     def plus(self, times: float, fewer: UpdateCosts, more: UpdateCosts) -> UpdateCosts:
@@ -110,12 +113,21 @@ class UpdateCosts:
         return replace(
             self,
             reductions=tuple(_scaled(self.reductions[-1], count) for count in reversed(layers)),
-            # Each entry but the last starts the all-gather of the bucket after it.
-            gathers=(
-                *(_scaled(self.gathers[min(index, 1)], count) for index, count in enumerate(layers)),
-                self.gathers[-1],
-            ),
+            gathers=tuple(_scaled(self.gathers[0], count) for count in layers),
         )
+
+    def gathers_and(self, layers: Action) -> list[Action]:
+        """Returns the starts of the all-gathers at the end of the step. For each bucket follow the waits and
+        starts before its first layer's next forward pass, and `layers`, the forward pass of its layers."""
+        at_once = 1 if self.chained else len(self.gathers)
+        actions: list[Action] = list(chain(*self.gathers[:at_once]))
+        pending = len(actions)
+        for index, starts in enumerate(self.gathers):
+            actions += [Wait(pending - 1 - number) for number in range(len(starts))]
+            following = self.gathers[index + 1] if self.chained and index + 1 < len(self.gathers) else ()
+            pending += len(following) - len(starts)
+            actions += [*following, layers]
+        return actions
 
     def between_stages(self, last: int) -> UpdateCosts:
         """Returns the costs in a pipeline whose last rank is `last`: the process group of the tied embedding
@@ -132,7 +144,7 @@ class UpdateCosts:
         return replace(self, reduce=moved(self.reduce), step=moved(self.step))
 
 
-def _scaled(actions: Sequence[Action], factor: float) -> tuple[Action, ...]:
+def _scaled(actions: Sequence[_Action], factor: float) -> tuple[_Action, ...]:
     """Returns the actions with `factor` times as many bytes."""
     return tuple(
         replace(action, bytes=factor * action.bytes) if isinstance(action, Kernel | Collective) else action

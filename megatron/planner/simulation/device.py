@@ -406,7 +406,7 @@ def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
 
 def _overwrites(func: Any, name: str) -> bool:
     """Returns whether the operation writes its mutated arguments without reading them."""
-    return name in ("copy_", "fill_", "zero_") or func._schema.overload_name == "out"
+    return name in ("copy_", "fill_", "zero_", "copy_gradient") or func._schema.overload_name == "out"
 
 
 def _indexes_by_mask(name: str, args: tuple) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -247,10 +247,13 @@ def record_update(
         mark_state(simulated, optimizer)
         now = memory.current_memory()
         count = len(optimizer.buckets)
-        gathers = [recorder.cost("gather", index).actions for index in range(count)]
+        before_layers = [recorder.cost("gather", index).actions for index in range(count)]
+        waits = [sum(isinstance(action, Wait) for action in part) for part in before_layers]
+        chained = [action for action in chain(*before_layers) if isinstance(action, Collective)]
         step = recorder.cost("step").actions
-        # The step ends with the starts for which the first bucket waits.
-        end = len(step) - sum(isinstance(action, Wait) for action in chain(*gathers[:1]))
+        # The step ends with the other starts for which layers wait.
+        end = len(step) - (sum(waits) - len(chained))
+        starts = iter([*(action for action in step[end:] if isinstance(action, Collective)), *chained])
         return UpdateCosts(
             now.parameters,
             now.gradients,
@@ -259,7 +262,8 @@ def record_update(
             tuple(recorder.cost("reduction", index).actions for index in range(count)),
             recorder.cost("reduce").actions,
             step[:end],
-            (step[end:], *gathers),
+            tuple(tuple(islice(starts, number)) for number in waits),
+            bool(chained),
             max(recorder.cost("reduce").peak, recorder.cost("step").peak),
         )
 

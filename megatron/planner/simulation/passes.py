@@ -5,8 +5,8 @@ kernels run one after the other; the collectives of one process group also run o
 concurrently with the kernels; a wait delays the kernels until its collective is complete. So a collective
 costs only the time that is not hidden by kernels between its start and its wait.
 
-With one hardware queue (`devices.needs_one_queue`) the device also starts all of them in the order of their
-launches: a collective that waits for the previous one of its process group delays the kernels after it.
+With one hardware queue (`ParallelConfig.needs_one_queue`) the device also starts all of them in the order of
+their launches: a collective that waits for the previous one of its process group delays the kernels after it.
 
 `layer_costs` records the lists of a run's layers on the simulated device. The lists of other programs can be
 written by hand.

@@ -12,6 +12,7 @@ from megatron.mpu.parameters import (
     initial_values,
     initialize_parameters,
     is_norm_owner,
+    local_shape,
     local_slices,
     merge_shards,
     new_parameter,
@@ -25,6 +26,7 @@ SPECS = [
     ParameterSpec((256, 40), shard_dim=0, init_std=0.02),
     ParameterSpec((200, 24), shard_dim=0, init_std=0.02),  # shards end within a stream of 64 rows
     ParameterSpec((24, 200), shard_dim=1, init_std=0.5),
+    ParameterSpec((1300, 136), shard_dim=1, init_std=0.5),  # streams of 256 rows; shards end within one
     ParameterSpec((400, 24), shard_dim=0, num_fused_parts=2, init_std=0.02),
     ParameterSpec((24, 400), shard_dim=1, num_fused_parts=2, init_std=0.02),
     ParameterSpec((256, 40), shard_dim=0, init_std=0.02, num_valid_rows=131),
@@ -51,21 +53,27 @@ def test_every_tensor_degree_starts_from_the_same_full_parameter(spec, size):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_rank_can_make_only_some_elements_of_its_shard(spec, monkeypatch):
-    """As with ZeRO-3. It generates no more rows than its own and the rest of two streams."""
+    """As with ZeRO-3. It draws the numbers of its own elements and, at both ends, the rest of streams. These
+    have 64 rows, or 256 rows of some columns."""
     tp_group = TPGroup(rank=1, size=2)
+    drawn = []
+
+    class CountingGenerator(np.random.Generator):
+        def standard_normal(self, *, out, dtype):
+            drawn.append(out.size)
+            return super().standard_normal(out=out, dtype=dtype)
+
+    monkeypatch.setattr(np.random, "Generator", CountingGenerator)
     full = initial_values(spec, 1234, "3.mlp.weight", tp_group).view(-1)
-    generated = []
-    philox = np.random.Philox
-    monkeypatch.setattr(np.random, "Philox", lambda **given: generated.append(1) or philox(**given))
+    of_all, rows = sum(drawn), local_shape(spec, tp_group)[0]
+    of_end = min(256, rows) * (of_all // rows) if spec.shard_dim else 64 * math.prod(spec.global_shape[1:])
+    drawn.clear()
     step = -(-full.numel() // 3)
     for first in range(0, full.numel(), step):
         part = range(first, min(first + step, full.numel()))
         own = initial_values(spec, 1234, "3.mlp.weight", tp_group, part).view(-1)
         assert torch.equal(own[part.start : part.stop], full[part.start : part.stop])
-    wanted = len(generated)
-    generated.clear()
-    initial_values(spec, 1234, "3.mlp.weight", tp_group)
-    assert wanted <= (3 * len(generated) if spec.shard_dim else len(generated) + 2 * 2)
+    assert sum(drawn) <= of_all + 2 * of_end
 
 
 def test_each_fused_part_is_sharded_separately():
@@ -76,8 +84,10 @@ def test_each_fused_part_is_sharded_separately():
     assert local_slices(spec, TPGroup(rank=1, size=2)) == (slice(2, 4), slice(6, 8))
 
 
-def test_values_have_the_wanted_distribution():
-    values = initial_values(ParameterSpec((512, 512), shard_dim=0, init_std=0.02), 1, "weight", ONE) / 0.02
+@pytest.mark.parametrize("shard_dim", [0, 1])
+def test_values_have_the_wanted_distribution(shard_dim):
+    spec = ParameterSpec((512, 512), shard_dim=shard_dim, init_std=0.02)
+    values = initial_values(spec, 1, "weight", ONE) / 0.02
     count = values.numel()
     assert abs(values.mean()) < 5 / count**0.5
     assert abs(values.std() - 1) < 5 / (2 * count) ** 0.5

@@ -10,10 +10,12 @@ from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
+from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.network import ACHIEVED, ALL_REDUCE, ALL_TO_ALL, LATENCY_S, Network, find_network
 from megatron.planner.simulation.passes import Collective, Group
+from megatron.planner.simulation.stage_costs import rank_update
 from megatron.planner.step_time import (
     PipelineTime,
     StageTime,
@@ -272,6 +274,23 @@ def test_the_forward_pass_hides_the_gather_of_all_buckets_but_the_first() -> Non
     assert 0 < overlapped.gather < 0.15 * plain.gather
 
 
+@pytest.mark.parametrize(("tensor", "chained"), [(4, [True, False]), (1, [False, False])])
+def test_only_a_first_stage_with_one_hardware_queue_chains_the_gathers(
+    tensor: int, chained: list[bool]
+) -> None:
+    """Later stages gather while they wait for their first message."""
+    config = config_of(
+        f"--world-size {8 * tensor} --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size 2 "
+        "--zero-stage 1 --ddp-bucket-size 1"
+    )
+    plan = plan_stages(config, VOCAB)
+    updates = [rank_update(config, plan, VOCAB, rank) for rank in range(2)]
+    assert [update.chained for update in updates] == chained
+    for rank, update in enumerate(updates):
+        layers = plan.names[plan.bounds[rank] : plan.bounds[rank + 1]].count(TRANSFORMER_LAYER)
+        assert len(update.gathers) == layers
+
+
 def test_a_plan_that_no_published_run_reached_says_so() -> None:
     fast = predicted("--world-size 1 --micro-batch-size 8")
     assert ("no published run has reached" in time_lines(fast)) == (100 * fast.mfu > 60.7)
@@ -326,7 +345,7 @@ def test_layers_with_and_without_a_window_have_their_own_times_and_weights() -> 
 
     def layers_of_stage_0(method: str) -> int:
         plan = plan_stages(config_of(f"{long} {method} {pattern}"), VOCAB)
-        return plan.names[: plan.bounds[1]].count("ParallelTransformerLayerPipe")
+        return plan.names[: plan.bounds[1]].count(TRANSFORMER_LAYER)
 
     assert layers_of_stage_0("type:transformer") == 4
     assert layers_of_stage_0("time") == 5
