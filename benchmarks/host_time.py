@@ -75,12 +75,13 @@ class Comparison:
 def launches_without_device() -> Iterator[None]:
     """Makes CPU tensors use the Triton kernels, up to the driver's launch."""
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    kernel = SimpleNamespace(
-        function=None, packed_metadata=None, launch_metadata=lambda *_: None, run=lambda *_: None
-    )
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.name = kernel.src = kernel.module = kernel.function = kernel.packed_metadata = ""
+    kernel._run = lambda *_: None
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,

@@ -5,12 +5,14 @@ Each element is read once and written once. The reference implementation is in `
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.operators import first_order, operator
+from megatron.kernels.operators import Launch, first_order, operator
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "liglu")
 """The values of --glu-activation that the kernels compute."""
@@ -41,13 +43,8 @@ class _GatedActivation(torch.autograd.Function):
 @operator("gated_activation")
 def gated_activation_op(wide: Tensor, activation: str) -> Tensor:
     """Launches the kernel of the forward pass; `wide` is contiguous."""
-    from megatron.kernels.triton_kernels import gated_activation_kernel  # triton is optional
-
     out = _output(wide)
-    width = out.shape[-1]
-    if out.numel():
-        grid = (out.numel() // width, -(-width // BLOCK))
-        gated_activation_kernel[grid](wide, out, width, ACTIVATION=activation, BLOCK=BLOCK, **OPTIONS)
+    _launch("gated_activation_kernel", out.shape, activation)(wide, out)
     return out
 
 
@@ -59,21 +56,22 @@ def _(wide: Tensor, activation: str) -> Tensor:
 @operator("gated_activation_backward")
 def gated_activation_backward_op(grad: Tensor, wide: Tensor, activation: str) -> Tensor:
     """Returns the gradient of `wide` from the contiguous gradient of the output."""
-    from megatron.kernels.triton_kernels import gated_activation_backward_kernel  # triton is optional
-
     grad_wide = torch.empty_like(wide)
-    width = grad.shape[-1]
-    if grad.numel():
-        grid = (grad.numel() // width, -(-width // BLOCK))
-        gated_activation_backward_kernel[grid](
-            grad, wide, grad_wide, width, ACTIVATION=activation, BLOCK=BLOCK, **OPTIONS
-        )
+    _launch("gated_activation_backward_kernel", grad.shape, activation)(grad, wide, grad_wide)
     return grad_wide
 
 
 @gated_activation_backward_op.register_fake
 def _(grad: Tensor, wide: Tensor, activation: str) -> Tensor:
     return torch.empty_like(wide)
+
+
+@lru_cache(maxsize=1024)
+def _launch(kernel: str, shape: torch.Size, activation: str) -> Launch:
+    """shape: of the output."""
+    width = shape[-1]
+    grid = (prod(shape[:-1]), -(-width // BLOCK))
+    return Launch(f"triton_kernels.{kernel}", grid, OPTIONS, width=width, ACTIVATION=activation, BLOCK=BLOCK)
 
 
 def _output(wide: Tensor) -> Tensor:

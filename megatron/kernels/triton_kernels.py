@@ -109,7 +109,6 @@ def logit_statistics_kernel(
     logits,
     targets,
     found,
-    rows,
     columns,
     num_valid_columns,
     gradient_scale,
@@ -118,7 +117,7 @@ def logit_statistics_kernel(
     BLOCK: tl.constexpr,
 ):
     """found[:, row] = largest logit, sum(exp(logit - largest)), logit of the target; then the gradient."""
-    row = tl.program_id(0)
+    row, rows = tl.program_id(0), tl.num_programs(0)
     logits += row.to(tl.int64) * columns
     # Each lane has its own largest value and sum, combined at the end. Finite, so that no lane gives NaN.
     largest = tl.full([BLOCK], -3.0e38, tl.float32)

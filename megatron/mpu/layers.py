@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.operators import first_order
+from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
@@ -257,31 +257,20 @@ class _Linear(torch.autograd.Function):
         tp_group: TPGroup,
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
-        # Activation recomputation ends when the last tensor is saved. A function saves its tensors when it
-        # ends, so an input that hooks save is saved in this line, before the product.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None:
-            ctx.save_for_backward(x)
-        else:
-            ctx.packed, ctx.unpack = hooks[0](x), hooks[1]
+        keep_input(ctx, x)
         ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.saved_tensors:
-            (x,) = ctx.saved_tensors
-        else:
-            x, ctx.packed = ctx.unpack(ctx.packed), None
+        x, rows = take_input(ctx), grad.reshape(-1, grad.shape[-1])
         grad_x = pending = None
-        rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
             grad_x = rows.mm(ctx.weight).view(x.shape)
             if ctx.tp_group.size > 1:
                 pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        others = _weight_and_bias_gradients(
-            ctx, rows, partial(weight_gradient, x=x.detach() if ctx.defer else x)
-        )
+        compute = partial(weight_gradient, x=x.detach() if ctx.defer else x)
+        others = _weight_and_bias_gradients(ctx, rows, compute)
         if pending is not None:
             pending.wait()
         return grad_x, *others, None, None
@@ -322,17 +311,18 @@ class _SequenceColumnLinear(torch.autograd.Function):
             pending.wait()
             compute = partial(weight_gradient, x=full)
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
-        others = _weight_and_bias_gradients(ctx, grad, compute)
+        others = _weight_and_bias_gradients(ctx, grad.reshape(-1, grad.shape[-1]), compute)
         summed.wait()
         return grad_x, *others, None, None
 
 
 def _weight_and_bias_gradients(
-    ctx: Any, grad: torch.Tensor, compute: Callable[..., torch.Tensor | None]
+    ctx: Any, rows: torch.Tensor, compute: Callable[..., torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients of weight and bias. compute: returns the weight's gradient from the weight and
-    the rows of `grad`. With `ctx.defer` it is passed to `defer`, and the weight's gradient is None."""
-    rows, grad_weight = grad.reshape(-1, grad.shape[-1]), None
+    """Returns the gradients of weight and bias. rows: the gradient of the output, [rows, n_out]. compute:
+    returns the weight's gradient from the weight and the rows. With `ctx.defer` it is passed to `defer`, and
+    the weight's gradient is None."""
+    grad_weight = None
     if ctx.defer is not None:
         ctx.defer(partial(compute, grad=rows))
     elif ctx.needs_input_grad[1]:

@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -39,8 +39,8 @@ _ELEMENTS_PER_PIECE = 1 << 17
 class Samples(tuple[int, ...]):
     """The global sample numbers of a micro-batch, one per batch row, and the keys of its dropouts."""
 
-    keys: torch.Tensor | None = None
-    """int64 [salts, batch] on the device: see `DropoutRNG.device_keys`."""
+    keys: tuple[torch.Tensor, ...] = ()
+    """int64 [batch] on the device, for each salt: see `DropoutRNG.device_keys`."""
 
 
 class DropoutRNG:
@@ -77,12 +77,12 @@ class DropoutRNG:
         """Returns `sample_keys`, int64 [batch], on `device`. The first call for a micro-batch copies the
         keys of all salts that were ever asked for, asynchronously from pinned memory."""
         row, keys = self._salts.setdefault(salt, len(self._salts)), self.samples.keys
-        if keys is None or row >= len(keys) or keys.device.type != device.type:
+        if row >= len(keys) or keys[row].device.type != device.type:
             # Rows of multiples of 16 bytes: triton compiles another kernel for an address that is none.
             padding = [0] * (len(self.samples) % 2)
             table = torch.tensor([self.sample_keys(each) + padding for each in self._salts])
             table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
-            keys = self.samples.keys = table[:, : len(self.samples)]
+            keys = self.samples.keys = table[:, : len(self.samples)].unbind()
         return keys[row]
 
 
@@ -98,8 +98,7 @@ class Part:
     """Number of elements of the full activation in this dimension."""
 
 
-@dataclass(frozen=True)
-class DropoutMask:
+class DropoutMask(NamedTuple):
     """What a dropout mask depends on, for an activation that may be sharded."""
 
     p: float
