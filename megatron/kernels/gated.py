@@ -1,6 +1,7 @@
 """Operators of a gated MLP's activation: value * activation(gate), with value and gate in one tensor.
 
-Each element is read once and written once. The reference implementation is in `model.gpt_model.ParallelMLP`.
+Each element is read once and written once. The backward pass writes in place, which saves the largest tensor
+of a layer's backward pass. The reference implementation is in `model.activations.gated_by`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from megatron.kernels.operators import Launch, first_order, operator
 
@@ -21,7 +23,10 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def gated_activation(wide: Tensor, activation: str) -> Tensor:
-    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `ACTIVATIONS`."""
+    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `ACTIVATIONS`. The backward
+    pass writes the gradient of `wide` over `wide`, unless that is not contiguous: nothing else may need its
+    elements then. Autograd raises an error in a function that has saved `wide`, and in a second backward
+    pass."""
     return _GatedActivation.apply(wide, activation)
 
 
@@ -36,8 +41,10 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (wide,) = ctx.saved_tensors
-        return gated_activation_backward_op(grad.contiguous(), wide, ctx.activation), None
+        wide = ctx.saved_tensors[0].detach()
+        gated_activation_backward_op(grad.contiguous(), wide, ctx.activation)
+        increment_version(wide)
+        return wide, None
 
 
 @operator("gated_activation")
@@ -53,17 +60,15 @@ def _(wide: Tensor, activation: str) -> Tensor:
     return _output(wide)
 
 
-@operator("gated_activation_backward")
-def gated_activation_backward_op(grad: Tensor, wide: Tensor, activation: str) -> Tensor:
-    """Returns the gradient of `wide` from the contiguous gradient of the output."""
-    grad_wide = torch.empty_like(wide)
-    _launch("gated_activation_backward_kernel", grad.shape, activation)(grad, wide, grad_wide)
-    return grad_wide
+@operator("gated_activation_backward", mutates_args=("wide",))
+def gated_activation_backward_op(grad: Tensor, wide: Tensor, activation: str) -> None:
+    """Overwrites `wide` with its gradient, from the contiguous gradient of the output."""
+    _launch("gated_activation_backward_kernel", grad.shape, activation)(grad, wide)
 
 
 @gated_activation_backward_op.register_fake
-def _(grad: Tensor, wide: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(wide)
+def _(grad: Tensor, wide: Tensor, activation: str) -> None:
+    return None
 
 
 @lru_cache(maxsize=1024)

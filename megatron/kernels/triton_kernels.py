@@ -321,22 +321,20 @@ def gated_activation_kernel(wide, out, width, ACTIVATION: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def gated_activation_backward_kernel(
-    grad, wide, grad_wide, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Writes the gradients of values and gates."""
+def gated_activation_backward_kernel(grad, wide, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Overwrites values and gates with their gradients."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    dtype = grad_wide.dtype.element_ty
+    dtype = wide.dtype.element_ty
     of_value = row * 2 * width + column
     upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(wide + of_value, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(wide + of_value + width, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activation(gate, ACTIVATION)
-    tl.store(grad_wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
+    tl.store(wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
     grad_gate = (upstream * value).to(dtype).to(tl.float32) * slope
-    tl.store(grad_wide + of_value + width, grad_gate.to(dtype), mask=inside)
+    tl.store(wide + of_value + width, grad_gate.to(dtype), mask=inside)
 
 
 @triton.jit

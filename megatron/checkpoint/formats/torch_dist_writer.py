@@ -58,8 +58,8 @@ class TorchDistWriter(ParameterWriter):
             moments = sorted(set(reader.state_names(name)) - {VALUES})
             if moments not in ([], ["exp_avg", "exp_avg_sq"]):
                 raise UserError(
-                    f"checkpoint {reader.folder}: {name} has {' and '.join(moments)}, and only Adam's exp_avg "
-                    "with exp_avg_sq can be written for Megatron-Core: use --format dcp"
+                    f"checkpoint {reader.folder}: {name} has {' and '.join(moments)}: only Adam's moments "
+                    "(exp_avg, exp_avg_sq) can be written for Megatron-Core: use --format dcp"
                 )
         steps = {step_of_optimizer(reader, name) for name in reader.names}
         if len(steps) > 1:

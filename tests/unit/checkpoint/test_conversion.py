@@ -107,7 +107,7 @@ def test_lions_and_muons_moments_are_refused_for_megatron_core(
 ) -> None:
     reader = open_reader(open_checkpoint(native))
     monkeypatch.setattr(type(reader), "state_names", lambda *_: [VALUES, *moments])
-    with pytest.raises(UserError, match=f"has {moments[0]}, and only Adam's .*: use --format dcp"):
+    with pytest.raises(UserError, match=f"has {moments[0]}: only Adam's .*: use --format dcp"):
         TorchDistWriter(tmp_path, reader)
 
 
