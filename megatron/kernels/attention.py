@@ -140,7 +140,7 @@ class Tiles:
 
 
 # Kernel -> tiles, for heads of up to 64 and of up to 128. Compiled for sm_80 and sm_90, none of them spills a
-# register, and a block needs at most 99 KiB of shared memory, which consumer GPUs have.
+# register, and compiled for sm_80 a block needs at most 99 KiB of shared memory, which consumer GPUs have.
 _TILES = {
     "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
     "query": (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),

@@ -32,6 +32,8 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
+# Code for sm_80 also runs on consumer GPUs, whose blocks have 99 KiB; an H100's have 227 KiB.
+SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 KERNELS = {
     "dropout": 22,
     "norms": 2,
@@ -54,7 +56,7 @@ def test_no_kernel_spills(kernel: str, architecture: int) -> None:
     for row in rows:
         registers, shared, stack, spills = map(int, row[-4:])
         assert 0 < registers <= (255 if row[0] == "attention" else 128), row
-        assert shared <= 99 * 1024, row
+        assert shared <= SHARED_BYTES[architecture], row
         assert (stack, spills) == (0, 0), row
 
 
