@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.mpu.compilation import not_compiled
@@ -74,6 +74,7 @@ def _norm_over_ranks(x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
     return _NormOverRanks.apply(x, weight, norm)
 
 
+@first_order
 class _NormOverRanks(torch.autograd.Function):
     """x [seq, batch, n] and weight [n], this rank's part -> x * r * weight.
 
@@ -90,7 +91,6 @@ class _NormOverRanks(torch.autograd.Function):
         return (x * rate * weight).to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rate = ctx.saved_tensors
         norm, grad = ctx.norm, grad.float()

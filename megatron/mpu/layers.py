@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.mpu.compilation import not_compiled
@@ -276,6 +275,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, *others, None, None
 
 
+@first_order
 class _SequenceColumnLinear(torch.autograd.Function):
     """F.linear of an input that is sharded along the sequence (arXiv 2205.05198, section 4.2.2).
 
@@ -300,7 +300,6 @@ class _SequenceColumnLinear(torch.autograd.Function):
         return F.linear(full, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         compute = partial(_gathered_weight_gradient, x=x.detach(), tp_group=ctx.tp_group)
@@ -339,6 +338,7 @@ def _gathered_weight_gradient(
     return weight_gradient(weight, grad, full)
 
 
+@first_order
 class _OverlappedColumnLinear(_SequenceColumnLinear):
     """`_SequenceColumnLinear` with an all-gather that overlaps with the product."""
 
@@ -356,6 +356,7 @@ class _OverlappedColumnLinear(_SequenceColumnLinear):
         return gather_and_multiply(x, weight.t(), bias, tp_group, max_chunks)[0]
 
 
+@first_order
 class _OverlappedRowLinear(torch.autograd.Function):
     """F.linear, then the sum over the ranks, sharded along the sequence. The reduce-scatter of the forward
     pass and the all-gather of the backward pass overlap with the products beside them."""
@@ -370,7 +371,6 @@ class _OverlappedRowLinear(torch.autograd.Function):
         return multiply_and_reduce(x, weight.t(), tp_group, max_chunks)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.max_chunks)
@@ -381,6 +381,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+@first_order
 class _AllReduceInPlace(torch.autograd.Function):
     """In-place all-reduce of a tensor that nothing else uses; the gradient passes unchanged."""
 

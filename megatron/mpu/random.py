@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.dropout import drop_threshold, fused_dropout_add, part_offsets, shard_offsets
+from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mix64 import mix64, signed
@@ -260,6 +260,7 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+@first_order
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -270,7 +271,6 @@ class _Dropout(torch.autograd.Function):
         return mask.to(x.dtype).mul_(x).mul_(scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return mask.to(grad.dtype).mul_(grad).mul_(ctx.scale), None, None
