@@ -67,40 +67,22 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask
     ) -> Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        numbers = (scale, mask.dropout, mask.first_head, mask.seq or len(key), mask.window)
         out, log_sums = attention_forward_op(
-            query,
-            key,
-            value,
-            mask.slopes,
-            mask.first_keys,
-            mask.sample_keys,
-            scale,
-            mask.dropout,
-            mask.first_head,
-            mask.seq or len(key),
-            mask.window,
+            query, key, value, mask.slopes, mask.first_keys, mask.sample_keys, *numbers
         )
         ctx.save_for_backward(query, key, value, out, log_sums)
-        ctx.scale, ctx.mask = scale, mask
+        ctx.mask, ctx.numbers = mask, numbers
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
-        seq = mask.seq or len(key)
-        numbers = (ctx.scale, mask.dropout, mask.first_head, seq, mask.window)
+        scale, dropout, _, *others = ctx.numbers
+        masks = (mask.slopes, mask.first_keys)
         grad_query, row_sums, row_keys = attention_backward_query_op(
-            query,
-            key,
-            value,
-            out,
-            grad,
-            log_sums,
-            mask.slopes,
-            mask.first_keys,
-            mask.sample_keys,
-            *numbers,
+            query, key, value, out, grad, log_sums, *masks, mask.sample_keys, *ctx.numbers
         )
         grad_key, grad_value = attention_backward_key_op(
             query,
@@ -109,14 +91,12 @@ class _FlashAttention(torch.autograd.Function):
             grad,
             log_sums,
             row_sums,
-            mask.slopes,
-            mask.first_keys,
+            *masks,
             mask.end_queries,
             row_keys,
-            ctx.scale,
-            mask.dropout,
-            seq,
-            mask.window,
+            scale,
+            dropout,
+            *others,
         )
         return grad_query, grad_key, grad_value, None, None
 
@@ -206,20 +186,8 @@ def attention_backward_query_op(
     grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
     numbers = (scale, p, seq, first_head)
     launch = _launch("query", *_layout(query, key, value, slopes, first_keys), *numbers)
-    launch(
-        query,
-        key,
-        value,
-        out,
-        grad,
-        log_sums,
-        grad_query,
-        row_sums,
-        row_keys,
-        slopes,
-        first_keys,
-        sample_keys,
-    )
+    tensors = (query, key, value, out, grad, log_sums, grad_query, row_sums, row_keys)
+    launch(*tensors, slopes, first_keys, sample_keys)
     return grad_query, row_sums, row_keys
 
 
@@ -249,20 +217,8 @@ def attention_backward_key_op(
     """Returns the gradients of keys and values."""
     grad_key, grad_value = _like(key), _like(value)
     launch = _launch("key", *_layout(query, key, value, slopes, first_keys), scale, p, seq)
-    launch(
-        query,
-        key,
-        value,
-        grad,
-        log_sums,
-        row_sums,
-        grad_key,
-        grad_value,
-        slopes,
-        first_keys,
-        end_queries,
-        row_keys,
-    )
+    tensors = (query, key, value, grad, log_sums, row_sums, grad_key, grad_value)
+    launch(*tensors, slopes, first_keys, end_queries, row_keys)
     return grad_key, grad_value
 
 
