@@ -75,8 +75,8 @@ class Comparison:
 
 
 @contextmanager
-def launches_without_device() -> Iterator[None]:
-    """Makes CPU tensors use the Triton kernels, up to the driver's launch."""
+def launches_without_device(launch: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+    """Makes CPU tensors use the Triton kernels, up to the call of `launch` instead of the driver's."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime.driver import driver
@@ -84,7 +84,7 @@ def launches_without_device() -> Iterator[None]:
 
     kernel = CompiledKernel.__new__(CompiledKernel)
     kernel.name = kernel.src = kernel.module = kernel.function = kernel.packed_metadata = ""
-    kernel._run = lambda *_: None
+    kernel._run = launch
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,

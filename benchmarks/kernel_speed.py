@@ -367,9 +367,9 @@ def norms_case(sizes: Sizes, device: torch.device) -> Case:
         return [gradient_norms(gradients, device)]
 
     def library() -> list[Tensor]:
-        return [torch.stack(torch._foreach_norm(gradients))]
+        return [torch.nn.utils.get_total_norm(gradients)]
 
-    return Case("norms of gradients", work, "torch _foreach_norm", library, 4 * sum(sizes.parameters))
+    return Case("norms of gradients", work, "torch get_total_norm", library, 4 * sum(sizes.parameters))
 
 
 def some(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -22,6 +22,19 @@ variant = next(v for v in variants() if v.name.startswith("dropout bf16, bias"))
 free, limited = compile_variant(variant, 90), compile_variant(variant, 90, maxnreg=24)
 print(free.spills, limited.registers, limited.spills)
 """
+LAUNCHES = """
+from benchmarks import host_time
+calls = []
+with host_time.launches_without_device(lambda *arguments: calls.append(arguments)):
+    passes = host_time.own_layers("--position-embedding-type alibi --glu-activation swiglu")
+    forward = len(calls)  # the first layer's kernels were launched by triton
+    passes()
+    both = len(calls) - forward  # and the last layer's in the backward pass
+    passes()
+kinds = [[(x.dtype, x.shape) if hasattr(x, "dtype") else x for x in (*call[:4], *call[9:])] for call in calls]
+first, second = kinds[forward : forward + both], kinds[forward + both :]
+print(forward // 4, both // 4, kinds[:forward] == first[:forward], first == second)
+"""
 
 
 def run_python(*arguments: str) -> str:
@@ -74,3 +87,9 @@ def test_every_variant_is_in_a_row() -> None:
     names = run_python("-c", LIST_VARIANTS).splitlines()
     assert len(names) == sum(KERNELS.values())
     assert all(name.startswith(tuple(KERNELS)) for name in names)
+
+
+def test_a_variant_gets_the_arguments_that_triton_passes_it() -> None:
+    """Attention, activation and dropouts of a layer: 4 launches forward, and 5 backward."""
+    *_, found = run_python("-W", "ignore", "-c", LAUNCHES).splitlines()
+    assert found == "4 9 True True"
