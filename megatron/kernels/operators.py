@@ -51,7 +51,7 @@ class Launch:
     takes 13 to 24 us of host time (measured 2026-11-26). With fixed numbers the variant depends only on the
     tensors: their device and dtypes, which of them are None, and which addresses are multiples of 16. The
     first launch is Triton's, which returns the variant; later launches with aligned tensors of these dtypes
-    call that variant with all arguments (since Triton 3.3, constants included).
+    call that variant, with all arguments (Triton 3.7.1).
     """
 
     def __init__(
