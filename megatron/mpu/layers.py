@@ -339,7 +339,7 @@ def _gathered_weight_gradient(
 
 
 @first_order
-class _OverlappedColumnLinear(_SequenceColumnLinear):
+class _OverlappedColumnLinear(torch.autograd.Function):
     """`_SequenceColumnLinear` with an all-gather that overlaps with the product."""
 
     @staticmethod
@@ -354,6 +354,10 @@ class _OverlappedColumnLinear(_SequenceColumnLinear):
         ctx.save_for_backward(x, weight)
         ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, None
         return gather_and_multiply(x, weight.t(), bias, tp_group, max_chunks)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _SequenceColumnLinear.backward(ctx, grad)
 
 
 @first_order
