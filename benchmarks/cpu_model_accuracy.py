@@ -282,7 +282,7 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
     class Processor(Cluster):
         """This machine as a device of the cost model."""
 
-        contention = launch_s = 0.0
+        contention = 0.0
 
         def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
             products = kernel.flops / (achieved.matmul * machine.flops)
@@ -292,7 +292,7 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
     plan = plan_stages(config, VOCAB)
     ranks = config.parallel.pipeline_model_parallel_size
     # Collectives are not counted, so any network is valid.
-    device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1))
+    device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1), launch_s=0.0)
     costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
     times = stage_times(config, plan, costs, device)
     return [

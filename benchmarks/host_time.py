@@ -11,7 +11,7 @@ the dropout keys are made once for all, as in a run.
 
 The table has plain PyTorch modules with equal work beside each row. Both run in turns, and each figure is the
 least of all rounds, since other work only adds time. In plain modules attention has no dropout: without a GPU
-PyTorch has no fused kernel with dropout.
+PyTorch has no fused kernel with dropout. The last line has the host time per kernel, which a plan takes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.config.cli import parse_args
@@ -42,6 +43,7 @@ from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.model.loss import CrossEntropy
 from megatron.mpu import weight_gradient
+from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG
@@ -56,6 +58,7 @@ LLAMA = (
     f"--group-query-attention --num-query-groups {GROUPS} "
 )
 GOAL = 1.2
+NO_DROPOUT = "layer, no dropout"
 
 Times = tuple[float, float]
 Call = Callable[[], Times]
@@ -72,15 +75,16 @@ class Comparison:
 
 
 @contextmanager
-def launches_without_device() -> Iterator[None]:
-    """Makes CPU tensors use the Triton kernels, up to the driver's launch."""
+def launches_without_device(launch: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+    """Makes CPU tensors use the Triton kernels, up to the call of `launch` instead of the driver's."""
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    kernel = SimpleNamespace(
-        function=None, packed_metadata=None, launch_metadata=lambda *_: None, run=lambda *_: None
-    )
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    kernel.name = kernel.src = kernel.module = kernel.function = kernel.packed_metadata = ""
+    kernel._run = launch
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: 0,
@@ -129,6 +133,8 @@ def own_layers(flags: str) -> Call:
         nn.init.constant_(parameter, 0.1)
         set_main_grad(parameter, torch.zeros(parameter.shape), stays_allocated=True)
         parameter.register_post_accumulate_grad_hook(add_to_main_grad)
+    for layer in layers if config.training.compile else ():
+        compile_in_place(layer)
     hidden = torch.randn(SEQ, 1, HIDDEN, requires_grad=True)
 
     def forward() -> Tensor:
@@ -208,15 +214,32 @@ def head() -> tuple[nn.Parameter, Tensor]:
     return nn.Parameter(torch.randn(VOCAB, HIDDEN)), torch.randn(1, SEQ, HIDDEN, requires_grad=True)
 
 
-def comparisons() -> list[Comparison]:
+def comparisons(with_compiled: bool) -> list[Comparison]:
     no_dropout = "--attention-dropout 0 --hidden-dropout 0"
+    compiled = f"{no_dropout} --compile"
     return [
-        Comparison("layer, no dropout", own_layers(no_dropout), plain_layers()),
+        Comparison(NO_DROPOUT, own_layers(no_dropout), plain_layers()),
         Comparison("layer, hidden dropout", own_layers("--attention-dropout 0"), plain_layers(0.1)),
         Comparison("layer, both dropouts", own_layers(""), plain_layers(0.1)),
         Comparison("Llama layer", own_layers(LLAMA + no_dropout), plain_layers(llama=True)),
         Comparison("head and loss", own_loss(), plain_loss()),
+        *([Comparison("compiled layer", own_layers(compiled), plain_layers())] if with_compiled else []),
     ]
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += not func.is_view and not name.startswith(
+            ("empty", "new_empty", "detach", "_unsafe_view")
+        )
+        return func(*args, **(kwargs or {}))
 
 
 def least_times(own: Call, plain: Call, rounds: int, calls: int) -> tuple[Times, Times]:
@@ -301,14 +324,19 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=10, help="calls of each row in a round")
+    parser.add_argument("--compile", action="store_true", help="also measure a layer of a run with --compile")
     arguments = parser.parse_args()
     rounds, calls = arguments.rounds, arguments.calls
     torch.set_num_threads(1)
     print(describe_machine())
     rows: list[tuple[str, ...]] = [("us per call", "this program", "plain modules", "ratio", f"goal {GOAL}")]
     with launches_without_device():
-        for row in comparisons():
+        for row in comparisons(arguments.compile):
             own, plain = least_times(row.own, row.plain, rounds, calls)
+            if row.what == NO_DROPOUT:
+                with Kernels() as kernels:
+                    row.own()
+                us_per_kernel = 1e6 * sum(own) / (kernels.count / LAYERS)
             for index, name in enumerate(("forward", "backward")):
                 goal = GOAL if "layer" in row.what else None
                 rows.append(cells(f"{row.what}, {name}", own[index], plain[index], goal))
@@ -319,6 +347,7 @@ def main() -> None:
     (own, plain), _ = run_world(2, message_times, rounds, calls)
     rows.append(cells("message of a pipeline stage, gloo included", own[0], plain[0], None))
     print(format_table(rows))
+    print(f"{NO_DROPOUT}: {us_per_kernel:.1f} us per kernel (--host-us-per-kernel of a plan)")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ Times are medians, forward and backward pass together, by `triton.testing.do_ben
 the GPU between calls. `difference` is the largest difference between kernel and reference, in outputs and
 gradients, relative to the largest value. `rate` counts the bytes that must be read and written once. For
 attention it counts the FLOPs of the causal half, including those that document masks skip; the backward pass
-counts 2.5 times the forward pass.
+counts 2.5 times the forward pass. A second table compares the implementations of attention without dropout,
+which compute the same, and names the fastest.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.attention_implementations import KINDS, Attend, implementations
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.cluster.launch import temporary_environment
 from megatron.config import Config
-from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.selection import forget_decisions, reason_against_kernels, uses_kernels
 from megatron.model.activations import gated_by
 from megatron.model.core_attention import CoreAttention
@@ -103,6 +105,36 @@ def main() -> None:
             expected = [value.clone() for value in case.work()]
         difference = largest_difference([value.clone() for value in case.work()], expected)
         print_row(case.name, f"{difference:.1e}", *([] if arguments.small else times(case)))
+    print_row("attention without dropout", "difference", "triton ms", "SDPA ms", "Flex ms", "fastest")
+    for kind in KINDS:
+        print_row(kind, *compared_attention(kind, sizes, dtype, device, timed=not arguments.small))
+
+
+def compared_attention(
+    kind: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, timed: bool
+) -> list[str]:
+    """Returns the columns of a row: the largest difference from SDPA, the times, and the name of the fastest.
+    Without times only outputs are compared: FlexAttention has no backward pass on CPUs."""
+    groups = max(sizes.heads // 4, 1) if "share" in kind else sizes.heads
+    shapes = [(sizes.seq, 1, count, sizes.head_dim) for count in (sizes.heads, groups, groups)]
+    inputs = [some(shape, 3, dtype, device)[index] for index, shape in enumerate(shapes)]
+    (grad,) = some(shapes[0], 1, dtype, device)
+
+    def work(attend: Attend) -> list[Tensor]:
+        y = attend(*(inputs if timed else (x.detach() for x in inputs)))
+        return [y.detach(), *(torch.autograd.grad(y, inputs, grad) if timed else ())]
+
+    found = implementations(kind, sizes.seq, sizes.heads, device)
+    expected = work(found["SDPA"])
+    differences = [largest_difference(work(attend), expected) for attend in found.values()]
+    if not timed:
+        return [f"{max(differences):.1e}"]
+    measured = {name: milliseconds(partial(work, attend)) for name, attend in found.items()}
+    return [
+        f"{max(differences):.1e}",
+        *(f"{time:.3f}" for time in measured.values()),
+        min(measured, key=measured.__getitem__),
+    ]
 
 
 def print_row(name: str, *cells: str) -> None:
@@ -168,7 +200,6 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
     ):
         yield attention_case(name, flags, sizes, dtype, device)
-    yield plain_attention_case(sizes, dtype, device)
     yield rotary_case(sizes, dtype, device)
     yield gated_case(sizes, dtype, device)
     yield weight_gradient_case(sizes, dtype, device)
@@ -203,18 +234,6 @@ def layer_config(sizes: Sizes, flags: str) -> Config:
     )
 
 
-def causal_flops(sizes: Sizes) -> float:
-    """Returns the FLOPs of both passes of causal attention: 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the
-    backward pass, with 2 FLOPs per element."""
-    return 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
-
-
-def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns PyTorch's causal attention, [seq, batch, heads, head_dim]."""
-    heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3)
-
-
 def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
     config = layer_config(sizes, flags)
     core = CoreAttention(LayerContext(config, TPGroup(), DropoutRNG(1, (5,))), 0)
@@ -229,28 +248,13 @@ def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, devi
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
     def library() -> list[Tensor]:
-        y = torch_attention(q, k, v).flatten(2)
+        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
-    return Case(name, work, "torch SDPA, plain causal", library, 0, causal_flops(sizes))
-
-
-def plain_attention_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Returns plain causal attention, for which runs use PyTorch. Shows which implementation is faster."""
-    q, k, v = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
-    (grad,) = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 1, dtype, device)
-
-    def library() -> list[Tensor]:
-        y = torch_attention(q, k, v)
-        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
-
-    def work() -> list[Tensor]:
-        if not uses_kernels(q):
-            return library()
-        y = flash_attention(q, k, v, sizes.head_dim**-0.5, AttentionMask())
-        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
-
-    return Case("attention, plain causal", work, "torch SDPA, plain causal", library, 0, causal_flops(sizes))
+    # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
+    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
+    return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
 
 
 def rotary_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
@@ -368,9 +372,9 @@ def norms_case(sizes: Sizes, device: torch.device) -> Case:
         return [gradient_norms(gradients, device)]
 
     def library() -> list[Tensor]:
-        return [torch.stack(torch._foreach_norm(gradients))]
+        return [torch.nn.utils.get_total_norm(gradients)]
 
-    return Case("norms of gradients", work, "torch _foreach_norm", library, 4 * sum(sizes.parameters))
+    return Case("norms of gradients", work, "torch get_total_norm", library, 4 * sum(sizes.parameters))
 
 
 def copied_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:

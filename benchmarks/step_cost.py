@@ -287,7 +287,7 @@ def _gather_seconds(config: Config, plan: StagePlan, vocab_size: int) -> float:
 class Roofline(Cluster):
     """The rates of devices whose kernels reach the roofline."""
 
-    contention = launch_s = 0.0
+    contention = 0.0
 
     def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
         return self.gpu.least_seconds(kernel.flops, kernel.bytes, dtype)
@@ -299,7 +299,7 @@ def utilisation_rows(simulated: Simulated) -> list[Row]:
     if cluster is None:
         return []
     vocab, plan = find_stages(config)
-    roofline = Roofline(cluster.kind, cluster.gpu, cluster.network)
+    roofline = Roofline(cluster.kind, cluster.gpu, cluster.network, launch_s=0.0)
     bound = predict_step(config, plan, vocab.size, roofline).mfu
     predicted = predict_step(config, plan, vocab.size, cluster).mfu
     return [

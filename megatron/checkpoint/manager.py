@@ -61,7 +61,7 @@ from megatron.config.registries import SAVE_FORMATS
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import write_json
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.optimizer.zero import LocalParamState
 

@@ -117,7 +117,7 @@ def _by_several(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (setting, reason) of settings whose use depends on several other settings."""
     training, parallel, precision = config.training, config.parallel, config.precision
     if training.gpu is None or not training.dry_run:
-        for name in ("node_size", "intra_node_gbps", "inter_node_gbps"):
+        for name in ("node_size", "intra_node_gbps", "inter_node_gbps", "host_us_per_kernel"):
             yield f"parallel.{name}", "without --dry-run and --gpu"
     if training.dry_run and training.gpu is None:
         yield "parallel.network_figures", "with --dry-run and without --gpu"

@@ -10,21 +10,21 @@ a fixed order, without atomics.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron.kernels.dropout import drop_threshold
-from megatron.kernels.operators import first_order, operator
+from megatron.kernels.operators import Launch, first_order, operator
 
 # Larger heads do not fit in a GPU's registers and shared memory.
 MAX_HEAD_DIM = 128
 
 
-@dataclass(frozen=True)
-class AttentionMask:
+class AttentionMask(NamedTuple):
     """What changes the scores besides the causal mask, for this rank's heads. All tensors are contiguous.
 
     slopes: ALiBi's slopes, fp32 [heads]; slope * (key - query) is added to a score. None: no ALiBi.
@@ -67,40 +67,22 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask
     ) -> Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        numbers = (scale, mask.dropout, mask.first_head, mask.seq or len(key), mask.window)
         out, log_sums = attention_forward_op(
-            query,
-            key,
-            value,
-            mask.slopes,
-            mask.first_keys,
-            mask.sample_keys,
-            scale,
-            mask.dropout,
-            mask.first_head,
-            mask.seq or len(key),
-            mask.window,
+            query, key, value, mask.slopes, mask.first_keys, mask.sample_keys, *numbers
         )
         ctx.save_for_backward(query, key, value, out, log_sums)
-        ctx.scale, ctx.mask = scale, mask
+        ctx.mask, ctx.numbers = mask, numbers
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
-        seq = mask.seq or len(key)
-        numbers = (ctx.scale, mask.dropout, mask.first_head, seq, mask.window)
+        scale, dropout, _, *others = ctx.numbers
+        masks = (mask.slopes, mask.first_keys)
         grad_query, row_sums, row_keys = attention_backward_query_op(
-            query,
-            key,
-            value,
-            out,
-            grad,
-            log_sums,
-            mask.slopes,
-            mask.first_keys,
-            mask.sample_keys,
-            *numbers,
+            query, key, value, out, grad, log_sums, *masks, mask.sample_keys, *ctx.numbers
         )
         grad_key, grad_value = attention_backward_key_op(
             query,
@@ -109,14 +91,12 @@ class _FlashAttention(torch.autograd.Function):
             grad,
             log_sums,
             row_sums,
-            mask.slopes,
-            mask.first_keys,
+            *masks,
             mask.end_queries,
             row_keys,
-            ctx.scale,
-            mask.dropout,
-            seq,
-            mask.window,
+            scale,
+            dropout,
+            *others,
         )
         return grad_query, grad_key, grad_value, None, None
 
@@ -140,7 +120,7 @@ class Tiles:
 
 
 # Kernel -> tiles, for heads of up to 64 and of up to 128. Compiled for sm_80 and sm_90, none of them spills a
-# register, and a block needs at most 99 KiB of shared memory, which consumer GPUs have.
+# register, and compiled for sm_80 a block needs at most 99 KiB of shared memory, which consumer GPUs have.
 _TILES = {
     "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
     "query": (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
@@ -173,23 +153,10 @@ def attention_forward_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and the base-2 log of each query's sum of exponentials, fp32."""
-    from megatron.kernels.attention_triton import attention_forward_kernel  # triton is optional
-
     out, log_sums = _like(query), _per_row(query, torch.float32)
-    sizes, common = _common("forward", query, key, value, slopes, first_keys, scale, p, seq)
-    queries, batch, heads, _ = query.shape
-    if query.numel():
-        attention_forward_kernel[(-(-queries // sizes.queries), batch * heads)](
-            query,
-            key,
-            value,
-            out,
-            log_sums,
-            sample_keys=sample_keys,
-            first_head=first_head,
-            HAS_DROPOUT=sample_keys is not None,
-            **common,
-        )
+    numbers = (scale, p, seq, first_head)
+    launch = _launch("forward", *_layout(query, key, value, slopes, first_keys), *numbers)
+    launch(query, key, value, out, log_sums, slopes, first_keys, sample_keys)
     return out, log_sums
 
 
@@ -216,27 +183,11 @@ def attention_backward_query_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
-    from megatron.kernels.attention_triton import attention_backward_query_kernel  # triton is optional
-
     grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
-    sizes, common = _common("query", query, key, value, slopes, first_keys, scale, p, seq)
-    queries, batch, heads, _ = query.shape
-    if query.numel():
-        attention_backward_query_kernel[(-(-queries // sizes.queries), batch * heads)](
-            query,
-            key,
-            value,
-            out,
-            grad,
-            log_sums,
-            grad_query,
-            row_sums,
-            row_keys,
-            sample_keys=sample_keys,
-            first_head=first_head,
-            HAS_DROPOUT=sample_keys is not None,
-            **common,
-        )
+    numbers = (scale, p, seq, first_head)
+    launch = _launch("query", *_layout(query, key, value, slopes, first_keys), *numbers)
+    tensors = (query, key, value, out, grad, log_sums, grad_query, row_sums, row_keys)
+    launch(*tensors, slopes, first_keys, sample_keys)
     return grad_query, row_sums, row_keys
 
 
@@ -264,26 +215,10 @@ def attention_backward_key_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
-    from megatron.kernels.attention_triton import attention_backward_key_kernel  # triton is optional
-
     grad_key, grad_value = _like(key), _like(value)
-    sizes, common = _common("key", query, key, value, slopes, first_keys, scale, p, seq)
-    keys, batch, groups, _ = key.shape
-    if query.numel():
-        attention_backward_key_kernel[(-(-keys // sizes.keys), batch * groups)](
-            query,
-            key,
-            value,
-            grad,
-            log_sums,
-            row_sums,
-            grad_key,
-            grad_value,
-            end_queries=end_queries,
-            row_keys=row_keys,
-            HAS_DROPOUT=p > 0,
-            **common,
-        )
+    launch = _launch("key", *_layout(query, key, value, slopes, first_keys), scale, p, seq)
+    tensors = (query, key, value, grad, log_sums, row_sums, grad_key, grad_value)
+    launch(*tensors, slopes, first_keys, end_queries, row_keys)
     return grad_key, grad_value
 
 
@@ -292,46 +227,62 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor,
     return _like(key), _like(value)
 
 
-def _common(
+def _layout(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None, first_keys: Tensor | None
+) -> tuple[Any, ...]:
+    """Returns the arguments of `_launch` that describe the tensors."""
+    layout = (query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.stride())
+    return (*layout, slopes is not None, first_keys is not None)
+
+
+@lru_cache(maxsize=1024)
+def _launch(
     kernel: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Tensor | None,
-    first_keys: Tensor | None,
+    dtype: torch.dtype,
+    query_shape: torch.Size,
+    query_strides: tuple[int, ...],
+    key_shape: torch.Size,
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    has_slopes: bool,
+    has_ranges: bool,
     scale: float,
     p: float,
     seq: int,
-) -> tuple[Tiles, dict[str, Any]]:
-    """Returns the tile sizes, and the arguments that all kernels share."""
-    queries, batch, heads, head_dim = query.shape
-    block_dim = max(1 << (head_dim - 1).bit_length(), 16)
-    sizes = tiles(kernel, query.dtype, head_dim)
+    first_head: int | None = None,
+) -> Launch:
+    """kernel: 'forward', 'query' or 'key'. first_head: None for the kernel of the keys, which gets hashes."""
+    queries, batch, heads, head_dim = query_shape
+    keys, _, groups, _ = key_shape
+    sizes = tiles(kernel, dtype, head_dim)
+    blocks = -(-keys // sizes.keys) if kernel == "key" else -(-queries // sizes.queries)
     strides = {
         f"{name}_{dim}": stride
-        for name, tensor in (("query", query), ("key", key), ("value", value))
-        for dim, stride in zip(("seq", "batch", "head"), tensor.stride(), strict=False)
+        for name, of_tensor in (("query", query_strides), ("key", key_strides), ("value", value_strides))
+        for dim, stride in zip(("seq", "batch", "head"), of_tensor, strict=False)
     }
-    return sizes, {
-        "slopes": slopes,
-        "first_keys": first_keys,
-        "HAS_SLOPES": slopes is not None,
-        "HAS_RANGES": first_keys is not None,
-        "queries": queries,
-        "keys": len(key),
-        "seq": seq,
-        "batch": batch,
-        "heads": heads,
-        "group": heads // key.shape[2],
+    return Launch(
+        f"attention_triton.attention_{'forward' if kernel == 'forward' else f'backward_{kernel}'}_kernel",
+        (blocks, batch * (groups if kernel == "key" else heads)),
+        sizes.options,
+        queries=queries,
+        keys=keys,
+        seq=seq,
+        batch=batch,
+        heads=heads,
+        group=heads // groups,
+        **({} if first_head is None else {"first_head": first_head}),
         **strides,
-        "scale": scale,
-        "dropped_below": drop_threshold(p),
-        "keep_scale": 1.0 / (1.0 - p),
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": block_dim,
+        scale=scale,
+        dropped_below=drop_threshold(p),
+        keep_scale=1.0 / (1.0 - p),
+        HEAD_DIM=head_dim,
+        HAS_SLOPES=has_slopes,
+        HAS_RANGES=has_ranges,
+        HAS_DROPOUT=p > 0,
+        BLOCK_DIM=max(1 << (head_dim - 1).bit_length(), 16),
         **sizes.constants,
-        **sizes.options,
-    }
+    )
 
 
 def _like(x: Tensor) -> Tensor:

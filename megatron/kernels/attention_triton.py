@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron.kernels.triton_kernels import _mix32, _mix64
+from megatron.kernels.triton_kernels import _keep, _row_keys
 
 # Computes an fp32 product as three tensor-core products, which keep about 21 bits of the factors.
 FP32_PRODUCT: tl.constexpr = tl.constexpr("tf32x3")
@@ -391,15 +391,5 @@ def _masked_scores(
 
 @triton.jit
 def _hash_rows(sample_keys, sample, head, positions, seq):
-    """Returns a uint64 per row: the keys of `mpu.random._row_keys` for scores [batch, heads, seq, seq]."""
-    row = head.to(tl.int64) * seq + positions
-    return _mix64((tl.load(sample_keys + sample) + row * -0x61C8864680B583EB).to(tl.uint64))
-
-
-@triton.jit
-def _keep(row_keys, columns, dropped_below):
-    """Returns the mask of `mpu.random.keep_mask` as booleans."""
-    low, high = row_keys.to(tl.uint32), (row_keys >> 32).to(tl.uint32)
-    bits = (_mix32(columns.to(tl.uint32)) ^ low) * (high | 1)
-    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D
-    return bits.to(tl.int32, bitcast=True) >= dropped_below
+    """Returns the keys of rows of the scores [batch, heads, seq, seq]."""
+    return _row_keys(tl.load(sample_keys + sample), head.to(tl.int64) * seq + positions)

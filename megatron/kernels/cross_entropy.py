@@ -7,12 +7,13 @@ ranks, the ranks exchange three numbers per row between two launches.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import Launch, operator
 
 BLOCK = 4096
 OPTIONS = {"num_warps": 8}
@@ -54,25 +55,34 @@ def _statistics(
     z_loss_weight: float,
     with_gradient: bool,
 ) -> Tensor:
-    from megatron.kernels.triton_kernels import logit_statistics_kernel  # triton is optional
-
     found = _per_row(logits)
-    rows, columns = logits.shape
-    if rows:
-        logit_statistics_kernel[(rows,)](
-            logits,
-            targets,
-            found,
-            rows,
-            columns,
-            num_valid_columns,
-            gradient_scale,
-            z_loss_weight,
-            WITH_GRADIENT=with_gradient,
-            BLOCK=BLOCK,
-            **OPTIONS,
-        )
+    kernel, numbers = "logit_statistics_kernel", (num_valid_columns, gradient_scale, z_loss_weight)
+    _launch(kernel, logits.shape, *numbers, WITH_GRADIENT=with_gradient)(logits, targets, found)
     return found
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    kernel: str,
+    shape: torch.Size,
+    num_valid_columns: int,
+    gradient_scale: float,
+    z_loss_weight: float,
+    **constants: bool,
+) -> Launch:
+    """shape: of the logits. constants: the kernel's constants besides the size of its blocks."""
+    rows, columns = shape
+    return Launch(
+        f"triton_kernels.{kernel}",
+        (rows, 1),
+        OPTIONS,
+        columns=columns,
+        num_valid_columns=num_valid_columns,
+        gradient_scale=gradient_scale,
+        z_loss_weight=z_loss_weight,
+        BLOCK=BLOCK,
+        **constants,
+    )
 
 
 def _per_row(logits: Tensor) -> Tensor:
@@ -95,22 +105,8 @@ def write_logit_gradient_op(
     largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Other
     arguments: see `logit_statistics_op`.
     """
-    from megatron.kernels.triton_kernels import write_gradient_kernel  # triton is optional
-
-    rows, columns = logits.shape
-    if rows:
-        write_gradient_kernel[(rows,)](
-            logits,
-            targets,
-            largest,
-            exp_sums,
-            columns,
-            num_valid_columns,
-            gradient_scale,
-            z_loss_weight,
-            BLOCK=BLOCK,
-            **OPTIONS,
-        )
+    kernel, numbers = "write_gradient_kernel", (num_valid_columns, gradient_scale, z_loss_weight)
+    _launch(kernel, logits.shape, *numbers)(logits, targets, largest, exp_sums)
 
 
 @write_logit_gradient_op.register_fake

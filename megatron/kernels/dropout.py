@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.kernels.operators import first_order, operator
+from megatron.kernels.operators import Launch, first_order, operator
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
 # Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
@@ -102,31 +102,29 @@ def dropout_add_op(
 ) -> torch.Tensor:
     """Launches the kernel. offsets: the fields of `ShardOffsets`. dtype: of the output. The product has x's
     dtype, or without a residual `dtype`."""
-    from megatron.kernels.triton_kernels import dropout_add_kernel  # triton is optional
-
     out = torch.empty_like(x, dtype=dtype)
-    columns = x.shape[-1]
-    rows = x.numel() // max(columns, 1)
-    if x.numel():
-        grid = (-(-rows // BLOCK_ROWS), -(-columns // BLOCK_COLUMNS))
-        dropout_add_kernel[grid](
-            x,
-            bias,
-            residual,
-            out,
-            sample_keys,
-            rows,
-            columns,
-            *offsets,
-            drop_threshold(p),
-            1.0 / (1.0 - p),
-            HAS_BIAS=bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_COLUMNS=BLOCK_COLUMNS,
-            **OPTIONS,
-        )
+    launch = _launch(x.shape, ShardOffsets(*offsets), p, bias is not None, residual is not None)
+    launch(x, bias, residual, out, sample_keys)
     return out
+
+
+@lru_cache(maxsize=1024)
+def _launch(shape: torch.Size, offsets: ShardOffsets, p: float, has_bias: bool, has_residual: bool) -> Launch:
+    columns, rows = shape[-1], math.prod(shape[:-1])
+    return Launch(
+        "triton_kernels.dropout_add_kernel",
+        (-(-rows // BLOCK_ROWS), -(-columns // BLOCK_COLUMNS)),
+        OPTIONS,
+        rows=rows,
+        columns=columns,
+        **offsets._asdict(),
+        dropped_below=drop_threshold(p),
+        scale=1.0 / (1.0 - p),
+        HAS_BIAS=has_bias,
+        HAS_RESIDUAL=has_residual,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_COLUMNS=BLOCK_COLUMNS,
+    )
 
 
 @dropout_add_op.register_fake

@@ -6,9 +6,11 @@ result does not depend on the order of threads. Only the rows of the ids are rea
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import Launch, operator
 
 BLOCK = 512
 OPTIONS = {"num_warps": 4}
@@ -26,12 +28,13 @@ def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -
 @operator("add_rows", mutates_args=("total",))
 def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
     """Computes total[ids[i]] += rows[order[i]] for all i. The ids must ascend."""
-    from megatron.kernels.triton_kernels import add_rows_kernel  # triton is optional
+    _launch(*rows.shape)(total, ids, order, rows)
 
-    tokens, width = rows.shape
-    if tokens:
-        grid = (tokens, -(-width // BLOCK))
-        add_rows_kernel[grid](total, ids, order, rows, tokens, width, BLOCK=BLOCK, **OPTIONS)
+
+@lru_cache(maxsize=1024)
+def _launch(tokens: int, width: int) -> Launch:
+    grid = (tokens, -(-width // BLOCK))
+    return Launch("triton_kernels.add_rows_kernel", grid, OPTIONS, tokens=tokens, width=width, BLOCK=BLOCK)
 
 
 @add_rows_op.register_fake

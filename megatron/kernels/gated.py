@@ -1,16 +1,20 @@
 """Operators of a gated MLP's activation: value * activation(gate), with value and gate in one tensor.
 
-Each element is read once and written once. The reference implementation is in `model.gpt_model.ParallelMLP`.
+Each element is read once and written once. The backward pass writes in place, which saves the largest tensor
+of a layer's backward pass. The reference implementation is in `model.activations.gated_by`.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from megatron.kernels.operators import first_order, operator
+from megatron.kernels.operators import Launch, first_order, operator
 
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "liglu")
 """The values of --glu-activation that the kernels compute."""
@@ -19,7 +23,10 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def gated_activation(wide: Tensor, activation: str) -> Tensor:
-    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `ACTIVATIONS`."""
+    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `ACTIVATIONS`. The backward
+    pass writes the gradient of `wide` over `wide`, unless that is not contiguous: nothing else may need its
+    elements then. Autograd raises an error in a function that has saved `wide`, and in a second backward
+    pass."""
     return _GatedActivation.apply(wide, activation)
 
 
@@ -34,20 +41,17 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (wide,) = ctx.saved_tensors
-        return gated_activation_backward_op(grad.contiguous(), wide, ctx.activation), None
+        wide = ctx.saved_tensors[0].detach()
+        gated_activation_backward_op(grad.contiguous(), wide, ctx.activation)
+        increment_version(wide)
+        return wide, None
 
 
 @operator("gated_activation")
 def gated_activation_op(wide: Tensor, activation: str) -> Tensor:
     """Launches the kernel of the forward pass; `wide` is contiguous."""
-    from megatron.kernels.triton_kernels import gated_activation_kernel  # triton is optional
-
     out = _output(wide)
-    width = out.shape[-1]
-    if out.numel():
-        grid = (out.numel() // width, -(-width // BLOCK))
-        gated_activation_kernel[grid](wide, out, width, ACTIVATION=activation, BLOCK=BLOCK, **OPTIONS)
+    _launch("gated_activation_kernel", out.shape, activation)(wide, out)
     return out
 
 
@@ -56,24 +60,23 @@ def _(wide: Tensor, activation: str) -> Tensor:
     return _output(wide)
 
 
-@operator("gated_activation_backward")
-def gated_activation_backward_op(grad: Tensor, wide: Tensor, activation: str) -> Tensor:
-    """Returns the gradient of `wide` from the contiguous gradient of the output."""
-    from megatron.kernels.triton_kernels import gated_activation_backward_kernel  # triton is optional
-
-    grad_wide = torch.empty_like(wide)
-    width = grad.shape[-1]
-    if grad.numel():
-        grid = (grad.numel() // width, -(-width // BLOCK))
-        gated_activation_backward_kernel[grid](
-            grad, wide, grad_wide, width, ACTIVATION=activation, BLOCK=BLOCK, **OPTIONS
-        )
-    return grad_wide
+@operator("gated_activation_backward", mutates_args=("wide",))
+def gated_activation_backward_op(grad: Tensor, wide: Tensor, activation: str) -> None:
+    """Overwrites `wide` with its gradient, from the contiguous gradient of the output."""
+    _launch("gated_activation_backward_kernel", grad.shape, activation)(grad, wide)
 
 
 @gated_activation_backward_op.register_fake
-def _(grad: Tensor, wide: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(wide)
+def _(grad: Tensor, wide: Tensor, activation: str) -> None:
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _launch(kernel: str, shape: torch.Size, activation: str) -> Launch:
+    """shape: of the output."""
+    width = shape[-1]
+    grid = (prod(shape[:-1]), -(-width // BLOCK))
+    return Launch(f"triton_kernels.{kernel}", grid, OPTIONS, width=width, ACTIVATION=activation, BLOCK=BLOCK)
 
 
 def _output(wide: Tensor) -> Tensor:

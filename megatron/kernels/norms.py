@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from megatron.kernels.operators import operator
+from megatron.kernels.operators import Launch, operator
 
 # Elements of a chunk, which one program of the first kernel sums.
 CHUNK = 4096
@@ -34,13 +34,10 @@ def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 @operator("chunk_squares")
 def chunk_squares_op(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns the sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
-    from megatron.kernels.triton_kernels import chunk_squares_kernel  # triton is optional
-
     places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
     starts, lengths = _chunk_table(places, tensors[0].device)
     squares = torch.empty(len(starts), dtype=torch.float64, device=starts.device)
-    if len(squares):
-        chunk_squares_kernel[(len(squares),)](starts, lengths, squares, CHUNK=CHUNK, **CHUNK_SQUARES_OPTIONS)
+    _chunk_squares(len(squares))(starts, lengths, squares)
     return squares
 
 
@@ -53,11 +50,9 @@ def _(tensors: list[torch.Tensor]) -> torch.Tensor:
 @operator("chunk_norms")
 def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Returns the square root of the sum of the next counts[i] squares, for each i, fp64."""
-    from megatron.kernels.triton_kernels import chunk_norms_kernel  # triton is optional
-
     norms = torch.empty(len(counts), dtype=torch.float64, device=squares.device)
     first_chunks = _first_chunks(tuple(counts), squares.device)
-    chunk_norms_kernel[(len(norms),)](squares, first_chunks, norms, BLOCK=BLOCK, **CHUNK_NORMS_OPTIONS)
+    _chunk_norms(len(norms))(squares, first_chunks, norms)
     return norms
 
 
@@ -70,17 +65,29 @@ def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
 def copy_gradient_op(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Tensor) -> None:
     """Copies `gradient` to `total`, fp32; both are contiguous. Sets `norm`, an fp64 scalar, to NaN if an
     element is not finite, and does not change it otherwise."""
-    from megatron.kernels.triton_kernels import copy_gradient_kernel  # triton is optional
-
-    length = gradient.numel()
-    if length:
-        grid = (-(-length // COPY_BLOCK),)
-        copy_gradient_kernel[grid](gradient, total, norm, length, BLOCK=COPY_BLOCK, **COPY_OPTIONS)
+    _copy_gradient(gradient.numel())(gradient, total, norm)
 
 
 @copy_gradient_op.register_fake
 def _(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Tensor) -> None:
     return None
+
+
+@lru_cache
+def _chunk_squares(chunks: int) -> Launch:
+    return Launch("triton_kernels.chunk_squares_kernel", (chunks, 1), CHUNK_SQUARES_OPTIONS, CHUNK=CHUNK)
+
+
+@lru_cache
+def _chunk_norms(tensors: int) -> Launch:
+    return Launch("triton_kernels.chunk_norms_kernel", (tensors, 1), CHUNK_NORMS_OPTIONS, BLOCK=BLOCK)
+
+
+@lru_cache
+def _copy_gradient(length: int) -> Launch:
+    grid = (-(-length // COPY_BLOCK), 1)
+    kernel = "triton_kernels.copy_gradient_kernel"
+    return Launch(kernel, grid, COPY_OPTIONS, length=length, BLOCK=COPY_BLOCK)
 
 
 # The gradients lie in the same buffers at every step, so the tables are copied to the device once.

@@ -7,12 +7,13 @@ Each element is read once and written once, forward and backward. The reference 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.operators import first_order, operator
+from megatron.kernels.operators import Launch, first_order, operator
 
 # Heads of a tile; its columns are the pairs of a head.
 BLOCK_HEADS = 16
@@ -66,7 +67,8 @@ def split_and_rotate_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernel of the forward pass. heads: the fields of `Heads`."""
     parts = _parts(projected, heads)
-    _launch(projected, *parts, cosine, sine, Heads(*heads), backward=False)
+    launch = _launch(projected.shape, cosine.shape[1], Heads(*heads), backward=False)
+    launch(projected, *parts, cosine, sine)
     return parts
 
 
@@ -81,7 +83,8 @@ def rotate_back_and_join_op(
 ) -> Tensor:
     """Returns the gradient of `projected` from the contiguous gradients of query, key and value."""
     projected = _joined(query, heads)
-    _launch(projected, query, key, value, cosine, sine, Heads(*heads), backward=True)
+    launch = _launch(projected.shape, cosine.shape[1], Heads(*heads), backward=True)
+    launch(projected, query, key, value, cosine, sine)
     return projected
 
 
@@ -92,49 +95,27 @@ def _(
     return _joined(query, heads)
 
 
-def _launch(
-    projected: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    heads: Heads,
-    backward: bool,
-) -> None:
-    from megatron.kernels.triton_kernels import rotary_kernel  # triton is optional
-
-    seq, batch, _ = projected.shape
-    grid = (seq * batch, -(-heads.groups * (heads.group + 2) // BLOCK_HEADS))
-    if projected.numel():
-        rotary_kernel[grid](
-            projected,
-            query,
-            key,
-            value,
-            cosine,
-            sine,
-            batch,
-            heads.groups,
-            heads.group,
-            cosine.shape[1],
-            BACKWARD=backward,
-            **kernel_constants(heads),
-            **OPTIONS,
-        )
-
-
-def kernel_constants(heads: Heads) -> dict[str, int]:
-    """Returns the constants for which the kernel is compiled."""
+@lru_cache(maxsize=1024)
+def _launch(shape: torch.Size, table_batch: int, heads: Heads, backward: bool) -> Launch:
+    """shape: of the projection. table_batch: samples of the tables of cosines and sines."""
+    seq, batch, _ = shape
     half, rest = heads.rotary_dim // 2, heads.head_dim - heads.rotary_dim
-    return {
-        "HEAD_DIM": heads.head_dim,
-        "ROTARY_DIM": heads.rotary_dim,
-        "INTERLEAVED": heads.interleaved,
-        "BLOCK_HEADS": BLOCK_HEADS,
-        "BLOCK_PAIRS": 1 << (half - 1).bit_length(),
-        "BLOCK_REST": 1 << max(rest - 1, 0).bit_length(),
-    }
+    return Launch(
+        "triton_kernels.rotary_kernel",
+        (seq * batch, -(-heads.groups * (heads.group + 2) // BLOCK_HEADS)),
+        OPTIONS,
+        batch=batch,
+        groups=heads.groups,
+        group=heads.group,
+        table_batch=table_batch,
+        BACKWARD=backward,
+        HEAD_DIM=heads.head_dim,
+        ROTARY_DIM=heads.rotary_dim,
+        INTERLEAVED=heads.interleaved,
+        BLOCK_HEADS=BLOCK_HEADS,
+        BLOCK_PAIRS=1 << (half - 1).bit_length(),
+        BLOCK_REST=1 << max(rest - 1, 0).bit_length(),
+    )
 
 
 def _parts(projected: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

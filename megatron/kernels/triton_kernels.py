@@ -39,7 +39,8 @@ def dropout_add_kernel(
     first_row = tl.where(outer_row * inner + inner_row < split, first_row, second_first_row)
     full_row = outer_row * outer_stride + inner_row + first_row
     sample_key = tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0)
-    keep = _keep(sample_key, full_row, column + first_column, dropped_below)
+    row_keys = _row_keys(sample_key, full_row)
+    keep = _keep(row_keys[:, None], (column + first_column)[None, :], dropped_below)
 
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     element = row[:, None] * columns + column[None, :]
@@ -56,15 +57,17 @@ def dropout_add_kernel(
 
 
 @triton.jit
-def _keep(sample_key, row, column, dropped_below):
-    """Returns the mask of `mpu.random.keep_mask` as booleans [rows, columns], from the keys of the rows'
-    samples, and rows and columns of the full activation."""
-    row_key = _mix64((sample_key + row * -0x61C8864680B583EB).to(tl.uint64))
-    low, high = row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32)
-    bits = _mix32(column.to(tl.uint32))[None, :] ^ low[:, None]
-    bits *= (high | 1)[:, None]
-    bits ^= bits >> 15
-    bits *= 0x2C1B3C6D
+def _row_keys(sample_keys, rows):
+    """Returns a uint64 per row: the keys of `mpu.random._row_keys`, from the keys of the rows' samples."""
+    return _mix64((sample_keys + rows * -0x61C8864680B583EB).to(tl.uint64))
+
+
+@triton.jit
+def _keep(row_keys, columns, dropped_below):
+    """Returns the mask of `mpu.random.keep_mask` as booleans. Rows and columns are of the full activation."""
+    low, high = row_keys.to(tl.uint32), (row_keys >> 32).to(tl.uint32)
+    bits = (_mix32(columns.to(tl.uint32)) ^ low) * (high | 1)
+    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D
     return bits.to(tl.int32, bitcast=True) >= dropped_below
 
 
@@ -120,7 +123,6 @@ def logit_statistics_kernel(
     logits,
     targets,
     found,
-    rows,
     columns,
     num_valid_columns,
     gradient_scale,
@@ -129,7 +131,7 @@ def logit_statistics_kernel(
     BLOCK: tl.constexpr,
 ):
     """found[:, row] = largest logit, sum(exp(logit - largest)), logit of the target; then the gradient."""
-    row = tl.program_id(0)
+    row, rows = tl.program_id(0), tl.num_programs(0)
     logits += row.to(tl.int64) * columns
     # Each lane has its own largest value and sum, combined at the end. Finite, so that no lane gives NaN.
     largest = tl.full([BLOCK], -3.0e38, tl.float32)
@@ -277,13 +279,8 @@ def rotary_kernel(
         x = tl.load(projected + fused[:, None] + first, mask=inside[:, None] & in_pairs, other=0.0)
         y = tl.load(projected + fused[:, None] + second, mask=inside[:, None] & in_pairs, other=0.0)
     dtype = projected.dtype.element_ty
-    # Each product is rounded, as in PyTorch's operations.
-    turned_x = (x.to(tl.float32) * cos).to(dtype).to(tl.float32) - (y.to(tl.float32) * sin).to(dtype).to(
-        tl.float32
-    )
-    turned_y = (y.to(tl.float32) * cos).to(dtype).to(tl.float32) + (x.to(tl.float32) * sin).to(dtype).to(
-        tl.float32
-    )
+    turned_x = _rounded_product(x, cos) - _rounded_product(y, sin)
+    turned_y = _rounded_product(y, cos) + _rounded_product(x, sin)
     x = tl.where(is_value[:, None], x, turned_x.to(dtype))
     y = tl.where(is_value[:, None], y, turned_y.to(dtype))
     if BACKWARD:
@@ -301,6 +298,12 @@ def rotary_kernel(
         else:
             z = tl.load(projected + fused[:, None] + rest, mask=inside[:, None] & in_rest, other=0.0)
             _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, rest, in_rest, z)
+
+
+@triton.jit
+def _rounded_product(x, factor):
+    """Returns x * factor, fp32, rounded to the dtype of `x`, as in PyTorch's operations."""
+    return (x.to(tl.float32) * factor).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -333,22 +336,20 @@ def gated_activation_kernel(wide, out, width, ACTIVATION: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def gated_activation_backward_kernel(
-    grad, wide, grad_wide, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Writes the gradients of values and gates."""
+def gated_activation_backward_kernel(grad, wide, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Overwrites values and gates with their gradients."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    dtype = grad_wide.dtype.element_ty
+    dtype = wide.dtype.element_ty
     of_value = row * 2 * width + column
     upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(wide + of_value, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(wide + of_value + width, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activation(gate, ACTIVATION)
-    tl.store(grad_wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
+    tl.store(wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
     grad_gate = (upstream * value).to(dtype).to(tl.float32) * slope
-    tl.store(grad_wide + of_value + width, grad_gate.to(dtype), mask=inside)
+    tl.store(wide + of_value + width, grad_gate.to(dtype), mask=inside)
 
 
 @triton.jit

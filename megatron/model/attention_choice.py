@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,13 +133,17 @@ def implementation_for(query: Tensor, seq: int, dropout: float, masks: Attention
     on_cpu, against = query.device.type == "cpu", None
     if not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
-    choice, reason = choose_attention(
-        AttentionRequirements(
-            dropout, alibi, documents, seq, head_dim, on_cpu, against, window, context_parallel=local < seq
-        )
-    )
-    if not torch.compiler.is_compiling():
-        _log_once(reason)
+    required = (dropout, alibi, documents, seq, head_dim, on_cpu, against, window, local < seq)
+    if torch.compiler.is_compiling():
+        return choose_attention(AttentionRequirements(*required))[0]
+    return _logged_choice(*required)
+
+
+@lru_cache(maxsize=1024)
+def _logged_choice(*required: Any) -> Implementation:
+    """required: the fields of `AttentionRequirements`."""
+    choice, reason = choose_attention(AttentionRequirements(*required))
+    _log_once(reason)
     return choice
 
 

@@ -103,9 +103,9 @@ class LayerContext:
     def dropout_part(self, hidden: Tensor, dim: int) -> Part | None:
         """Returns which part of the full activation a hidden state is, for `mpu.random.dropout`. dim: its
         sequence dimension."""
-        tp_group = self.tp_group if self.sequence_parallel else TPGroup()
-        if tp_group.size == self.cp_group.size == 1:
+        if self.cp_group.size == 1 and not self.sequence_parallel:
             return None
+        tp_group = self.tp_group if self.sequence_parallel else TPGroup()
         seq = hidden.shape[dim] * tp_group.size * self.cp_group.size
         return Part(dim, tensor_shard(self.cp_group.chunks(seq), tp_group), seq)
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.registries import NORMALIZATIONS
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import new_parameter
 
 
 def norm_class(config: Config) -> type[nn.Module]:
@@ -54,11 +55,12 @@ class MixedFusedLayerNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
-        if hidden.dtype == self.weight.dtype and not self.zero_centered:
-            return self.normalize(hidden, self.normalized_shape, self.weight, self.bias, self.epsilon)
-        weight = _factor(self.weight, self.zero_centered)
-        wide = self.normalize(hidden.float(), self.normalized_shape, weight, self.bias.float(), self.epsilon)
-        return wide.to(self.weight.dtype)
+        weight, bias = self.weight, self.bias
+        if hidden.dtype == weight.dtype and not self.zero_centered:
+            return self.normalize(hidden, self.normalized_shape, weight, bias, self.epsilon)
+        factor = _factor(weight, self.zero_centered)
+        wide = self.normalize(hidden.float(), self.normalized_shape, factor, bias.float(), self.epsilon)
+        return wide.to(weight.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -78,11 +80,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameter."""
-        if hidden.dtype == self.weight.dtype and not self.zero_centered:
-            return F.rms_norm(hidden, self.normalized_shape, self.weight, self.epsilon)
-        weight = _factor(self.weight, self.zero_centered)
-        wide = F.rms_norm(hidden.float(), self.normalized_shape, weight, self.epsilon)
-        return wide.to(self.weight.dtype)
+        weight = self.weight
+        if hidden.dtype == weight.dtype and not self.zero_centered:
+            return F.rms_norm(hidden, self.normalized_shape, weight, self.epsilon)
+        factor = _factor(weight, self.zero_centered)
+        wide = F.rms_norm(hidden.float(), self.normalized_shape, factor, self.epsilon)
+        return wide.to(weight.dtype)
 
 
 def _apex_layer_norm(

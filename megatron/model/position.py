@@ -22,7 +22,8 @@ from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import CPGroup, TPGroup
-from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import new_parameter
 
 
 def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import all_reduce_
-from megatron.mpu.parameters import ParameterSpec, mark_sequence_parallel_grad, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import mark_sequence_parallel_grad, new_parameter
 
 
 def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
@@ -74,6 +75,7 @@ def _norm_over_ranks(x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
     return _NormOverRanks.apply(x, weight, norm)
 
 
+@first_order
 class _NormOverRanks(torch.autograd.Function):
     """x [seq, batch, n] and weight [n], this rank's part -> x * r * weight.
 
@@ -90,7 +92,6 @@ class _NormOverRanks(torch.autograd.Function):
         return (x * rate * weight).to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rate = ctx.saved_tensors
         norm, grad = ctx.norm, grad.float()

@@ -14,7 +14,8 @@ from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_class
 from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import spec_of
 from megatron.mpu.random import DropoutRNG
 
 

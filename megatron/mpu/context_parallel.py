@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.mpu.layout import CPGroup, TPGroup
 
 
@@ -60,6 +60,7 @@ def gather_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
     return _all_gather(x.movedim(dim, 0), cp_group).movedim(0, dim)
 
 
+@first_order
 class _GatherKeysAndValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,6 @@ class _GatherKeysAndValues(torch.autograd.Function):
         return gather_both(key, value, cp_group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None]:
         key, value = _reduce_scatter(torch.stack((grad_key, grad_value), dim=1), ctx.cp_group).unbind(1)
         return key, value, None

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import LogitChunks, own_targets, own_tokens
 from megatron.mpu.mappings import all_reduce_
@@ -139,6 +139,7 @@ def _local_probabilities(
     return probabilities, largest, probabilities.amax(-1).reciprocal_()
 
 
+@first_order
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -173,7 +174,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss.masked_fill_((labels < 0) | (labels >= vocab_size), torch.nan)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.probabilities is None:
             raise RuntimeError(
@@ -187,6 +187,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient.to(ctx.logits_dtype), None, None, None, None
 
 
+@first_order
 class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -244,7 +245,6 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         return (losses if token_weights is None else losses * token_weights).view(labels.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.mpu.weight_gradient import Gradient
 
 Deferred = list[tuple[Tensor, Gradient]]
@@ -54,6 +54,7 @@ def ensure_requires_grad(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.detach().requires_grad_()
 
 
+@first_order
 class _Accumulate(torch.autograd.Function):
     """A function whose backward pass gives `weight` the gradient that `gradient` computes."""
 
@@ -63,7 +64,6 @@ class _Accumulate(torch.autograd.Function):
         return weight.new_empty(())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         gradient, ctx.gradient = ctx.gradient, None
         return gradient(ctx.weight), None

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.embedding import fused_add_rows
+from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.parameters import main_grad_of
 
@@ -29,6 +29,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, batch: int | None = None)
     return _Embedding.apply(ids, weight, main_grad_of(weight), batch)
 
 
+@first_order
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -44,7 +45,6 @@ class _Embedding(torch.autograd.Function):
         return vectors if batch is None else vectors.expand(batch, *vectors.shape[1:])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         total = ctx.main_grad

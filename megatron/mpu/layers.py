@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from megatron.kernels.operators import first_order
+from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
@@ -40,7 +39,8 @@ from megatron.mpu.mappings import (
     reduce_scatter_sequence,
     reduce_scatter_to_sequence_region,
 )
-from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec, local_slices
+from megatron.mpu.parameters import new_parameter, spec_of
 from megatron.mpu.weight_gradient import Gradient, fuses_accumulation, weight_gradient
 
 _ONE_RANK = TPGroup()
@@ -257,36 +257,26 @@ class _Linear(torch.autograd.Function):
         tp_group: TPGroup,
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
-        # Activation recomputation ends when the last tensor is saved. A function saves its tensors when it
-        # ends, so an input that hooks save is saved in this line, before the product.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None:
-            ctx.save_for_backward(x)
-        else:
-            ctx.packed, ctx.unpack = hooks[0](x), hooks[1]
+        keep_input(ctx, x)
         ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.saved_tensors:
-            (x,) = ctx.saved_tensors
-        else:
-            x, ctx.packed = ctx.unpack(ctx.packed), None
+        x, rows = take_input(ctx), grad.reshape(-1, grad.shape[-1])
         grad_x = pending = None
-        rows = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
             grad_x = rows.mm(ctx.weight).view(x.shape)
             if ctx.tp_group.size > 1:
                 pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        others = _weight_and_bias_gradients(
-            ctx, rows, partial(weight_gradient, x=x.detach() if ctx.defer else x)
-        )
+        compute = partial(weight_gradient, x=x.detach() if ctx.defer else x)
+        others = _weight_and_bias_gradients(ctx, rows, compute)
         if pending is not None:
             pending.wait()
         return grad_x, *others, None, None
 
 
+@first_order
 class _SequenceColumnLinear(torch.autograd.Function):
     """F.linear of an input that is sharded along the sequence (arXiv 2205.05198, section 4.2.2).
 
@@ -311,7 +301,6 @@ class _SequenceColumnLinear(torch.autograd.Function):
         return F.linear(full, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         compute = partial(_gathered_weight_gradient, x=x.detach(), tp_group=ctx.tp_group)
@@ -322,17 +311,18 @@ class _SequenceColumnLinear(torch.autograd.Function):
             pending.wait()
             compute = partial(weight_gradient, x=full)
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
-        others = _weight_and_bias_gradients(ctx, grad, compute)
+        others = _weight_and_bias_gradients(ctx, grad.reshape(-1, grad.shape[-1]), compute)
         summed.wait()
         return grad_x, *others, None, None
 
 
 def _weight_and_bias_gradients(
-    ctx: Any, grad: torch.Tensor, compute: Callable[..., torch.Tensor | None]
+    ctx: Any, rows: torch.Tensor, compute: Callable[..., torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients of weight and bias. compute: returns the weight's gradient from the weight and
-    the rows of `grad`. With `ctx.defer` it is passed to `defer`, and the weight's gradient is None."""
-    rows, grad_weight = grad.reshape(-1, grad.shape[-1]), None
+    """Returns the gradients of weight and bias. rows: the gradient of the output, [rows, n_out]. compute:
+    returns the weight's gradient from the weight and the rows. With `ctx.defer` it is passed to `defer`, and
+    the weight's gradient is None."""
+    grad_weight = None
     if ctx.defer is not None:
         ctx.defer(partial(compute, grad=rows))
     elif ctx.needs_input_grad[1]:
@@ -349,6 +339,7 @@ def _gathered_weight_gradient(
     return weight_gradient(weight, grad, full)
 
 
+@first_order
 class _OverlappedColumnLinear(torch.autograd.Function):
     """`_SequenceColumnLinear` with an all-gather that overlaps with the product."""
 
@@ -370,6 +361,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         return _SequenceColumnLinear.backward(ctx, grad)
 
 
+@first_order
 class _OverlappedRowLinear(torch.autograd.Function):
     """F.linear, then the sum over the ranks, sharded along the sequence. The reduce-scatter of the forward
     pass and the all-gather of the backward pass overlap with the products beside them."""
@@ -384,7 +376,6 @@ class _OverlappedRowLinear(torch.autograd.Function):
         return multiply_and_reduce(x, weight.t(), tp_group, max_chunks)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, gathered = gather_and_multiply(grad, weight, None, ctx.tp_group, ctx.max_chunks)
@@ -395,6 +386,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+@first_order
 class _AllReduceInPlace(torch.autograd.Function):
     """In-place all-reduce of a tensor that nothing else uses; the gradient passes unchanged."""
 

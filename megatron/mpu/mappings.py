@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from megatron.kernels.operators import first_order
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.layout import TPGroup
 
@@ -63,6 +63,7 @@ def _all_gather(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
+@first_order
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
@@ -70,11 +71,11 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, tp_group, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad.chunk(ctx.tp_group.size, ctx.dim)[ctx.tp_group.rank].contiguous(), None, None
 
 
+@first_order
 class _GatherBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
@@ -84,7 +85,6 @@ class _GatherBlock(torch.autograd.Function):
         return every[_block_of(tp_group, block)].movedim(0, -2).flatten(-2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         tp_group, block = ctx.tp_group, ctx.block
         parts = grad.unflatten(-1, (block, -1)).movedim(-2, 0)  # [block, ..., n]
@@ -101,6 +101,7 @@ def _block_of(tp_group: TPGroup, block: int) -> slice:
     return slice(first, first + block)
 
 
+@first_order
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
@@ -110,7 +111,6 @@ class _ReduceScatter(torch.autograd.Function):
         return part
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         full, pending = all_gather_sequence(grad, ctx.tp_group)
         pending.wait()

@@ -21,13 +21,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.dropout import drop_threshold, fused_dropout_add, part_offsets, shard_offsets
+from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mix64 import mix64, signed
@@ -39,8 +39,8 @@ _ELEMENTS_PER_PIECE = 1 << 17
 class Samples(tuple[int, ...]):
     """The global sample numbers of a micro-batch, one per batch row, and the keys of its dropouts."""
 
-    keys: torch.Tensor | None = None
-    """int64 [salts, batch] on the device: see `DropoutRNG.device_keys`."""
+    keys: tuple[torch.Tensor, ...] = ()
+    """int64 [batch] on the device, for each salt: see `DropoutRNG.device_keys`."""
 
 
 class DropoutRNG:
@@ -77,12 +77,12 @@ class DropoutRNG:
         """Returns `sample_keys`, int64 [batch], on `device`. The first call for a micro-batch copies the
         keys of all salts that were ever asked for, asynchronously from pinned memory."""
         row, keys = self._salts.setdefault(salt, len(self._salts)), self.samples.keys
-        if keys is None or row >= len(keys) or keys.device.type != device.type:
+        if row >= len(keys) or keys[row].device.type != device.type:
             # Rows of multiples of 16 bytes: triton compiles another kernel for an address that is none.
             padding = [0] * (len(self.samples) % 2)
             table = torch.tensor([self.sample_keys(each) + padding for each in self._salts])
             table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
-            keys = self.samples.keys = table[:, : len(self.samples)]
+            keys = self.samples.keys = table[:, : len(self.samples)].unbind()
         return keys[row]
 
 
@@ -98,8 +98,7 @@ class Part:
     """Number of elements of the full activation in this dimension."""
 
 
-@dataclass(frozen=True)
-class DropoutMask:
+class DropoutMask(NamedTuple):
     """What a dropout mask depends on, for an activation that may be sharded."""
 
     p: float
@@ -261,6 +260,7 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
+@first_order
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -271,7 +271,6 @@ class _Dropout(torch.autograd.Function):
         return mask.to(x.dtype).mul_(x).mul_(scale)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return mask.to(grad.dtype).mul_(grad).mul_(ctx.scale), None, None

@@ -64,9 +64,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Non
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """Returns the gradient of `weight` [n_out, n_in] from grad [..., n_out] and x [..., n_in]; None if it was
+    """Returns the gradient of `weight` [n_out, n_in] from grad [n, n_out] and x [..., n_in]; None if it was
     added to `main_grad`."""
-    transposed, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    transposed, x = grad.t(), x.reshape(-1, x.shape[-1])
     total = main_grad_of(weight) if fuses_accumulation(weight) else None
     if total is None:
         return transposed.matmul(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.mapped_file import advise_huge_pages
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.optimizer.quantized import BLOCK_SIZE, MAPS, QuantizedMoment, kernels
 
 # Parameters with fewer elements keep 32-bit moments. bitsandbytes has this threshold too, but for the tensor

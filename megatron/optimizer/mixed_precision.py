@@ -26,7 +26,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, is_norm_owner, main_grad_of, own_storage, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import is_norm_owner, main_grad_of, own_storage, spec_of
 from megatron.mpu.world import max_over_ranks
 from megatron.optimizer.flat_group import (
     FlatGroup,

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, shard_of, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameters import merge_shards, shard_of, spec_of
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate
 from megatron.optimizer.zero import OptimizerProcessGroups

@@ -39,9 +39,8 @@ of 16 bytes. An assumption: since cuBLAS 11, tensor cores also multiply less ali
 smaller parts (NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores an A100 reaches
 19.5 instead of 312 TFLOP/s, and a V100 loses about the same factor (`megatron.cluster.devices`)."""
 LAUNCH_S = 8e-6
-"""Assumed host time per operation in eager PyTorch; a pass takes the longer time of host and device. On two
-shared cores of an AMD EPYC, `benchmarks/host_time.py` measured 20 us in plain modules and 31 us in this
-program's layer without dropout (2026-11-26, beside other work); a host of GPUs is faster."""
+"""Assumed host time per kernel in eager PyTorch; a pass takes the longer time of host and device.
+--host-us-per-kernel sets the time that `benchmarks/host_time.py` has measured."""
 EAGER_TRAFFIC = 1.55
 """Time of an eager PyTorch kernel that is neither a matrix product nor attention, relative to the time that
 its bytes predict. Fitted to runs of MosaicML's llm-foundry (the benchmark's class 'fsdp eager')."""

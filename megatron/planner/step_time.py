@@ -45,12 +45,13 @@ _FULLY_SIMULATED = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices and the network of a prediction. kind: kind of GPU, such as 'a100'."""
+    """The devices and the network of a prediction. kind: kind of GPU, such as 'a100'. launch_s: host time per
+    kernel, in seconds."""
 
     kind: str
     gpu: GPU
     network: Network
-    launch_s = LAUNCH_S
+    launch_s: float = LAUNCH_S
 
     @property
     def contention(self) -> float:
@@ -125,8 +126,8 @@ def find_cluster(config: Config) -> Cluster | None:
     gpu, network = find_gpu(config), find_network(config)
     if gpu is None or network is None or config.training.gpu is None:
         return None
-    kind = config.training.gpu.partition("-")[0]
-    return Cluster(kind, gpu, network)
+    kind, host_us = config.training.gpu.partition("-")[0], config.parallel.host_us_per_kernel
+    return Cluster(kind, gpu, network, LAUNCH_S if host_us is None else 1e-6 * host_us)
 
 
 def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime | None:

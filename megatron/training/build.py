@@ -35,7 +35,8 @@ from megatron.errors import UserError
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import InitialValues, ParameterSpec, initial_values, local_shape, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameters import InitialValues, initial_values, spec_of
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times

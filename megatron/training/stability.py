@@ -29,7 +29,8 @@ from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import BatchSchedule, Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import ParameterSpec, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
 from megatron.text_table import rank_list

@@ -14,7 +14,8 @@ from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
 from tests.support.checkpoints import FINGERPRINT, save_midway, state_after

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron.data.loader import MicroBatch
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.training.stability import find_invariant_violation

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -109,7 +108,7 @@ def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None)
     rows = rows or range(seq)
     own, end = slice(rows.start, rows.stop), rows.stop
     grad = some((len(rows), batch, heads, head_dim), 9).to(dtype)
-    part = replace(mask, seq=seq)
+    part = mask._replace(seq=seq)
     found = results(lambda q, k, v: flash_attention(q[own], k[:end], v[:end], scale, part), inputs, grad)
     tp_group = TPGroup(rank, size)
     expected = results(

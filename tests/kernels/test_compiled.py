@@ -17,12 +17,23 @@ from tests.support.compiled_kernels import variants
 print(*(variant.name for variant in variants()), sep="\\n")
 """
 SPILLING = """
-from dataclasses import replace
 from tests.support.compiled_kernels import compile_variant, variants
-variant = next(v for v in variants() if v.name == "dropout + bias + residual bf16")
-free, limited = (compile_variant(replace(variant, options={**variant.options, **extra}), 90)
-                 for extra in ({}, {"maxnreg": 24}))
+variant = next(v for v in variants() if v.name.startswith("dropout bf16, bias"))
+free, limited = compile_variant(variant, 90), compile_variant(variant, 90, maxnreg=24)
 print(free.spills, limited.registers, limited.spills)
+"""
+LAUNCHES = """
+from benchmarks import host_time
+calls = []
+with host_time.launches_without_device(lambda *arguments: calls.append(arguments)):
+    passes = host_time.own_layers("--position-embedding-type alibi --glu-activation swiglu")
+    forward = len(calls)  # the first layer's kernels were launched by triton
+    passes()
+    both = len(calls) - forward  # and the last layer's in the backward pass
+    passes()
+kinds = [[(x.dtype, x.shape) if hasattr(x, "dtype") else x for x in (*call[:4], *call[9:])] for call in calls]
+first, second = kinds[forward : forward + both], kinds[forward + both :]
+print(forward // 4, both // 4, kinds[:forward] == first[:forward], first == second)
 """
 
 
@@ -34,12 +45,14 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
+# Code for sm_80 also runs on consumer GPUs, whose blocks have 99 KiB; an H100's have 227 KiB.
+SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 KERNELS = {
-    "dropout": 11,
+    "dropout": 22,
     "norms": 5,
     "embedding": 4,
     "attention": 36,
-    "cross entropy": 12,
+    "cross entropy": 9,
     "rotary": 18,
     "gated": 14,
 }
@@ -56,7 +69,7 @@ def test_no_kernel_spills(kernel: str, architecture: int) -> None:
     for row in rows:
         registers, shared, stack, spills = map(int, row[-4:])
         assert 0 < registers <= (255 if row[0] == "attention" else 128), row
-        assert shared <= 99 * 1024, row
+        assert shared <= SHARED_BYTES[architecture], row
         assert (stack, spills) == (0, 0), row
 
 
@@ -74,3 +87,9 @@ def test_every_variant_is_in_a_row() -> None:
     names = run_python("-c", LIST_VARIANTS).splitlines()
     assert len(names) == sum(KERNELS.values())
     assert all(name.startswith(tuple(KERNELS)) for name in names)
+
+
+def test_a_variant_gets_the_arguments_that_triton_passes_it() -> None:
+    """Attention, activation and dropouts of a layer: 4 launches forward, and 5 backward."""
+    *_, found = run_python("-W", "ignore", "-c", LAUNCHES).splitlines()
+    assert found == "4 9 True True"

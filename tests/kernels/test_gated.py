@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from megatron.config.registries import GLU_ACTIVATIONS
-from megatron.kernels.gated import BLOCK
+from megatron.kernels.gated import BLOCK, gated_activation
 from megatron.model import activations
 from megatron.model.activations import gated_by
 
@@ -32,3 +34,45 @@ def test_output_and_gradient_are_those_of_the_reference(activation, dtype, width
         assert y.dtype == dtype
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def passes_of(wide, run):
+    """Returns output and gradient of `wide`, which is the output of another operation, as in a layer."""
+    leaf = wide.clone().requires_grad_()
+    y = run(leaf * 1)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), leaf.grad]
+
+
+def test_recomputed_and_offloaded_inputs_have_the_gradients_of_kept_ones():
+    wide = torch.randn(3, 2, 10)
+    kept = passes_of(wide, lambda x: gated_activation(x, "swiglu"))
+
+    def recomputed(x):
+        return checkpoint(lambda x: gated_activation(x * 1, "swiglu"), x, use_reentrant=False)
+
+    def offloaded(x):
+        with saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+            return gated_activation(x, "swiglu")
+
+    def strided(x):
+        return gated_activation(x.transpose(0, 1), "swiglu").transpose(0, 1)
+
+    for run in (recomputed, offloaded, strided):
+        for expected, found in zip(kept, passes_of(wide, run), strict=True):
+            assert torch.equal(expected, found)
+
+
+def test_the_input_is_overwritten_and_who_needs_it_afterwards_gets_an_error():
+    leaf = torch.randn(3, 10, requires_grad=True)
+    wide = leaf * 1
+    y = gated_activation(wide, "swiglu")
+    (grad,) = torch.autograd.grad(y.sum(), wide, retain_graph=True)
+    assert grad.data_ptr() == wide.data_ptr() and not grad.requires_grad
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    wide = leaf * 1
+    y, square = gated_activation(wide, "swiglu"), wide * wide
+    torch.autograd.grad(y.sum(), wide)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.sum().backward()

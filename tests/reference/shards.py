@@ -3,7 +3,7 @@
 import torch
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_slices
+from megatron.mpu.parameter_spec import ParameterSpec, local_slices
 
 
 def shard_of(spec: ParameterSpec, full: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:

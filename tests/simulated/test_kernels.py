@@ -11,6 +11,7 @@ from benchmarks.step_cost import least_layer_bytes
 from megatron.config.cli import parse_args
 from megatron.kernels import selection
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
+from megatron.kernels.gated import gated_activation
 from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
@@ -74,6 +75,22 @@ def copied_gradient(sim):
     copy_gradient_op(gradient, total, norm)
 
 
+def gated_kernel(sim):
+    """The memory that the backward pass of a gated activation takes at its peak, relative to its input."""
+    wide = torch.empty(SHAPE, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
+    output = gated_activation(wide, "swiglu")
+    upstream = torch.empty_like(output)
+    sim.memory.restart_peak()
+    before = sim.memory.total
+    torch.autograd.grad(output, wide, upstream)
+    return (sim.memory.peak - before) / (2 * ELEMENTS)
+
+
+def gated_counted():
+    with simulated_device() as sim:
+        return gated_kernel(sim)
+
+
 LLAMA_8B = (
     "--dry-run --bf16 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
@@ -107,6 +124,10 @@ def test_a_llama_layer_reads_and_writes_everything_about_once():
     # Norms, products, rotation, attention, activation, additions.
     assert launches == 2 + 4 + 1 + 1 + 1 + 2
     assert 0.95 < share <= 1.05
+
+
+def test_the_backward_pass_of_a_gated_activation_takes_no_memory():
+    assert run_all([gated_counted]) == [0.0]
 
 
 def test_a_fused_call_is_one_launch_with_its_bytes():

@@ -28,7 +28,8 @@ from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import new_parameter
 from megatron.planner.simulation.stages import simulate_ranks
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import config_of

@@ -5,30 +5,41 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import gated
+from megatron.kernels.attention import AttentionMask, flash_attention
+from megatron.kernels.cross_entropy import (
+    logit_statistics_and_gradient_op,
+    logit_statistics_op,
+    write_logit_gradient_op,
+)
+from megatron.kernels.dropout import ShardOffsets, fused_dropout_add, part_offsets, shard_offsets
+from megatron.kernels.embedding import add_rows_op
+from megatron.kernels.norms import copy_gradient_op, fused_norms
+from megatron.kernels.operators import Launch
+from megatron.kernels.rotary import Heads, split_and_rotate
 
 ARCHITECTURES = (80, 90)
-# PyTorch allocates at multiples of 16 bytes and more; triton compiles a variant for such arguments.
-_ALIGNED = [["tt.divisibility", 16]]
-_POINTERS = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SEQ, HIDDEN = 2048, 5120
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with the types of its arguments. constants: values of the `constexpr` arguments; None for a
-    tensor that is left out. unaligned: arguments that are not multiples of 16. ones: integers that are 1 in
-    the launch, for which triton compiles another kernel, with constants."""
+    """A launch, and the dtypes of its tensors; None for a tensor that is left out."""
 
     name: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-    unaligned: tuple[str, ...] = ()
-    ones: tuple[str, ...] = ()
+    launch: Launch
+    dtypes: tuple[torch.dtype | None, ...]
 
 
 @dataclass(frozen=True)
@@ -43,263 +54,188 @@ class Resources:
 
 
 def variants() -> Iterator[Variant]:
-    """What runs launch, of every kernel: each dtype, with and without the tensors that may be left out (of
-    attention only with all of them), aligned and unaligned lengths, padded and unpadded heads, micro-batches
-    of several samples and of one."""
-    yield from _dropout_variants()
-    yield from _norm_variants()
-    yield from _embedding_variants()
-    yield from _attention_variants()
-    yield from _cross_entropy_variants()
-    yield from _rotary_variants()
-    yield from _gated_variants()
-
-
-# A shard of one row, or one that begins at the second row.
-_EDGE = ("rows", "first_row", "first_column")
-
-
-def _dropout_variants() -> Iterator[Variant]:
-    from megatron.kernels import dropout as module
-    from megatron.kernels import triton_kernels
-
-    tile = {"BLOCK_ROWS": module.BLOCK_ROWS, "BLOCK_COLUMNS": module.BLOCK_COLUMNS}
-    numbers = dict.fromkeys(
-        "rows columns batch inner outer_stride first_row first_column dropped_below".split(), "i32"
-    )
-    # With context parallelism `split` is an i32.
-    numbers |= {"split": "i64", "second_first_row": "i32"}
-    small = ("batch", "dropped_below")
-    # Hidden states [seq, batch, hidden] have no dimension between batch and hidden.
-    hidden = ("inner", "outer_stride")
-    for label, x, bias, residual, out, ones in (
-        ("dropout fp32", "fp32", None, None, "fp32", ()),
-        ("dropout bf16", "bf16", None, None, "bf16", ()),
-        ("dropout bf16 of a hidden state", "bf16", None, None, "bf16", hidden),
-        ("dropout fp16", "fp16", None, None, "fp16", ()),
-        ("dropout bf16, fp32 gradient", "fp32", None, None, "bf16", ()),
-        ("dropout + residual bf16", "bf16", None, "bf16", "bf16", hidden),
-        ("dropout + residual fp32", "fp32", None, "fp32", "fp32", hidden),
-        ("dropout + bias + residual bf16", "bf16", "bf16", "bf16", "bf16", hidden),
-        ("dropout + bias + residual bf16, 1 sample", "bf16", "bf16", "bf16", "bf16", (*hidden, "batch")),
-        ("dropout + bias + residual bf16, 1 row", "bf16", "bf16", "bf16", "bf16", (*_EDGE, *hidden, "batch")),
-        ("dropout + bias + residual, fp32 residual", "bf16", "bf16", "fp32", "fp32", hidden),
+    """The launches of every kernel, as the operators make them on tensors of a run: each dtype, with and
+    without the tensors that may be left out (of attention only with all of them), aligned and unaligned
+    lengths, padded and unpadded heads, micro-batches of several samples and of one."""
+    for label, work in (
+        *_dropout_cases(),
+        ("norms", lambda: fused_norms([torch.ones(5000), torch.ones(7)])),
+        *_copy_cases(),
+        *_embedding_cases(),
+        *_attention_cases(),
+        *_cross_entropy_cases(),
+        *_rotary_cases(),
+        *_gated_cases(),
     ):
-        pointers = {"x": x, "bias": bias, "residual": residual, "out": out}
-        absent: dict[str, Any] = {name: None for name, dtype in pointers.items() if dtype is None}
-        types = {name: _POINTERS[dtype] for name, dtype in pointers.items() if dtype is not None}
-        flags = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
-        yield Variant(
-            label,
-            triton_kernels.dropout_add_kernel,
-            {**types, "sample_keys": "*i64", **numbers, "scale": "fp32"},
-            {**absent, **flags, **tile},
-            module.OPTIONS,
-            (*small, "scale"),
-            ones,
+        for launch, dtypes in _launches_of(work):
+            kernel = launch.name.partition(".")[2].removesuffix("_kernel")
+            kernel += ", backward" if launch.numbers.get("BACKWARD") else ""
+            yield Variant(f"{label}: {kernel}", launch, dtypes)
+
+
+def _launches_of(work: Callable[[], Any]) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
+    """Returns the launches of `work`, which are not carried out, with the dtypes of their tensors."""
+    launches = []
+
+    def record(launch: Launch, *tensors: Tensor | None) -> None:
+        launches.append((launch, tuple(None if tensor is None else tensor.dtype for tensor in tensors)))
+
+    with patch.object(Launch, "__call__", record):
+        result = work()
+        if isinstance(result, Tensor) and result.requires_grad:
+            result.sum().backward()
+    return launches
+
+
+def _tensor(dtype: str, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=DTYPES[dtype], device="meta", requires_grad=True)
+
+
+def _integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+Case = tuple[str, Callable[[], Any]]
+
+
+def _dropout_cases() -> Iterator[Case]:
+    hidden, one_row = (SEQ, 4, HIDDEN), (1, 1, HIDDEN)
+
+    def case(
+        x: str, bias: str | None, residual: str | None, shape: tuple[int, ...], offsets: ShardOffsets | None
+    ) -> Callable[[], Tensor]:
+        assert offsets is not None
+        return lambda: fused_dropout_add(
+            _tensor(x, *shape),
+            None if bias is None else _tensor(bias, shape[-1]),
+            None if residual is None else _tensor(residual, *shape),
+            _integers(offsets.batch),
+            0.1,
+            offsets,
+        )
+
+    whole = shard_offsets(torch.Size(hidden), 1, None, 0, 1)
+    chunks = (range(SEQ), range(7 * SEQ, 8 * SEQ))
+    for dtype in DTYPES:
+        scores = torch.Size((2, 10, SEQ, SEQ))
+        yield f"dropout {dtype}, scores", case(dtype, None, None, scores, shard_offsets(scores, 0, 1, 1, 4))
+        yield f"dropout {dtype}", case(dtype, None, dtype, hidden, whole)
+    yield "dropout bf16, fp32 residual", case("bf16", "bf16", "fp32", hidden, whole)
+    yield "dropout bf16, bias", case("bf16", "bf16", "bf16", hidden, whole)
+    sample = torch.Size((SEQ, 1, HIDDEN))
+    yield "dropout bf16, 1 sample", case("bf16", "bf16", "bf16", sample, shard_offsets(sample, 1, None, 0, 1))
+    yield "dropout bf16, 1 row", case("bf16", "bf16", "bf16", one_row, shard_offsets(sample, 1, 0, 1, SEQ))
+    double = torch.Size((2 * SEQ, 4, HIDDEN))
+    yield "dropout bf16, 2 chunks", case("bf16", None, "bf16", double, part_offsets(double, 1, 0, chunks))
+
+
+def _copy_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        gradient, total, norm = _tensor(dtype, HIDDEN), _tensor("fp32", HIDDEN), torch.zeros(1).double()
+        yield (
+            f"gradient {dtype}",
+            lambda gradient=gradient, total=total, norm=norm: copy_gradient_op(gradient, total, norm),
         )
 
 
-def _norm_variants() -> Iterator[Variant]:
-    from megatron.kernels import norms as module
-    from megatron.kernels import triton_kernels
-
-    yield Variant(
-        "norms: squares of chunks",
-        triton_kernels.chunk_squares_kernel,
-        {"starts": "*i64", "lengths": "*i32", "squares": "*fp64"},
-        {"CHUNK": module.CHUNK},
-        module.CHUNK_SQUARES_OPTIONS,
-    )
-    yield Variant(
-        "norms: sums of chunks",
-        triton_kernels.chunk_norms_kernel,
-        {"squares": "*fp64", "first_chunks": "*i32", "norms": "*fp64"},
-        {"BLOCK": module.BLOCK},
-        module.CHUNK_NORMS_OPTIONS,
-    )
-    for dtype, gradient in _POINTERS.items():
-        yield Variant(
-            f"norms: copied gradient {dtype}",
-            triton_kernels.copy_gradient_kernel,
-            {"gradient": gradient, "total": "*fp32", "norm": "*fp64", "length": "i32"},
-            {"BLOCK": module.COPY_BLOCK},
-            module.COPY_OPTIONS,
+def _embedding_cases() -> Iterator[Case]:
+    for dtype, tokens in (*((dtype, SEQ) for dtype in DTYPES), ("bf16", 1)):
+        total, ids = _tensor("fp32", 50304, HIDDEN), _integers(tokens)
+        rows = _tensor(dtype, tokens, HIDDEN)
+        yield (
+            f"embedding's gradient {dtype}, {tokens} tokens",
+            lambda total=total, ids=ids, rows=rows: add_rows_op(total, ids, ids, rows),
         )
 
 
-def _embedding_variants() -> Iterator[Variant]:
-    from megatron.kernels import embedding as module
-    from megatron.kernels import triton_kernels
-
-    for dtype, ones in (*((dtype, ()) for dtype in _POINTERS), ("bf16", ("tokens",))):
-        yield Variant(
-            f"embedding's gradient {dtype}{', 1 token' if ones else ''}",
-            triton_kernels.add_rows_kernel,
-            {
-                "total": "*fp32",
-                "ids": "*i64",
-                "order": "*i64",
-                "rows": _POINTERS[dtype],
-                "tokens": "i32",
-                "width": "i32",
-            },
-            {"BLOCK": module.BLOCK},
-            module.OPTIONS,
-            ones=ones,
+def _cross_entropy_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        logits, targets, rows = _tensor(dtype, 1024, 50304), _integers(1024), _tensor("fp32", 1024)
+        yield (
+            f"cross entropy {dtype}",
+            lambda logits=logits, targets=targets: logit_statistics_and_gradient_op(
+                logits, targets, 50257, 1e-3, 1e-4
+            ),
         )
-
-
-def _cross_entropy_variants() -> Iterator[Variant]:
-    from megatron.kernels import cross_entropy as module
-    from megatron.kernels import triton_kernels
-
-    numbers = {
-        "columns": "i32",
-        "num_valid_columns": "i32",
-        "gradient_scale": "fp32",
-        "z_loss_weight": "fp32",
-    }
-    unaligned = ("num_valid_columns", "gradient_scale", "z_loss_weight")
-    for dtype, logits in _POINTERS.items():
         # Over several ranks the gradient is written later, when the numbers of all are known.
-        for with_gradient, ones in ((True, ()), (False, ()), (True, ("rows",))):
-            yield Variant(
-                f"cross entropy{'' if with_gradient else ', no gradient'} {dtype}{', 1 row' if ones else ''}",
-                triton_kernels.logit_statistics_kernel,
-                {"logits": logits, "targets": "*i64", "found": "*fp32", "rows": "i32", **numbers},
-                {"WITH_GRADIENT": with_gradient, "BLOCK": module.BLOCK},
-                module.OPTIONS,
-                unaligned,
-                ones,
-            )
-        yield Variant(
-            f"cross entropy, gradient {dtype}",
-            triton_kernels.write_gradient_kernel,
-            {"logits": logits, "targets": "*i64", "largest": "*fp32", "exp_sums": "*fp32", **numbers},
-            {"BLOCK": module.BLOCK},
-            module.OPTIONS,
-            unaligned,
+        yield (
+            f"cross entropy {dtype}, a rank's",
+            lambda logits=logits, targets=targets: logit_statistics_op(logits, targets, 50257),
+        )
+        yield (
+            f"cross entropy {dtype}, a rank's",
+            lambda logits=logits, targets=targets, rows=rows: write_logit_gradient_op(
+                logits, targets, rows, rows, 50257, 1e-3, 1e-4
+            ),
         )
 
 
-def _rotary_variants() -> Iterator[Variant]:
-    from megatron.kernels import rotary as module
-    from megatron.kernels import triton_kernels
-
-    llama = module.Heads(groups=8, group=4, head_dim=128, rotary_dim=128, interleaved=0)
-    tensors = ("projected", "query", "key", "value", "cosine", "sine")
-    for label, dtype, heads, ones in (
-        ("bf16", "bf16", llama, ("batch", "table_batch")),
-        ("bf16, several samples", "bf16", llama, ("table_batch",)),
-        ("bf16, documents", "bf16", llama, ()),
-        ("bf16, a head per group", "bf16", llama._replace(group=1), ("batch", "group", "table_batch")),
-        ("bf16, a group per rank", "bf16", llama._replace(groups=1), ("batch", "groups", "table_batch")),
-        ("bf16 80", "bf16", llama._replace(head_dim=80, rotary_dim=80), ()),
-        ("bf16, a quarter", "bf16", llama._replace(rotary_dim=32), ()),
-        ("fp16, interleaved", "fp16", llama._replace(interleaved=1), ()),
-        ("fp32", "fp32", llama, ("batch", "table_batch")),
+def _rotary_cases() -> Iterator[Case]:
+    llama = Heads(groups=8, group=4, head_dim=128, rotary_dim=128, interleaved=0)
+    for label, dtype, heads, batch, table_batch in (
+        ("bf16", "bf16", llama, 1, 1),
+        ("bf16, several samples", "bf16", llama, 4, 1),
+        ("bf16, documents", "bf16", llama, 4, 4),
+        ("bf16, a head per group", "bf16", llama._replace(group=1), 1, 1),
+        ("bf16, a group per rank", "bf16", llama._replace(groups=1), 1, 1),
+        ("bf16 80", "bf16", llama._replace(head_dim=80, rotary_dim=80), 4, 4),
+        ("bf16, a quarter", "bf16", llama._replace(rotary_dim=32), 4, 4),
+        ("fp16, interleaved", "fp16", llama._replace(interleaved=1), 4, 4),
+        ("fp32", "fp32", llama, 1, 1),
     ):
-        for backward in (False, True):
-            yield Variant(
-                f"rotary {label}{', backward' if backward else ''}",
-                triton_kernels.rotary_kernel,
-                {
-                    **dict.fromkeys(tensors, _POINTERS[dtype]),
-                    **dict.fromkeys(("batch", "groups", "group", "table_batch"), "i32"),
-                },
-                {"BACKWARD": backward, **module.kernel_constants(heads)},
-                module.OPTIONS,
-                ("batch", "groups", "group", "table_batch"),
-                ones,
-            )
+        width = heads.groups * (heads.group + 2) * heads.head_dim
+        projected = _tensor(dtype, SEQ, batch, width)
+        table = _tensor(dtype, SEQ, table_batch, 1, heads.rotary_dim).detach()
+
+        def work(projected: Tensor = projected, table: Tensor = table, heads: Heads = heads) -> Tensor:
+            return sum(part.sum() for part in split_and_rotate(projected, table, table, heads))
+
+        yield f"rotary {label}", work
 
 
-def _gated_variants() -> Iterator[Variant]:
-    from megatron.kernels import gated as module
-    from megatron.kernels import triton_kernels
-
-    cases = [(activation, "bf16") for activation in module.ACTIVATIONS]
+def _gated_cases() -> Iterator[Case]:
+    cases = [(activation, "bf16") for activation in gated.ACTIVATIONS]
     for activation, dtype in (*cases, ("swiglu", "fp16"), ("swiglu", "fp32")):
-        constants = {"ACTIVATION": activation, "BLOCK": module.BLOCK}
-        for backward in (False, True):
-            tensors = ("grad", "wide", "grad_wide") if backward else ("wide", "out")
-            kernel = (
-                triton_kernels.gated_activation_backward_kernel
-                if backward
-                else triton_kernels.gated_activation_kernel
-            )
-            yield Variant(
-                f"gated {activation} {dtype}{', backward' if backward else ''}",
-                kernel,
-                {**dict.fromkeys(tensors, _POINTERS[dtype]), "width": "i32"},
-                constants,
-                module.OPTIONS,
-            )
+        wide = _tensor(dtype, SEQ, 1, 8 * HIDDEN)
+        yield (
+            f"gated {activation} {dtype}",
+            lambda wide=wide, activation=activation: gated.gated_activation(wide, activation),
+        )
 
 
-_ATTENTION_TYPES = {
-    **dict.fromkeys(("log_sums", "row_sums", "slopes"), "*fp32"),
-    **dict.fromkeys(("first_keys", "end_queries"), "*i32"),
-    **dict.fromkeys(("sample_keys", "row_keys"), "*i64"),
-    **dict.fromkeys(("scale", "keep_scale"), "fp32"),
-}
-_ATTENTION_TENSORS = ("query", "key", "value", "out", "grad", "grad_query", "grad_key", "grad_value")
-_UNALIGNED = ("batch", "heads", "group", "first_head", "dropped_below", "scale", "keep_scale")
-# dtype, size of a head (80 and 96 are padded to 128), whether the sequence is a multiple of 16 tokens, and
-# what is 1: the micro-batch and, without grouped queries, the heads of a group; on TP rank 1, with a head per
-# rank, the number of the first head.
-_ATTENTION_SIZES: tuple[tuple[str, int, bool, tuple[str, ...]], ...] = (
-    ("bf16", 128, True, ()),
-    ("bf16", 128, True, ("batch", "group")),
-    ("bf16", 128, True, ("batch", "group", "heads", "first_head")),
-    ("bf16", 128, False, ()),
-    ("bf16", 96, True, ()),
-    ("bf16", 80, True, ("group",)),
-    ("bf16", 64, True, ()),
-    ("bf16", 64, False, ("batch", "group")),
-    ("fp16", 128, True, ()),
-    ("fp16", 64, True, ("group",)),
-    ("fp32", 128, True, ()),
-    ("fp32", 64, True, ("group",)),
-)
+def _attention_cases() -> Iterator[Case]:
+    """Attention with ALiBi, documents and dropout, which needs the most registers."""
+    # dtype, size of a head (80 and 96 are padded to 128), tokens, samples, heads, groups, first head.
+    for dtype, head_dim, seq, batch, heads, groups, first_head in (
+        ("bf16", 128, SEQ, 2, 8, 2, 0),
+        ("bf16", 128, SEQ, 1, 8, 8, 8),
+        ("bf16", 128, SEQ, 1, 1, 1, 1),
+        ("bf16", 128, SEQ - 1, 2, 8, 2, 0),
+        ("bf16", 96, SEQ, 2, 8, 2, 0),
+        ("bf16", 80, SEQ, 2, 8, 8, 0),
+        ("bf16", 64, SEQ, 2, 8, 2, 0),
+        ("bf16", 64, SEQ - 1, 1, 8, 8, 0),
+        ("fp16", 128, SEQ, 2, 8, 2, 0),
+        ("fp16", 64, SEQ, 2, 8, 8, 0),
+        ("fp32", 128, SEQ, 2, 8, 2, 0),
+        ("fp32", 64, SEQ, 2, 8, 8, 0),
+    ):
+        fused = _tensor(dtype, seq, batch, groups, heads // groups + 2, head_dim)
+        ranges = _integers(batch, seq, dtype=torch.int32)
+        slopes = _tensor("fp32", heads).detach()
+        mask = AttentionMask(slopes, ranges, ranges, _integers(batch), 0.1, first_head)
+
+        def work(fused: Tensor = fused, mask: AttentionMask = mask) -> Tensor:
+            query, key, value = fused.split((fused.shape[3] - 2, 1, 1), dim=3)
+            return flash_attention(query.flatten(2, 3), key.squeeze(3), value.squeeze(3), 0.1, mask)
+
+        shape = f"{seq} tokens, {batch} x {heads} heads, {groups} groups"
+        yield f"attention {dtype} {head_dim}, {shape}", work
 
 
-def _attention_variants() -> Iterator[Variant]:
-    """The attention kernels with ALiBi, documents and dropout, which need the most registers."""
-    import torch
-    import triton
-
-    from megatron.kernels import attention as module
-    from megatron.kernels import attention_triton
-
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    kernels = {
-        "forward": attention_triton.attention_forward_kernel,
-        "query": attention_triton.attention_backward_query_kernel,
-        "key": attention_triton.attention_backward_key_kernel,
-    }
-    for dtype, head_dim, aligned, ones in _ATTENTION_SIZES:
-        for name, kernel in kernels.items():
-            tiles = module.tiles(name, dtypes[dtype], head_dim)
-            flags = dict.fromkeys(("HAS_SLOPES", "HAS_RANGES", "HAS_DROPOUT"), True)
-            block_dim = triton.next_power_of_2(head_dim)
-            constants = {"HEAD_DIM": head_dim, "BLOCK_DIM": block_dim, **flags, **tiles.constants}
-            types = {
-                argument: _POINTERS[dtype]
-                if argument in _ATTENTION_TENSORS
-                else _ATTENTION_TYPES.get(argument, "i32")
-                for argument in kernel.arg_names
-                if argument not in constants
-            }
-            label = f"attention {'forward' if name == 'forward' else f'backward, {name}'} {dtype} {head_dim}"
-            label += ("" if aligned else ", any length") + (f", {len(ones)} x 1" if ones else "")
-            unaligned = _UNALIGNED if aligned else (*_UNALIGNED, "queries", "keys", "seq")
-            yield Variant(label, kernel, types, constants, tiles.options, unaligned, ones)
-
-
-def compile_variant(variant: Variant, architecture: int) -> Resources:
-    """Compiles for compute capability `architecture`, 90 for sm_90. Fails in Triton's interpreter mode.
+def compile_variant(variant: Variant, architecture: int, **options: int) -> Resources:
+    """Compiles for compute capability `architecture`, 90 for sm_90, with the specializations that Triton
+    chooses for the launch. Fails in Triton's interpreter mode. options: further options of the compiler.
 
     Registers and stack are those in the machine code, as `cuobjdump --dump-resource-usage` of the triton
     package prints them. Spills are its LOCAL bytes and, as the assembler may keep spilled registers on the
@@ -308,21 +244,18 @@ def compile_variant(variant: Variant, architecture: int) -> Resources:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.runtime.driver import driver
 
-    names = variant.kernel.arg_names
-    types = {name: kind for name, kind in variant.types.items() if name not in variant.ones}
-    signature = {name: types.get(name, "constexpr") for name in names}
-    attributes = {
-        (index,): _ALIGNED
-        for index, name in enumerate(names)
-        if name in types and name not in variant.unaligned
-    }
-    ones = {name: 1 for name in variant.ones if name in names}
-    constants = {(names.index(name),): value for name, value in {**variant.constants, **ones}.items()}
-    source = ASTSource(variant.kernel, signature, constants, attributes)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", architecture, 32), options=dict(variant.options)
+    # Triton keeps what it knows of a device by the device's number.
+    device = SimpleNamespace(
+        get_current_device=lambda: architecture,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: GPUTarget("cuda", architecture, 32),
+    )
+    driver.set_active(device)
+    launch = variant.launch
+    compiled = launch.kernel.warmup(
+        *variant.dtypes, grid=launch.grid, **launch.numbers, **{**launch.options, **options}
     )
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

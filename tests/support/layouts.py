@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.pipeline_module import GPTModelPipe
     from megatron.mpu.layout import ParallelLayout, TPGroup
-    from megatron.mpu.parameters import ParameterSpec
+    from megatron.mpu.parameter_spec import ParameterSpec
 
 STEPS = 20
 VOCAB = 101

@@ -21,7 +21,8 @@ from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import ParameterSpec, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups

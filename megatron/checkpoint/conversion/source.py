@@ -32,7 +32,7 @@ from megatron.checkpoint.names import check_parameter, is_shape
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
 from megatron.errors import UserError
 from megatron.files import expect_layout
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 
 def identity_of(reader: NativeReader) -> str:

@@ -43,7 +43,8 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards, reshard
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameters import merge_shards, reshard
 from megatron.text_table import first_few
 
 # Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.

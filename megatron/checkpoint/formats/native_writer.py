@@ -38,7 +38,8 @@ from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, d
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, placed_slices, shard_of
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape, placed_slices
+from megatron.mpu.parameters import shard_of
 from megatron.optimizer.zero import deepspeed_state
 
 _STEP_BYTES = 1 << 24

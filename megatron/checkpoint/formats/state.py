@@ -26,7 +26,8 @@ from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, reshard, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameters import reshard, spec_of
 from megatron.text_table import first_few
 
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.

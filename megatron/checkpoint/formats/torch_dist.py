@@ -39,7 +39,7 @@ from megatron.config.model import MEGATRON_MODEL_ARGS, MEGATRON_POSITIONS, argum
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, WORD_EMBEDDINGS, final_norm_of
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 COMMON_FILE = "common.pt"
 _LAYERS = "decoder.layers."

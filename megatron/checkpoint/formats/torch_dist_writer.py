@@ -24,7 +24,7 @@ from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 # How the state of the distributed optimizer is stored: under the names and in the shapes of the weights.
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -42,6 +42,14 @@ class TorchDistWriter(ParameterWriter):
         # The weights of a 16-bit run have no digests.
         has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
         self._files = dcp.DcpFiles(folder, hashed=not has_digests)
+        for name in reader.specs:
+            stored_name(name, self._num_layers)  # rejects other models before anything is written
+            moments = sorted(set(reader.state_names(name)) - {VALUES})
+            if moments not in ([], ["exp_avg", "exp_avg_sq"]):
+                raise UserError(
+                    f"checkpoint {reader.folder}: {name} has {' and '.join(moments)}: only Adam's moments "
+                    "(exp_avg, exp_avg_sq) can be written for Megatron-Core: use --format dcp"
+                )
         steps = {step_of_optimizer(reader, name) for name in reader.specs}
         if len(steps) > 1:
             raise UserError(
@@ -49,13 +57,6 @@ class TorchDistWriter(ParameterWriter):
                 "Megatron-Core stores only one: use --format dcp"
             )
         self._step = steps.pop()
-        for name in reader.specs:
-            stored_name(name, self._num_layers)  # rejects other models before anything is written
-            if other := set(reader.state_names(name)) - {VALUES, "exp_avg", "exp_avg_sq"}:
-                raise UserError(
-                    f"checkpoint {reader.folder}: {other.pop()} of {name} is not of Adam, the only optimizer "
-                    "whose state can be written for Megatron-Core: use --format dcp"
-                )
 
     def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
         key, layer = stored_name(name, self._num_layers)

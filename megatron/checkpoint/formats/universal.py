@@ -43,7 +43,8 @@ from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.model.layer_list import WORD_EMBEDDINGS
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape, merge_shards
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameters import merge_shards
 
 _LOG = logging.getLogger(__name__)
 

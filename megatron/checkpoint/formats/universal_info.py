@@ -20,7 +20,7 @@ from megatron.checkpoint.names import shown
 from megatron.config.config import Config
 from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 INFO_KEY = "universal_checkpoint_info"
 VERSION_KEY = "universal_checkpoint_version"

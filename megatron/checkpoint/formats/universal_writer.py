@@ -25,7 +25,7 @@ from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, d
 from megatron.checkpoint.formats.writing import ParameterWriter, step_of_optimizer, verify_files
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree, write_atomically
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 # In an unfinished checkpoint: the folder of parameters that are being written.
 UNFINISHED_FOLDER = "unfinished"

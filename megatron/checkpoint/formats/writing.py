@@ -26,7 +26,7 @@ from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree, write_json
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 # Suffix of a conversion's folder while it is written.
 PARTIAL = ".partial"

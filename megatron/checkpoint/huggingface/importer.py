@@ -37,7 +37,7 @@ from megatron.errors import UserError, one_line
 from megatron.files import HostileFileError, expect_layout, open_regular, read_json
 from megatron.model.layer_list import PARAMETER_DTYPES, WORD_EMBEDDINGS
 from megatron.model.single_process import model_specs
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.tokenizer.flags import tokenizer_settings
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from megatron.checkpoint.huggingface.importer import (
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 
 class HuggingFaceReader(StateReader):

@@ -38,7 +38,8 @@ from megatron.errors import UserError, one_line
 from megatron.files import rename_synced, sync_tree
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, merge_shards, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
 
 # Suffix of the folder while it is written.

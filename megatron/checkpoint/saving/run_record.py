@@ -11,7 +11,8 @@ from megatron.checkpoint.formats.universal_info import INFO_KEY, derive_info, sp
 from megatron.checkpoint.record import RUN_FILE, TrainingState
 from megatron.config import Config
 from megatron.files import MAX_JSON_BYTES
-from megatron.mpu.parameters import ParameterSpec, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.object_urls import settings_with_urls
 from megatron.optimizer.eight_bit import rule_record

@@ -65,7 +65,13 @@ class OptimizerConfig(Section):
     )
     clip_grad: float = flag(1.0, at_least=0, help="maximum global gradient norm; 0 disables clipping")
     use_apex: bool = flag(
-        False, group="training", help="use the fused layer norm and the fused Adam of NVIDIA apex (GPUs only)"
+        False,
+        group="training",
+        help="use the fused layer norm and the fused Adam of NVIDIA apex (GPUs only)",
+        needs={
+            "optimizer.optimizer=adam|optimizer.optimizer=adamw": "the fused optimizer of apex is Adam; set "
+            "--optimizer adam, or remove --use-apex"
+        },
     )
     use_bnb_optimizer: bool = flag(
         False,

@@ -169,6 +169,13 @@ class ParallelConfig(Section):
         metavar="GBIT_PER_S",
         help="with --gpu: Gbit/s per direction from one node to the other nodes (default: depends on --gpu)",
     )
+    host_us_per_kernel: float | None = flag(
+        None,
+        at_least=0,
+        metavar="US",
+        help="with --gpu: us of host time to issue a kernel, as benchmarks/host_time.py measures them "
+        "(default: 8)",
+    )
     network_figures: str | None = flag(
         None,
         metavar="FILE",

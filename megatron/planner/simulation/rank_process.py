@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_shape
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.device import NAME, Receive, SimulatedDevice
 from megatron.planner.simulation.memory_tracker import MemoryTracker

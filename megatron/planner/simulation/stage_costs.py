@@ -53,6 +53,7 @@ _NEUTRAL: dict[str, Any] = {
     "parallel.intra_node_gbps": None,
     "parallel.inter_node_gbps": None,
     "parallel.network_figures": None,
+    "parallel.host_us_per_kernel": None,
     "batch.rampup_batch_size": None,
     "training.train_iters": None,
     "training.train_samples": None,

@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 
 ROWS, COLUMNS = 300, 70
 SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), shard_dim=0)

@@ -24,6 +24,7 @@ from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, format_of, open_reader
+from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
@@ -99,6 +100,16 @@ def test_a_checkpoint_that_returns_to_the_native_format_has_its_bits(
         for key, weight in before.items():
             used = weight != 7.0  # the padding of the vocabulary
             assert torch.equal(weight[used], after[key][used]), (layer.name, key)
+
+
+@pytest.mark.parametrize("moments", [("exp_avg",), ("momentum_buffer",)])
+def test_lions_and_muons_moments_are_refused_for_megatron_core(
+    moments: tuple[str, ...], native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = open_reader(open_checkpoint(native))
+    monkeypatch.setattr(type(reader), "state_names", lambda *_: [VALUES, *moments])
+    with pytest.raises(UserError, match=f"has {moments[0]}: only Adam's .*: use --format dcp"):
+        TorchDistWriter(tmp_path, reader)
 
 
 def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(

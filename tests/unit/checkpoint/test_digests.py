@@ -9,7 +9,7 @@ from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.host_digests import CHUNK
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.mix64 import mix64, mix64_in_place
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from tests.reference.shards import shard_of
 
 WORD = 1 << 64

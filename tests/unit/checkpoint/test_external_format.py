@@ -18,7 +18,7 @@ from megatron.config import Config
 from megatron.config.registry import Registry
 from megatron.errors import UserError
 from megatron.model.single_process import GPTModel, model_specs
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from tests.support.checkpoints import FINGERPRINT
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes

@@ -17,7 +17,8 @@ from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import local_shape, reshard
+from megatron.mpu.parameter_spec import local_shape
+from megatron.mpu.parameters import reshard
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
 from tests.unit.checkpoint.test_huggingface_llama import save_hf

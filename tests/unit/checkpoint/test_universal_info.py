@@ -23,7 +23,7 @@ from megatron.checkpoint.formats.universal_info import (
 )
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
 VARIANTS = {

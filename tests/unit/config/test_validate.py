@@ -80,6 +80,7 @@ REFUSED = """
     => --zero-stage 2; --pipeline-model-parallel-size 2; --zero-stage 1
 --optimizer muon --cpu-offload => --optimizer muon with --cpu-offload; Remove --cpu-offload
 --optimizer muon --use-bnb-optimizer => --use-bnb-optimizer without --optimizer adam
+--optimizer muon --use-apex => --use-apex without --optimizer adam; remove --use-apex
 --optimizer muon --mup => --mup without --optimizer adam
 --use-bnb-optimizer --optimizer sgd => --use-bnb-optimizer without --optimizer adam
 --deterministic-mode --compile => --deterministic-mode with --compile; measured times; remove one

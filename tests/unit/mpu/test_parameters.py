@@ -6,14 +6,11 @@ import torch
 from torch import nn
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import shard_boxes
+from megatron.mpu.parameter_spec import ParameterSpec, local_shape, local_slices, shard_boxes
 from megatron.mpu.parameters import (
-    ParameterSpec,
     initial_values,
     initialize_parameters,
     is_norm_owner,
-    local_shape,
-    local_slices,
     merge_shards,
     new_parameter,
     own_storage,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron.config import OptimizerConfig
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.optimizer.matrix_optimizer import MatrixOptimizer, MatrixUpdate
 from megatron.optimizer.muon import SCALE_MODES, newton_schulz
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, OptimizerConfig
-from megatron.mpu.parameters import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.quantized import kernels
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import ParameterSpec, local_slices, new_parameter
+from megatron.mpu.parameter_spec import ParameterSpec, local_slices
+from megatron.mpu.parameters import new_parameter
 from megatron.optimizer import whole_matrices
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate

@@ -106,6 +106,17 @@ def test_muon_adds_at_most_4_percent_to_the_step_of_a_7b_on_64_gpus() -> None:
     assert fp32.optimizer > 4 * muon.optimizer
 
 
+def test_a_pass_takes_at_least_the_measured_host_time_of_its_kernels() -> None:
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
+    none, usual, slow, slower = (
+        predicted(f"{flags} --host-us-per-kernel {us}").stages[0] for us in (0, 8, 1000, 2000)
+    )
+    assert slower.forward == pytest.approx(2 * slow.forward)
+    assert slower.backward == pytest.approx(2 * slow.backward)
+    assert none.backward < usual.backward < slow.backward
+    assert usual == predicted(flags).stages[0]
+
+
 def test_messages_between_stages() -> None:
     network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)
     near = ParallelLayout.create(4, tp_size=1, pp_size=4)

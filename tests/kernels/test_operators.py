@@ -1,0 +1,123 @@
+"""Launches of compiled kernels, and the inputs that autograd functions keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron.kernels import triton_kernels
+from megatron.kernels.operators import Launch, first_order, keep_input, take_input
+
+NUMBERS = {"width": 3, "BLOCK": 64}
+
+
+class Recorded:
+    """Has the interface of a function of Triton. `calls`: (who launched, tensors, other arguments)."""
+
+    arg_names = ("total", "rows", "width", "BLOCK")
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*tensors: torch.Tensor, **others: Any) -> Any:
+            self.calls.append(("triton", tensors, others))
+            return {grid: lambda *arguments: self.calls.append(("variant", arguments[:2], arguments[2:]))}
+
+        return launch
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    kernel = Recorded()
+    monkeypatch.setattr(triton_kernels, "add_rows_kernel", kernel)
+    return kernel
+
+
+def test_the_variant_is_called_for_tensors_for_which_triton_has_chosen_it(recorded: Recorded) -> None:
+    launch = Launch("triton_kernels.add_rows_kernel", (2, 5), {"num_warps": 4}, **NUMBERS)
+    a, b, half = torch.zeros(40), torch.zeros(40), torch.zeros(40, dtype=torch.bfloat16)
+    steps = (
+        ("triton", (a, b)),
+        ("variant", (b, a)),
+        ("triton", (a, half)),  # another dtype
+        ("triton", (a, None)),
+        ("triton", (a, b[1:])),  # not a multiple of 16 bytes
+        ("triton", (a, b[1:])),
+        ("variant", (a, b[4:])),
+        ("variant", (a, half)),
+        ("variant", (a, None)),
+    )
+    for _, tensors in steps:
+        launch(*tensors)
+    assert [who for who, _, _ in recorded.calls] == [who for who, _ in steps]
+    for (who, found, others), (_, tensors) in zip(recorded.calls, steps, strict=True):
+        assert all(x is y for x, y in zip(found, tensors, strict=True))
+        assert others == ({**NUMBERS, "num_warps": 4} if who == "triton" else tuple(NUMBERS.values()))
+
+
+def test_a_grid_without_programs_launches_nothing(recorded: Recorded) -> None:
+    Launch("triton_kernels.add_rows_kernel", (0, 5), {}, **NUMBERS)(torch.zeros(3), torch.zeros(3))
+    assert not recorded.calls
+
+
+@first_order
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, events: list[str]) -> torch.Tensor:
+        keep_input(ctx, x)
+        events.append("product")
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return 2 * grad * take_input(ctx), None
+
+
+def test_a_kept_input_is_that_of_save_for_backward_but_hooks_get_it_at_once() -> None:
+    """Fails if torch changes its private function that returns the active hooks."""
+    events: list[str] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        events.append("pack")
+        return x + 1  # another tensor, to see that it is used
+
+    x = torch.tensor([3.0, -2.0], requires_grad=True)
+    with saved_tensors_hooks(pack, lambda packed: packed + 10):
+        y = Square.apply(x, events)
+    assert events == ["pack", "product"]
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert found.tolist() == [2 * 14.0, 2 * 9.0]
+    (found,) = torch.autograd.grad(Square.apply(x, []).sum(), x)
+    assert found.tolist() == [6.0, -4.0]
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_kept_input_is_freed_by_the_first_backward_pass(hooks: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = Square.apply(x, []).sum()
+    if hooks:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            y = Square.apply(x, []).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        y.backward()
+
+
+def test_a_kept_input_that_was_changed_in_place_is_an_error() -> None:
+    """Fails if torch changes its private counter of in-place changes."""
+    leaf = torch.ones(2, requires_grad=True)
+    x = leaf * 2
+    y = Square.apply(x, [])
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Square has no second derivative"):
+        torch.autograd.grad(Square.apply(x, []).sum(), x, create_graph=True)
