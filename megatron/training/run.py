@@ -119,11 +119,11 @@ def run(
 
 @dataclass
 class _Inputs:
-    """What a process has read before the processes connect. The first process of each node verifies the
-    token files; rank 0 reads the other inputs."""
+    """What a process has read before the processes connect. Rank 0 and the first process of each node verify
+    the token files; rank 0 reads the other inputs."""
 
     stamp: IndexStamp | None = None
-    """Of the token files; only of the first process of each node."""
+    """Of the token files, of a process that has verified them."""
     fingerprint: dict[str, Any] | None = None
     data_table: str = ""
     notes: list[str] = field(default_factory=list)
@@ -140,7 +140,7 @@ def _find_inputs(
     """Reads the inputs of this process, and makes the output folders. Rank 0 takes over --save until
     `on_exit` is closed."""
     found = _Inputs()
-    if config.parallel.local_rank == 0:
+    if config.parallel.local_rank == 0 or is_main_process():  # own launchers may give rank 0 any local rank
         with announce_errors():
             found.stamp = verify_token_files(config.data)
             found.stamp.write()
@@ -151,7 +151,7 @@ def _find_inputs(
     if not is_main_process():
         return found
     length, vocab, stamp = setup.length, setup.vocab, found.stamp
-    assert stamp is not None, "rank 0 is the first process of its node"
+    assert stamp is not None
     owned = None if config.training.no_train else config.checkpoint.save
     with announce_errors():
         found.fingerprint = run_fingerprint(config, length, vocab, stamp)

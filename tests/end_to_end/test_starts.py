@@ -38,6 +38,11 @@ def start(
     )
 
 
+def test_rank_0_may_have_any_local_rank(data: list[str]) -> None:
+    flags = [*MODEL, *ABSOLUTE, *SHORT, *data, "--exit-interval", "1"]
+    assert len(pretrain([*flags, "--local-rank", "1"]).ok().steps) == 1
+
+
 @pytest.mark.full
 def test_a_rank_that_prepares_does_not_use_up_the_time_of_the_others(data: list[str], tmp_path: Path) -> None:
     finish, port = tmp_path / "finish", free_ports(1)[0]
