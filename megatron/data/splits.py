@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -178,12 +179,15 @@ def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_s
     Raises ConfigError if all components together have too few samples, or if two have common documents.
     """
     limit = data.max_epochs_per_dataset
-    in_order = sorted(group.components, key=lambda part: (part.dataset.prefix, part.documents.start))
-    for part, following in pairwise(in_order):
-        if part.dataset is following.dataset and following.documents.start < part.documents.stop:
+    in_order = sorted(
+        (os.path.abspath(part.dataset.prefix), part.documents.start, part.documents.stop)
+        for part in group.components
+    )
+    for (path, _, stop), (following, start, _) in pairwise(in_order):
+        if path == following and start < stop:
             raise ConfigError(
-                f"--max-epochs-action renormalize: the {group.name} data name documents of "
-                f"{part.dataset.prefix} more than once: name them once, with the sum of the weights"
+                f"--max-epochs-action renormalize: the {group.name} data name documents of {path} more than "
+                "once: name them once, with the sum of the weights"
             )
     tokens = [part.dataset.tokens_in(part.documents) for part in group.components]
     caps = [math.floor(Fraction(limit) * count / seq_length) for count in tokens]

@@ -254,12 +254,13 @@ def dataset_usage(
 
 def _with_repeated(components: Sequence[Component], epochs: Sequence[float]) -> list[float]:
     """Returns the `DatasetUsage.epochs` of each component of a group. epochs: of the component alone."""
-    of_prefix: dict[str, list[tuple[range, float]]] = {}
-    for component, count in zip(components, epochs, strict=True):
-        of_prefix.setdefault(component.dataset.prefix, []).append((component.documents, count))
+    of_path: dict[str, list[tuple[range, float]]] = {}
+    paths = [os.path.abspath(component.dataset.prefix) for component in components]
+    for path, component, count in zip(paths, components, epochs, strict=True):
+        of_path.setdefault(path, []).append((component.documents, count))
     totals = []
-    for component in components:
-        parts = of_prefix[component.dataset.prefix]
+    for path, component in zip(paths, components, strict=True):
+        parts = of_path[path]
         # The sum over overlapping ranges is largest where one of them begins.
         starts = {documents.start for documents, _ in parts if documents.start in component.documents}
         totals.append(max(sum(count for documents, count in parts if at in documents) for at in starts))
@@ -309,8 +310,9 @@ def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequen
 
 
 def _exceeding(usages: Sequence[DatasetUsage], max_epochs: float) -> list[str]:
-    """Returns a sentence for each data set that training reads more than `max_epochs` times. A data set that
-    is named several times has one."""
+    """Returns a sentence for each data set that training reads more than `max_epochs` times. The names of a
+    data set that is named several times have one, unless their documents are read different numbers of
+    times."""
     limit = f"--max-epochs-per-dataset {max_epochs:g}"
     sentences = (
         f"training reads {usage.prefix} {usage.epochs:.2f} times, above {limit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,16 @@ def test_the_limit_counts_the_reads_of_a_document_by_all_that_name_it(a: str, b:
     assert [usage.epochs for usage in named_twice] == [30 * 4 / 60, 30 * 4 / 60, 30 * 4 / 1000]
     (warning,) = (line for line in usage_table(named_twice, 1.5).splitlines() if "warning" in line)
     assert f"training reads {a} 2.00 times" in warning
+    spelled = dataset_usage(data_config("1", a, "1", os.path.relpath(a), "2", b), 4, 1234, (60, 0, 0))
+    assert [usage.epochs for usage in spelled] == [usage.epochs for usage in named_twice]
     renormalized = DataConfig(
         train_weighted_split_paths=(f"T: 1 0.5:1 {a}, 1 0:0.5 {a}",), max_epochs_action="renormalize"
     )
     dataset_usage(renormalized, 4, 1234, (40, 0, 0))
-    renormalized = replace(renormalized, train_weighted_split_paths=(f"T: 1 0.4:1 {a}, 1 0:0.5 {a}",))
-    with pytest.raises(ConfigError, match=f"the T data name documents of {a} more than once: name them once"):
-        dataset_usage(renormalized, 4, 1234, (40, 0, 0))
+    for name in (a, os.path.relpath(a)):
+        overlapping = replace(renormalized, train_weighted_split_paths=(f"T: 1 0.4:1 {a}, 1 0:0.5 {name}",))
+        with pytest.raises(ConfigError, match=f"the T data name documents of {a} more than once: name them"):
+            dataset_usage(overlapping, 4, 1234, (40, 0, 0))
 
 
 def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -> None:
