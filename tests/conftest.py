@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The N slices K = 0 .. N - 1 together are all tests. The slice of a test does not depend on other tests.
     """
-    _mark_rows_outside_the_gate(items)
+    rows_left_out = any("[" in argument for argument in config.args) or config.getoption("lf", False)
+    _mark_rows_outside_the_gate(items, has_all_rows=not rows_left_out)
     if config.option.start_within < float("inf"):
         # What is left out then are tests that start processes, never the many tests of single parts.
         items.sort(key=lambda item: "unit" not in item.path.relative_to(ROOT).parts)
@@ -89,10 +90,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
+def _mark_rows_outside_the_gate(items: list[pytest.Item], has_all_rows: bool) -> None:
     """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, from the first to the
     last: with two parameters, a step of N / count would find the same value of one of them again and again.
-    Rows with an id in `gate(also=[...])` stay too. The other rows get the mark `full`."""
+    Rows with an id in `gate(also=[...])` stay too. The other rows get the mark `full`.
+
+    has_all_rows: whether `items` has all rows of each test. Then an id in `also` that no row has is an error:
+    after a change of the rows, the test could leave the gate without notice."""
     rows = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gate") is not None:
@@ -101,8 +105,11 @@ def _mark_rows_outside_the_gate(items: list[pytest.Item]) -> None:
         mark = all_rows[0].get_closest_marker("gate").kwargs
         count, also = mark["rows"], mark.get("also", ())
         kept = {index * (len(all_rows) - 1) // max(count - 1, 1) for index in range(count)}
-        for index, item in enumerate(all_rows):
-            if index not in kept and item.nodeid.partition("[")[2][:-1] not in also:
+        names = [item.nodeid.partition("[")[2][:-1] for item in all_rows]
+        if has_all_rows and (unknown := set(also) - set(names)):
+            raise pytest.UsageError(f"{all_rows[0].nodeid}: gate(also=...) names no row: {sorted(unknown)}")
+        for index, (item, name) in enumerate(zip(all_rows, names, strict=True)):
+            if index not in kept and name not in also:
                 item.add_marker(pytest.mark.full)
 
 
