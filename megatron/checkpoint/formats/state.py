@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import digest_differs, file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
@@ -428,8 +429,5 @@ def check_shape(
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Returns whether a global fp32 tensor, with or without padding, has this digest."""
-    # Imported only here: it imports the optimizer and DeepSpeed, which takes seconds.
-    from megatron.checkpoint.digests import fragment_digests
-
     found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
     return f"{found:016x}" == digest
