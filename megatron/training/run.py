@@ -140,7 +140,7 @@ def _find_inputs(
     """Reads the inputs of this process, and makes the output folders. Rank 0 takes over --save until
     `on_exit` is closed."""
     found = _Inputs()
-    if config.parallel.local_rank == 0 or is_main_process():  # own launchers may give rank 0 any local rank
+    if config.parallel.local_rank == 0 or is_main_process():  # a launcher may give rank 0 any local rank
         with announce_errors():
             found.stamp = verify_token_files(config.data)
             found.stamp.write()

@@ -6,14 +6,16 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import deepspeed.ops
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime.pipe import schedule
 from torch.distributed import distributed_c10d
 
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.engine.workarounds import set_default_group_timeout
+from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
 from megatron.model import gpt_model
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.single_process import GPTModel
@@ -50,6 +52,15 @@ def test_the_process_group_compiles_nothing_and_its_store_waits_two_hours(tmp_pa
     assert list(tmp_path.rglob("*")) == []
     # NCCL fetches its ids from the store: the store must wait as long as the process groups.
     assert found.stdout.splitlines()[-1] == "2:00:00"
+
+
+def test_deepspeed_neither_probes_nor_builds_its_operators(monkeypatch):
+    """Entry 8: the probe runs compilers at every start."""
+    monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", {})  # restored afterwards
+    del vars(deepspeed.ops)["__compatible_ops__"]
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("a probe"))
+    disable_shm_comm_jit()
+    assert build_shm_op() is None
 
 
 @pytest.mark.parametrize(
