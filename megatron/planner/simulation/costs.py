@@ -97,13 +97,10 @@ class UpdateCosts:
             own, few, many = (getattr(costs, size) for costs in (self, fewer, more))
             return round(own + times * (many - few))
 
-        sizes = ("parameters", "gradients", "optimizer", "host", "peak")
-        return replace(
-            self,
-            reduce=_sum(self.reduce, times, fewer.reduce, more.reduce),
-            step=_sum(self.step, times, fewer.step, more.step),
-            **{size: extrapolated(size) for size in sizes},
-        )
+        names = ("parameters", "gradients", "optimizer", "host", "peak")
+        sizes: dict[str, Any] = {name: extrapolated(name) for name in names}
+        reduce = _sum(self.reduce, times, fewer.reduce, more.reduce)
+        return replace(self, reduce=reduce, step=_sum(self.step, times, fewer.step, more.step), **sizes)
 
     def with_buckets(self, layers: Sequence[int]) -> UpdateCosts:
         """Returns the costs with larger buckets than these costs, which have one bucket per layer. layers:
