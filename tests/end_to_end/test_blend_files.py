@@ -53,6 +53,10 @@ def test_a_blend_file_is_limited_noted_recorded_and_compared(tmp_path: Path) -> 
     )
     blend.write_text(f"3 {small}\n1 {large}\n4 {large}\n")
     (error,) = run().errors
+    assert f"the train data name documents of {large} more than once" in error
+    other = write(tmp_path, "other", 90, 40)
+    blend.write_text(f"3 {small}\n1 {other}\n")
+    (error,) = run().errors
     assert "was trained on other data" in error and "paths: " in error
     (error,) = run("--max-epochs-action", "stop").errors
     assert f"--max-epochs-action stop: training reads {small}" in error

@@ -10,7 +10,7 @@ from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
 # Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
-NO_FLAGS = {"__init__", "gpu_table", "machine", "published_rows", "saves"}
+NO_FLAGS = {"__init__", "attention_implementations", "gpu_table", "machine", "published_rows", "saves"}
 COMMANDS = [
     f"{path.stem}.py --help"
     for path in sorted((ROOT / "benchmarks").glob("*.py"))

@@ -67,7 +67,7 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
         expected = fragment_digests(SPEC, GROUP, 0, {"fp32": read["flat"][10:].clone(), "exp_avg": moment})
         assert written.digests == {"weight": {**expected, "other": expected["exp_avg"]}}
     assert len(heartbeats) >= 8
-    loaded = Path(f"/proc/{writer.pid}/maps").read_text()
+    loaded = Path(f"/proc/{writer.process.pid}/maps").read_text()
     assert "numpy" in loaded and "libtorch" not in loaded
     writer.close()
 
