@@ -1,7 +1,11 @@
 #!/usr/bin/env python
 """Runs `megatron.commands.generate` of this checkout, installed or not."""
 
-if __name__ == "__main__":
-    from _checkout import run
+import os
+import sys
 
-    run(__file__)
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from megatron.commands.generate import main
+
+    sys.exit(main())

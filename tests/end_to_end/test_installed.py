@@ -17,7 +17,7 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support import HANG_TIMEOUT_S
 
 SOURCES = ("megatron", "pretrain_gpt.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("[a-z]*.py"))
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 COMMANDS = ["megatron-pretrain-gpt", *(f"megatron-{name.replace('_', '-')}" for name in TOOLS)]
 
 
@@ -97,8 +97,9 @@ def test_an_installed_wheel_trains_resumes_and_generates(
     flags += ["--save-interval", "3", "--exit-interval", "3"]
     printed = execute(programs / "megatron-pretrain-gpt", *flags, cwd=tmp_path)
     assert "iteration        3/       5" in printed
-    launch = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    printed = execute(*launch, "-m", "pretrain_gpt", *flags, cwd=tmp_path)
+    launch = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    layout = ["--pipeline-model-parallel-size", "2"]
+    printed = execute(*launch, "-m", "pretrain_gpt", *flags, *layout, cwd=tmp_path)
     assert "iteration        4/       5" in printed and "iteration        5/       5" in printed
     generate = [programs / "megatron-generate", "--load", "checkpoints", "--prompt", "def main("]
     assert execute(*generate, "--max-new-tokens", "4", cwd=tmp_path).startswith("def main(")
