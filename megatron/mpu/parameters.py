@@ -77,7 +77,7 @@ def reshard(
     saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
     saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
     saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
-    out: gets the elements and is returned, if given.
+    out: gets the elements and is returned, if given. Without it the result may be a result of saved_elements.
     """
     dim = spec.shard_dim or 0
     # Both shards are matrices whose columns are the elements from the sharded dimension on.
@@ -102,6 +102,8 @@ def reshard(
                 source = row * saved_width + saved_column + low - saved_begin
                 if rows == 1:
                     values = saved_elements(rank, source, source + high - low)
+                    if out is None and values.numel() == stop - start:
+                        return values  # one saved shard holds all of them
                 else:
                     span = row * saved_width, (row + rows) * saved_width
                     values = saved_elements(rank, *span).view(rows, saved_width)

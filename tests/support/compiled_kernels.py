@@ -133,7 +133,7 @@ def _copy_cases() -> Iterator[Case]:
     for dtype in DTYPES:
         gradient, total, norm = _tensor(dtype, HIDDEN), _tensor("fp32", HIDDEN), torch.zeros(1).double()
         yield (
-            f"gradient {dtype}",
+            f"norms, copied gradient {dtype}",
             lambda gradient=gradient, total=total, norm=norm: copy_gradient_op(gradient, total, norm),
         )
 
