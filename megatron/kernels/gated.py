@@ -23,10 +23,12 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def gated_activation(wide: Tensor, activation: str) -> Tensor:
-    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `ACTIVATIONS`. The backward
-    pass writes the gradient of `wide` over `wide`, unless that is not contiguous: nothing else may need its
-    elements then. Autograd raises an error in a function that has saved `wide`, and in a second backward
-    pass."""
+    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `ACTIVATIONS`.
+
+    The backward pass writes the gradient of a contiguous `wide` over its elements, so nothing else may need
+    them afterwards. Autograd raises an error in a second backward pass, and in the backward pass of another
+    function that has saved `wide`.
+    """
     return _GatedActivation.apply(wide, activation)
 
 

@@ -19,8 +19,9 @@ from torch import nn
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec, boxes, local_shape, local_slices, placed_slices
 
-# Random numbers come from independent streams. A stream has this many indices of the sharded dimension (rows,
-# if the parameter is replicated). If columns are sharded, it has at most this many rows.
+# Random numbers come from independent streams. A stream has at most _UNITS_PER_STREAM indices of the sharded
+# dimension (rows, if the parameter is replicated). If columns are sharded, a stream has at most
+# _ROWS_PER_STREAM rows.
 _UNITS_PER_STREAM, _ROWS_PER_STREAM = 64, 256
 
 

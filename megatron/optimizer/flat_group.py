@@ -110,8 +110,8 @@ class FlatGroup:
             self.local_gradients = torch.zeros_like(self.local_gradients)
             _free_storage(self.gradients)
         # Per parameter, the norm of this rank's gradients before the reduction, to diagnose a non-finite
-        # gradient. With `shards_gradients` only whether it is finite has a meaning. Entries are 16 bytes
-        # apart: Triton compiles a second kernel for other addresses.
+        # gradient. With `shards_gradients` an entry is no norm: it shows only whether the gradients were
+        # finite. Entries are 16 bytes apart: Triton compiles a second kernel for other addresses.
         self.reduced_grad_norms = self.gradients.new_zeros(len(self.parameters), 2, dtype=torch.float64)[:, 0]
         # In fp32 the weights serve as master weights: there is no second copy.
         self.weights_are_master = first.dtype == torch.float32 and not master_on_host

@@ -7,8 +7,8 @@ micro-batch. As soon as a bucket's gradients are final, its reduce-scatter start
 continues; `GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights
 start; a layer's forward pass waits for its bucket's all-gather. But a GPU with one hardware queue
 (CUDA_DEVICE_MAX_CONNECTIONS=1) starts no later kernel before the last all-gather has started, so no forward
-pass would hide the others. On the first stage, which does not wait for a message, the all-gathers are then
-chained: only the first one starts after the update, and a bucket's first layer starts the next one.
+pass would hide the others. On such a GPU the first stage, which does not wait for a message, chains the
+all-gathers: only the first one starts after the update, and a bucket's first layer starts the next one.
 
 A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
 only while the layer runs (arXiv 1910.02054):

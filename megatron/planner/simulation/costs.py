@@ -114,7 +114,7 @@ class UpdateCosts:
         )
 
     def gathers_and(self, layers: Action) -> list[Action]:
-        """Returns the starts of the all-gathers at the end of the step. For each bucket follow the waits and
+        """Returns the starts of the all-gathers at the end of the step, then for each bucket the waits and
         starts before its first layer's next forward pass, and `layers`, the forward pass of its layers."""
         at_once = 1 if self.chained else len(self.gathers)
         actions: list[Action] = list(chain(*self.gathers[:at_once]))
