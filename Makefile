@@ -1,5 +1,5 @@
 # make train   set up, then train a small GPT on this machine's CPU and show the results
-# make test    set up, then run the tests that every change must pass: about 11 minutes on two cores
+# make test    set up, then run the tests that every change must pass: about 9 minutes on two cores
 # make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out
 # make test-all  set up, then run the full matrix (about 85 minutes on two cores)
 # make setup   only make the virtual environment .venv
