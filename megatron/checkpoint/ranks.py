@@ -45,16 +45,16 @@ def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
 
 @contextmanager
 def errors_of_all_ranks() -> Iterator[None]:
-    """Raises on all ranks the error that one of them raises in the block. A rank with an error of its own
-    raises that one. Only the end of the block is collective."""
+    """Raises on all ranks the error that a rank raises in the block, that of the first such rank.
+    Only the end of the block is collective."""
     error: Exception | None = None
     try:
         yield
     except (UserError, OSError) as found:
         error = found
-    others = [found for found in gather_from_all_ranks(error) if found is not None]
-    if others:
-        raise error or others[0]
+    for rank, of_rank in enumerate(gather_from_all_ranks(error)):
+        if of_rank is not None:
+            raise error if error is not None and rank == dist.get_rank() else of_rank
 
 
 def files_of_this_rank(reader: StateReader, optimizer: MixedPrecisionOptimizer) -> set[str]:
