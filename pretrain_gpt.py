@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from megatron.checkpoint.saved_config import read_saved_config
 from megatron.cluster.devices import (
+    check_fp32_variables,
     set_deterministic_variables,
     set_library_defaults,
     set_max_connections,
@@ -43,6 +44,8 @@ def main() -> None:
         set_max_connections(settings.config.parallel)
         if settings.config.training.deterministic_mode:
             set_deterministic_variables()
+        if settings.config.precision.name == "fp32":
+            check_fp32_variables()
         # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging

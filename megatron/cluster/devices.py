@@ -38,6 +38,8 @@ _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
+# cuBLAS computes fp32 products in TF32 with these, whatever the program sets; some container images set them.
+TF32_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 
@@ -106,6 +108,16 @@ def set_deterministic_variables(env: MutableMapping[str, str] = os.environ) -> N
             raise UserError(
                 f"{name} {env[name]}: not deterministic, as --deterministic-mode needs it. Expected one of "
                 f"{', '.join(accepted)}. Unset the variable, or remove the flag."
+            )
+
+
+def check_fp32_variables(env: Mapping[str, str] = os.environ) -> None:
+    """Raises UserError for a variable with which fp32 products would be TF32 products. For runs in fp32."""
+    for name in TF32_VARIABLES:
+        if env.get(name, "0") not in ("", "0"):
+            raise UserError(
+                f"{name} {env[name]}: products in fp32 would be rounded to TF32 (relative errors of about "
+                "3e-4), and layouts would differ. Expected 0. Unset the variable, or add --bf16."
             )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.cluster.devices import TF32_VARIABLES
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.launch import node_name
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
@@ -210,6 +211,7 @@ def _folders(config: Config) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     versions = {"Python": platform.python_version(), **{n: version(n) for n in ("torch", "deepspeed")}}
+    versions |= {name: os.environ[name] for name in TF32_VARIABLES if name in os.environ}
     if torch.cuda.is_available():
         versions["device"] = torch.cuda.get_device_name()
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))

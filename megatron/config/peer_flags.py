@@ -174,8 +174,8 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "initial weights depend on the seed and the parameter's name, not on the device",
         *("--use-cpu-initialization", "--lazy-mpu-init", "--init-model-with-meta-device"),
     ),
-    IgnoredFlag("--manual-gc", reason="Python's garbage collector and the caching allocator run as usual"),
-    _value("--manual-gc-interval", "Python's garbage collector runs as usual"),
+    IgnoredFlag("--manual-gc", reason="Python's garbage collector runs on all ranks after the same steps"),
+    _value("--manual-gc-interval", "Python's garbage collector runs every 100 steps"),
     _value("--empty-unused-memory-level", "the caching allocator runs as usual"),
     IgnoredFlag(
         "--no-query-key-layer-scaling", reason="attention scores are never scaled by the layer number"

@@ -327,7 +327,7 @@ def _load_rows(
 ):
     """Loads BLOCK rows of one head from `first` on, [BLOCK, BLOCK_DIM]; zero from row `length` on."""
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
-    place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    place = pointer + (tl.cast(first, tl.int64) + row)[:, None] * stride + column[None, :]
     return tl.load(place, mask=(first + row < length)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
 
 
@@ -343,7 +343,7 @@ def _store_rows(
     BLOCK_DIM: tl.constexpr,
 ):
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
-    place = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
+    place = pointer + (tl.cast(first, tl.int64) + row)[:, None] * stride + column[None, :]
     inside = (first + row < length)[:, None] & (column < HEAD_DIM)[None, :]
     tl.store(place, values.to(pointer.dtype.element_ty), mask=inside)
 

@@ -69,7 +69,8 @@ class _GatherKeysAndValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None]:
-        key, value = _reduce_scatter(torch.stack((grad_key, grad_value), dim=1), ctx.cp_group).unbind(1)
+        grads = _reduce_scatter(torch.stack((grad_key, grad_value), dim=1), ctx.cp_group)
+        key, value = grads.to(grad_key.dtype).unbind(1)
         return key, value, None
 
 
@@ -88,9 +89,10 @@ def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, cp_group: CPGroup) -> Tensor:
-    """[seq, ...] -> [seq / CP, ...] of the sum over the ranks."""
+    """[seq, ...] -> [seq / CP, ...] of the sum over the ranks, in fp32: a sum in 16 bits would round after each
+    addition."""
     first, second = x.unflatten(0, (2, cp_group.size, -1))
-    by_rank = torch.stack((first, second.flip(0)), dim=1)
-    own = x.new_empty(x.shape[0] // cp_group.size, *x.shape[1:])
+    by_rank = torch.stack((first, second.flip(0)), dim=1).float()
+    own = by_rank.new_empty(x.shape[0] // cp_group.size, *x.shape[1:])
     dist.reduce_scatter_single(own.view(-1), by_rank.view(-1), group=cp_group.group)
     return own

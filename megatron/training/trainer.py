@@ -27,6 +27,7 @@ from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
+from megatron.training.garbage import collections_after_steps
 from megatron.training.harness.live import run_tasks
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from megatron.training.stability import StabilityMonitor
@@ -127,24 +128,26 @@ class Trainer:
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
         if state.pending_evaluations and self.exit_reason is None:
             state = self._evaluate_interval(state, state.pending_evaluations)
-        while state.iteration < self.length.iterations and self.exit_reason is None:
-            self.exit_code = None
-            with self.watchdog.phase(Phase.STEP):
-                state = self.advance(state)
-                self.stability.check_invariants(state.iteration)
-            self.watchdog.report.set_iteration(state.iteration)
-            if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
-                state = self._evaluate_interval(state, len(self.data.valid))
-            if is_due(options.save_interval, state):
-                self.checkpoint(state, in_background=options.async_save)
-                saved = state
-            elif is_due(options.save_local_interval, state):
-                self.checkpoint_locally(state)
-            if is_due(options.save_hf_interval, state):
-                self._export(state)
-            self._announce_saves()
-            self._evaluate_tasks(state)
-            self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
+        with collections_after_steps() as collect_garbage:
+            while state.iteration < self.length.iterations and self.exit_reason is None:
+                self.exit_code = None
+                with self.watchdog.phase(Phase.STEP):
+                    state = self.advance(state)
+                    self.stability.check_invariants(state.iteration)
+                    collect_garbage(self.updates.num_steps)
+                self.watchdog.report.set_iteration(state.iteration)
+                if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
+                    state = self._evaluate_interval(state, len(self.data.valid))
+                if is_due(options.save_interval, state):
+                    self.checkpoint(state, in_background=options.async_save)
+                    saved = state
+                elif is_due(options.save_local_interval, state):
+                    self.checkpoint_locally(state)
+                if is_due(options.save_hf_interval, state):
+                    self._export(state)
+                self._announce_saves()
+                self._evaluate_tasks(state)
+                self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
         self.engine.optimizer.wait_for_params()  # a rank that ends the process would interrupt the others
         with self.watchdog.phase(Phase.SAVE):
             last = self.checkpoints.finish_save()

@@ -114,27 +114,29 @@ def test_the_chunks_of_the_ranks_are_the_sequence_and_equal_causal_work(size):
         groups[0].chunks(seq + size)
 
 
-def gathered_attention(seq):
+def gathered_attention(seq, cp_size, dtype):
     """Returns this rank's outputs and gradients, and its positions."""
-    layout = ParallelLayout.create(2, 1, 1, torch.distributed.get_rank(), cp_size=2)
+    layout = ParallelLayout.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size)
     group = layout.make_cp_group()
     own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in group.chunks(seq)])
-    key, value = (x[own].requires_grad_() for x in keys_and_values(seq))
+    key, value = (x[own].requires_grad_() for x in keys_and_values(seq, dtype))
     whole = gather_keys_and_values(key, value, group)
-    weights = keys_and_values(seq)
+    weights = keys_and_values(seq, dtype)
     factor = layout.cp_rank + 1
     sum(factor * (x * weight).sum() for x, weight in zip(whole, weights, strict=True)).backward()
     return own, [x.detach() for x in whole], key.grad, value.grad
 
 
-def keys_and_values(seq):
+def keys_and_values(seq, dtype):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(seq, 2, 3, generator=generator), torch.randn(seq, 2, 3, generator=generator)
+    return [torch.randn(seq, 2, 3, generator=generator).to(dtype) for _ in range(2)]
 
 
-def test_gathered_keys_have_the_order_of_the_sequence_and_gradients_are_summed():
-    expected = keys_and_values(16)
-    for own, whole, *gradients in run_world(2, gathered_attention, 16):
+@pytest.mark.parametrize("cp_size, dtype", [(2, torch.float32), (4, torch.bfloat16)])
+def test_gathered_keys_have_the_order_of_the_sequence_and_gradients_are_summed_in_fp32(cp_size, dtype):
+    expected = keys_and_values(16, dtype)
+    for own, whole, *gradients in run_world(cp_size, gathered_attention, 16, cp_size, dtype):
         for found, gradient, values in zip(whole, gradients, expected, strict=True):
             assert torch.equal(found, values)
-            torch.testing.assert_close(gradient, 3 * values[own])
+            total = sum(((rank + 1) * values[own]).float() for rank in range(cp_size))
+            torch.testing.assert_close(gradient, total.to(dtype), rtol=1e-6, atol=0)

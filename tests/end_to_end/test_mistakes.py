@@ -31,6 +31,14 @@ def test_a_misspelt_flag_is_answered_at_once_with_the_real_one(data: list[str]) 
     assert run.cpu_s < 2
 
 
+def test_fp32_is_refused_without_ieee_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    run = pretrain_typed(["--dry-run", *FLAGS])
+    assert (run.exit_code, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: NVIDIA_TF32_OVERRIDE 1: ") and run.stderr.count("\n") == 1
+    assert pretrain_typed(["--dry-run", "--bf16", "--vocab-size", "128", *FLAGS]).exit_code == 0
+
+
 def assert_reported_once(run: Run, *parts: str) -> None:
     assert run.exit_code != 0
     (error,) = run.errors

@@ -16,6 +16,8 @@ import torch
 
 from megatron.cluster.devices import (
     H100_80GB,
+    TF32_VARIABLES,
+    check_fp32_variables,
     choose_device,
     device_index,
     device_memory_bytes,
@@ -24,7 +26,7 @@ from megatron.cluster.devices import (
     set_library_defaults,
     set_max_connections,
 )
-from megatron.cluster.processes import _check_backend, _use_deterministic_algorithms
+from megatron.cluster.processes import _check_backend, _use_deterministic_algorithms, _use_exact_products
 from megatron.config import ParallelConfig
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
@@ -102,6 +104,27 @@ def test_deterministic_mode_refuses_operations_that_are_not() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize("name", TF32_VARIABLES)
+def test_fp32_needs_ieee_products_in_the_environment(name: str) -> None:
+    check_fp32_variables({"PATH": "/bin", name: "0"})
+    with pytest.raises(UserError, match=f"{name} 1: .* Expected 0. Unset the variable"):
+        check_fp32_variables({name: "1"})
+
+
+def test_products_are_ieee_products_whatever_allowed_others_before() -> None:
+    matmul = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("medium")
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    try:
+        _use_exact_products()
+        assert (torch.get_float32_matmul_precision(), matmul.fp32_precision) == ("highest", "ieee")
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert not matmul.allow_bf16_reduced_precision_reduction
+        assert not matmul.allow_fp16_reduced_precision_reduction
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_deterministic_mode_of_a_checkpoint_ends_with_training() -> None:
