@@ -89,8 +89,8 @@ def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, cp_group: CPGroup) -> Tensor:
-    """[seq, ...] -> [seq / CP, ...] of the sum over the ranks, in fp32: a sum in 16 bits would round after each
-    addition."""
+    """[seq, ...] -> [seq / CP, ...] of the sum over the ranks, in fp32: a sum in 16 bits would round after
+    each addition."""
     first, second = x.unflatten(0, (2, cp_group.size, -1))
     by_rank = torch.stack((first, second.flip(0)), dim=1).float()
     own = by_rank.new_empty(x.shape[0] // cp_group.size, *x.shape[1:])

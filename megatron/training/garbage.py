@@ -9,8 +9,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# The second step is the first one that creates no caches. The objects that exist after it stay: they are never
-# looked at again, which makes the later collections short.
+# The second step is the first one that creates no caches. Objects that exist after it stay: later collections
+# do not visit them.
 _FROZEN_AFTER = 2
 _INTERVAL = 100
 

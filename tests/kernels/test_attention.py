@@ -257,3 +257,23 @@ def test_only_inputs_output_and_one_number_per_row_are_kept():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()), lambda x: x):
         flash_attention(*inputs, 0.25, mask)
     assert sorted(kept) == [64 * 2, *([64 * 2 * 16] * 4)]
+
+
+def test_rows_far_apart_in_memory_are_found():
+    """The last row of a block begins more than 2^31 elements after the first one."""
+    seq, dtype, stride = 128, torch.bfloat16, 2**31 // 127 + 8
+    dense = [some((seq, 1, 1, 16), seed).to(dtype) for seed in range(3)]
+    # Only the pages of the rows get memory.
+    distant = [
+        torch.empty((seq - 1) * stride + 16, dtype=dtype).as_strided(x.shape, (stride, 16, 16, 1))
+        for x in dense
+    ]
+    for x, values in zip(distant, dense, strict=True):
+        x.copy_(values)
+    found = []
+    for inputs in (dense, distant):
+        inputs = [x.requires_grad_() for x in inputs]
+        output = flash_attention(*inputs, 0.25, AttentionMask())
+        found.append([output, *torch.autograd.grad(output, inputs, torch.ones_like(output))])
+    for near, far in zip(*found, strict=True):
+        assert torch.equal(near, far)
