@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron.object_urls import as_urls
+from megatron.torch_versions import missing_name
 
 USER_ERROR_EXIT_CODE = 2
 # How long another rank waits before it exits, in seconds, so that rank 0 can print the error.
@@ -98,6 +99,10 @@ def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
         if not is_access_error(error) and error.errno != errno.ENAMETOOLONG:
             raise
         exit_with_error(_access_sentence(error), USER_ERROR_EXIT_CODE, {})
+    except (AttributeError, ImportError) as error:
+        if (sentence := missing_name(error)) is None:
+            raise
+        exit_with_error(sentence, USER_ERROR_EXIT_CODE, env)
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:

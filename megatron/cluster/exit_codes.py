@@ -22,6 +22,7 @@ from megatron.cluster.launch import has_torch_launcher
 from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
 from megatron.cluster.rank_reports import RankReport
 from megatron.errors import UserError
+from megatron.torch_versions import missing_name
 
 
 class RunStopped(Exception):
@@ -70,6 +71,9 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         report.note(signal="SIGINT")
         end, text, code = ExitStatus.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE
     except Exception as error:
+        if sentence := missing_name(error):
+            with exit_on_error(report, same_on_all_ranks=True):
+                raise UserError(sentence) from error
         text = f"{traceback.format_exc()}error: {report.rank_and_node}: {sentence_of(error)}"
         end, code = ExitStatus.FAILED, FAILURE_EXIT_CODE
     else:
@@ -112,9 +116,9 @@ def _is_distributed() -> bool:
 
 def _first_failed_rank(rank: str) -> int:
     """Returns the first rank of the run that failed, from the rendezvous store."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
     try:
+        from torch.distributed.distributed_c10d import _get_default_store
+
         return int(_get_default_store().compare_set("first failure", "", rank).decode())
     except Exception:
         return int(rank)  # the process that hosted the store has ended

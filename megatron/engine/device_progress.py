@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 # Maximum number of events. In a longer step, only the last instructions are known.
@@ -68,11 +68,17 @@ def waiting_facts() -> dict[str, str]:
 def flight_record() -> bytes:
     """Returns the calls that torch's flight recorder holds, by default the last 2,000 (TORCH_FR_BUFFER_SIZE),
     in the format of `python -m torch.distributed.flight_recorder.fr_trace`."""
+    c10d = getattr(torch._C, "_distributed_c10d", None)
     # NCCL's process groups use a separate recorder.
-    dumps = [getattr(c10d, name, None) for name in ("_dump_nccl_trace", "_dump_fr_trace")]
-    dump = next(dump for dump in dumps if dump is not None)
-    found: bytes = dump(includeCollectives=True, includeStackTraces=False, onlyActive=False)
-    return found
+    dumps = getattr(c10d, "_dump_fr_trace", None), getattr(c10d, "_dump_nccl_trace", None)
+    merged: dict[str, Any] = {}
+    for dump in filter(None, dumps):
+        record = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))
+        # Without a call, a recorder has no list of calls.
+        entries = [*merged.get("entries", ()), *record.get("entries", ())]
+        groups = {key: {**merged.get(key, {}), **record[key]} for key in ("pg_config", "pg_status")}
+        merged = {**record, **groups, "entries": sorted(entries, key=lambda x: x["time_created_ns"])}
+    return pickle.dumps(merged)
 
 
 def _describe(launched: list[tuple[str, bool]]) -> str:
@@ -111,7 +117,7 @@ def _members(group: str) -> str:
     try:
         found = distributed_c10d._resolve_process_group(distributed_c10d.GroupName(group))
         ranks = sorted(dist.get_process_group_ranks(found))
-    except (LookupError, RuntimeError, ValueError):
+    except (AttributeError, LookupError, RuntimeError, ValueError):
         return f"group {group}"
     shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
     return f"ranks {shown}{', ...' if len(ranks) > _MAX_RANKS_SHOWN else ''}"

@@ -29,6 +29,7 @@ from megatron.engine.instructions import InstructionSchedule, WeightGradPass, pi
 from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.mpu.deferred_gradients import accumulate
 from megatron.mpu.layout import TPGroup, chunks_of_rank
+from megatron.torch_versions import all_gather_single
 
 Tensors = tuple[Tensor, ...]
 Spec = tuple[torch.Size, torch.dtype]
@@ -225,7 +226,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
             return received
         part, *others = received
         hidden = part.new_empty(*part.shape[:-1], part.shape[-1] * self._scatter_group.size)
-        dist.all_gather_single(hidden.view(-1), part.view(-1), group=self._scatter_group.group)
+        all_gather_single(hidden.view(-1), part.view(-1), group=self._scatter_group.group)
         return hidden, *others
 
     def _exec_send_activations(self, buffer_id: int, model_chunk_id: int) -> None:

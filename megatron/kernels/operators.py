@@ -10,11 +10,17 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode  # the module of TorchDispatchMode
+from torch.utils import _python_dispatch
+
+from megatron.torch_versions import launches_directly
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
+
+# Private names: `megatron.torch_versions` lists what happens without them.
+is_in_torch_dispatch_mode = getattr(_python_dispatch, "is_in_torch_dispatch_mode", lambda: True)
+_active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Operator(Generic[Arguments, Result]):
@@ -51,7 +57,7 @@ class Launch:
     takes 13 to 24 us of host time (measured 2026-11-26). With fixed numbers the variant depends only on the
     tensors: their device and dtypes, which of them are None, and which addresses are multiples of 16. The
     first launch is Triton's, which returns the variant; later launches with aligned tensors of these dtypes
-    call that variant, with all arguments (Triton 3.7.1).
+    call that variant, with all arguments. A Triton whose launcher was not read launches each time.
     """
 
     def __init__(
@@ -84,8 +90,11 @@ class Launch:
         if variant is not None:
             variant(*tensors, *self._arguments)
         elif 0 not in self.grid:
+            current = not first.is_cuda or first.device.index == torch.cuda.current_device()
+            assert current, f"Triton launches on the current device, which is not {first.device}"
             variant = self.kernel[self.grid](*tensors, **self.numbers, **self.options)
-            if variant is not None and not addresses % 16:  # Triton's interpreter returns None
+            # Triton's interpreter returns None.
+            if variant is not None and not addresses % 16 and launches_directly():
                 self._arguments = [self.numbers[name] for name in self.kernel.arg_names[len(tensors) :]]
                 self._variants[tuple(kinds)] = variant[self.grid]
 
@@ -112,9 +121,12 @@ def keep_input(ctx: Any, x: Tensor) -> None:
     ends with the last saved tensor, and so before the product that `x` is an input of. And it takes 1 instead
     of 5 us of host time (measured 2026-11-26). An output must not be kept: it would never be freed.
 
-    torch 2.13 has no public function for the hooks that are active, nor for a tensor's version.
+    torch has no public function for the hooks that are active, nor for a tensor's version.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if _active_hooks is None:
+        ctx.save_for_backward(x)
+        return
+    hooks = _active_hooks(False)
     if hooks is None:
         ctx.kept, ctx.unpack, ctx.version = x, None, x._version
     else:
@@ -124,6 +136,8 @@ def keep_input(ctx: Any, x: Tensor) -> None:
 def take_input(ctx: Any) -> Tensor:
     """Returns the tensor of `keep_input` in the backward pass, and frees it. Raises RuntimeError in a second
     backward pass, or if the tensor was changed in place."""
+    if _active_hooks is None:
+        return ctx.saved_tensors[0]
     x, ctx.kept = ctx.kept, None
     if x is None:
         raise RuntimeError("a second backward pass needs an input that the first has freed")

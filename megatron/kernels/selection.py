@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.errors import one_line
+from megatron.torch_versions import interpreter_problem
 
 _LOG = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,7 +61,8 @@ def reason_against_kernels(device_type: str) -> str | None:
     if device_type == "cpu":
         if setting != "interpreter":
             return "the device is a CPU"
-        return None if os.environ.get("TRITON_INTERPRET") == "1" else "TRITON_INTERPRET=1 is not set"
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreter_problem() if interprets else "TRITON_INTERPRET=1 is not set"
     if not get_accelerator().is_triton_supported():
         return f"triton does not support this {device_type} device (compute capability 8.0 or newer)"
     if device_type == "cuda" and find_spec("triton") is None:

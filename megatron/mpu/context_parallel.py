@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.kernels.operators import first_order
 from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def shard_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
@@ -83,7 +83,7 @@ def gather_both(key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, 
 def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
     """[seq / CP, ...] -> [seq, ...]."""
     by_rank = x.new_empty(cp_group.size, 2, x.shape[0] // 2, *x.shape[1:])
-    dist.all_gather_single(by_rank.view(-1), x.contiguous().view(-1), group=cp_group.group)
+    all_gather_single(by_rank.view(-1), x.contiguous().view(-1), group=cp_group.group)
     # The first chunks ascend with the rank, the second chunks descend.
     return torch.cat((by_rank[:, 0], by_rank[:, 1].flip(0))).flatten(0, 1)
 
@@ -94,5 +94,5 @@ def _reduce_scatter(x: Tensor, cp_group: CPGroup) -> Tensor:
     first, second = x.unflatten(0, (2, cp_group.size, -1))
     by_rank = torch.stack((first, second.flip(0)), dim=1).float()
     own = by_rank.new_empty(x.shape[0] // cp_group.size, *x.shape[1:])
-    dist.reduce_scatter_single(own.view(-1), by_rank.view(-1), group=cp_group.group)
+    reduce_scatter_single(own.view(-1), by_rank.view(-1), group=cp_group.group)
     return own

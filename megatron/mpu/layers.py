@@ -42,6 +42,7 @@ from megatron.mpu.mappings import (
 from megatron.mpu.parameter_spec import ParameterSpec, local_slices
 from megatron.mpu.parameters import new_parameter, spec_of
 from megatron.mpu.weight_gradient import Gradient, fuses_accumulation, weight_gradient
+from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 _ONE_RANK = TPGroup()
 
@@ -431,7 +432,7 @@ def gather_and_multiply(
 
 
 def _start_gather(full: Tensor, part: Tensor, tp_group: TPGroup) -> dist.Work:
-    return dist.all_gather_single(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
+    return all_gather_single(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
 
 
 def rows_in_chunk_order(x: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
@@ -450,7 +451,7 @@ def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, max_chunks
     pending = []
     for part, rows in zip(result.chunk(chunks), _blocks(x, chunks, tp_group).unbind(1), strict=True):
         partial = torch.bmm(rows, factor).view(tp_group.size * len(part), *part.shape[1:])
-        pending.append(dist.reduce_scatter_single(part, partial, group=tp_group.group, async_op=True))
+        pending.append(reduce_scatter_single(part, partial, group=tp_group.group, async_op=True))
     for work in pending:
         work.wait()
     return result

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.kernels.operators import first_order
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.layout import TPGroup
+from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
@@ -38,7 +39,7 @@ def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> tor
 def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
     """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
     full = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
-    return full, dist.all_gather_single(full, x.contiguous(), group=tp_group.group, async_op=True)
+    return full, all_gather_single(full, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -47,7 +48,7 @@ def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.T
     if x.shape[0] % tp_group.size != 0:
         raise ValueError(f"dimension 0 of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
     part = x.new_empty(x.shape[0] // tp_group.size, *x.shape[1:])
-    return part, dist.reduce_scatter_single(part, x.contiguous(), group=tp_group.group, async_op=True)
+    return part, reduce_scatter_single(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:

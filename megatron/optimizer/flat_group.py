@@ -38,6 +38,7 @@ from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
+from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 # A partition's length is a multiple of this many elements: 64 bytes of fp32, the widest vector registers.
 # With other lengths PyTorch's fused optimizers compute the last elements one by one, with other rounding. The
@@ -212,7 +213,7 @@ class FlatGroup:
         elif dist.get_backend(self._dp_group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter does not share the buffer's version counter.
-        return dist.all_gather_single(self.weights, own, group=self._dp_group, async_op=True)
+        return all_gather_single(self.weights, own, group=self._dp_group, async_op=True)
 
     def free_full_params(self) -> None:
         """Frees the full weights; this rank's partition stays."""
@@ -239,7 +240,7 @@ class FlatGroup:
         sum over the replicas, and the rest is undefined. Collective."""
         if prefers_all_reduce(self._dp_group):
             return dist.all_reduce(self.gradients, group=self._dp_group, async_op=True)
-        return dist.reduce_scatter_single(
+        return reduce_scatter_single(
             self._own_part(self.gradients), self.gradients, group=self._dp_group, async_op=True
         )
 

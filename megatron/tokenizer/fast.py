@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Protocol
 
@@ -85,9 +84,11 @@ class GigatokenEncoder(ComparedEncoder):
     """Tokenizes with gigatoken in one thread. Raises ValueError if it does not support the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        if find_spec("gigatoken") is None:
-            raise ValueError("the package is not installed: pip install gigatoken")
-        import gigatoken
+        try:
+            import awkward  # noqa: F401 (of encode_texts)
+            import gigatoken
+        except ImportError as error:
+            raise ValueError(f"the package is not installed: pip install gigatoken ({error})") from error
 
         super().__init__(tokenizer)
         source = getattr(tokenizer, "source", None)

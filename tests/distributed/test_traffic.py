@@ -39,8 +39,9 @@ def counted_bytes() -> Iterator[dict[str, float]]:
         setattr(dist, name, counting)
 
     count("all_reduce", 0, lambda size: 2 * (size - 1) / size)
-    count("all_gather_single", 0, lambda size: (size - 1) / size)
-    count("reduce_scatter_single", 1, lambda size: (size - 1) / size)
+    new = hasattr(dist, "all_gather_single")  # the names of torch 2.13
+    count("all_gather_single" if new else "all_gather_into_tensor", 0, lambda size: (size - 1) / size)
+    count("reduce_scatter_single" if new else "reduce_scatter_tensor", 1, lambda size: (size - 1) / size)
     exchange = kept["batch_isend_irecv"] = dist.batch_isend_irecv
 
     def counting_messages(messages: list[dist.P2POp]) -> list[dist.Work]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron import torch_versions
 from megatron.kernels import triton_kernels
 from megatron.kernels.operators import Launch, first_order, keep_input, take_input
 
@@ -57,6 +60,32 @@ def test_the_variant_is_called_for_tensors_for_which_triton_has_chosen_it(record
     for (who, found, others), (_, tensors) in zip(recorded.calls, steps, strict=True):
         assert all(x is y for x, y in zip(found, tensors, strict=True))
         assert others == ({**NUMBERS, "num_warps": 4} if who == "triton" else tuple(NUMBERS.values()))
+
+
+@pytest.mark.parametrize(
+    ("installed", "then"), [("3.9.4", "variant"), ("3.10.0", "triton"), ("4.0", "triton")]
+)
+def test_an_unknown_triton_launches_each_time(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, installed: str, then: str
+) -> None:
+    monkeypatch.setattr(torch_versions, "version", lambda package: installed)
+    launch = Launch("triton_kernels.add_rows_kernel", (2, 5), {}, **NUMBERS)
+    for _ in range(3):
+        launch(torch.zeros(40), torch.zeros(40))
+    assert [who for who, _, _ in recorded.calls] == ["triton", then, then]
+
+
+def test_a_first_launch_for_another_than_the_current_device_is_an_error(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    launch = Launch("triton_kernels.add_rows_kernel", (2, 5), {}, **NUMBERS)
+    for index in (0, 1):
+        device = torch.device("cuda", index)
+        on_gpu = SimpleNamespace(device=device, is_cuda=True, dtype=torch.float32, data_ptr=lambda: 64)
+        with nullcontext() if index == 0 else pytest.raises(AssertionError, match="current device.*cuda:1"):
+            launch(on_gpu, on_gpu)
+    assert len(recorded.calls) == 1
 
 
 def test_a_grid_without_programs_launches_nothing(recorded: Recorded) -> None:

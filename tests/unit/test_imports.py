@@ -22,7 +22,7 @@ FORBIDDEN = {
 # The packages and modules of `megatron`, from the lowest. Each imports only those of lower levels. A training
 # run does not import the highest two, which plan a run and are programs of their own.
 LEVELS = (
-    ("object_urls",),
+    ("object_urls", "torch_versions"),
     ("child_processes", "errors", "shares", "text_table", "units"),
     ("config",),
     ("files", "kernels", "object_store"),

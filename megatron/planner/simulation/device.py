@@ -52,6 +52,7 @@ _VALUE_SIZED = frozenset("nonzero masked_select _unique2 unique_dim unique_conse
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 # In-place operations without an implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
+_ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # its implementation in torch 2.11 raises TypeError
 
 
 Receive = Callable[[Tensor, int], None]
@@ -135,7 +136,8 @@ class SimulatedDevice(TorchDispatchMode):
             result = self._view(func, args, kwargs)
         else:
             with self._fake:
-                result = None if name in _WITHOUT_META else func(*args, **kwargs)
+                only_writes = name in _WITHOUT_META or func is _ADD_PRODUCT
+                result = kwargs.get("out") if only_writes else func(*args, **kwargs)
         self._account(func, name, args, kwargs, result, on_device)
         return result
 
@@ -168,7 +170,7 @@ class SimulatedDevice(TorchDispatchMode):
         inputs = {id(x): x for x in _tensors(args, kwargs)}
         # An in-place variant counts as the plain operation.
         packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)
-        shaped = [x for x in args if not isinstance(x, torch.dtype)]
+        shaped = _with_all_heads(name, [x for x in args if not isinstance(x, torch.dtype)])
         flops = (
             int(flop_registry[packet](*shaped, **kwargs, out_val=result)) if packet in flop_registry else 0
         )
@@ -392,6 +394,19 @@ def _bytes_of(tensor: Tensor) -> int:
 
 def _may_have_values(tensor: Tensor) -> bool:
     return not tensor.dtype.is_floating_point and tensor.numel() <= _MOST_VALUES
+
+
+def _with_all_heads(name: str, args: list[Any]) -> list[Any]:
+    """Returns the arguments of attention with as many heads of keys and values as of queries, which torch's
+    formula for FLOPs expects before 2.13. A shared head saves no FLOPs."""
+    if not name.startswith("_scaled_dot_product"):
+        return args
+    first = int("backward" in name)  # the gradient of the output comes first
+    heads = args[first].shape[1]
+    for place in (first + 1, first + 2):
+        batch, _, *rest = args[place].shape
+        args[place] = torch.empty(batch, heads, *rest, device="meta")
+    return args
 
 
 def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -25,6 +25,7 @@ from typing import Any
 from megatron.cluster.launch import temporary_environment
 from megatron.errors import UserError, one_line
 from megatron.planner.simulation.record import SimulationError
+from megatron.torch_versions import missing_name
 
 _PRELOADED = ["torch._dynamo", "setuptools", "megatron.planner.simulation.world"]
 _SHOWN_LINES = 30
@@ -154,6 +155,10 @@ def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[boo
         return True, function(*arguments)
     except UserError as error:
         return False, str(error)
+    except (AttributeError, ImportError) as error:
+        if (sentence := missing_name(error)) is None:
+            raise
+        return False, sentence
     except (MemoryError, OverflowError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "overflow" not in str(error):
             raise
