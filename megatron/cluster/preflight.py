@@ -33,6 +33,7 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
+from megatron.model.attention_canary import AttentionCase, attention_case, attention_problem, sdpa_backend
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_urls import is_mirrored
 from megatron.text_table import format_table
@@ -121,6 +122,43 @@ def check_kernels(required: bool) -> list[str]:
         f"all ranks compute with PyTorch's operations, which are slower than the Triton kernels: rank {rank} "
         f"on {node}: {reason} (--require-kernels makes this an error)"
     ]
+
+
+def check_attention(config: Config) -> list[str]:
+    """Compares PyTorch's causal attention on each rank's GPU with fp32 operations, and returns a sentence for
+    the log. If a rank's is wrong, all ranks stop using cuDNN's. Collective, after `init_distributed`.
+
+    Raises SharedUserError on every rank if attention is wrong without cuDNN too.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device, case = get_accelerator().device_name(), attention_case(config)
+    if device != "cuda" or case is None:
+        return []
+    kernel, problem = _attention_of_ranks(case)
+    if problem is None:
+        return [f"causal attention by PyTorch's {kernel}, which agrees with fp32 operations"]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    other, remaining = _attention_of_ranks(case)
+    if remaining is not None:
+        raise SharedUserError(
+            f"causal attention is wrong by PyTorch's {other} on {remaining}: install another version of torch"
+        )
+    return [f"causal attention is wrong by PyTorch's {kernel} on {problem}; all ranks use {other}"]
+
+
+def _attention_of_ranks(case: AttentionCase) -> tuple[str, str | None]:
+    """Returns the back end of the first rank with a problem, and rank, node and problem. Collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator().current_device_name()
+    found = gather_from_all_ranks(
+        (node_name(os.environ), sdpa_backend(case, device), attention_problem(case, device))
+    )
+    for rank, (node, kernel, problem) in enumerate(found):
+        if problem is not None:
+            return kernel, f"rank {rank} on {node}: {problem}"
+    return found[0][1], None
 
 
 def describe(facts: Sequence[RankInfo]) -> str:

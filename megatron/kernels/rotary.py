@@ -1,7 +1,8 @@
 """Operators that split a fused projection into queries, keys and values, and rotate queries and keys (RoPE).
 
-Each element is read once and written once, forward and backward. The reference implementation is
-`model.position.RotaryEmbedding.rotate`; every product and sum is rounded as in its PyTorch operations.
+Each element is read once and written once, forward and backward. Tables, products and sums are fp32, and only
+the result is rounded to the dtype of the projection. The reference implementation is
+`model.position.RotaryEmbedding.rotate`, whose operations are rounded equally.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def split_and_rotate(
     projected: Tensor, cosine: Tensor, sine: Tensor, heads: Heads
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns query [seq, batch, groups x group, head_dim], key and value [seq, batch, groups, head_dim], all
-    contiguous. cosine, sine: [seq, 1 or batch, 1, rotary_dim], in the dtype of `projected`."""
+    contiguous. cosine, sine: fp32 [seq, 1 or batch, 1, rotary_dim]."""
     return _SplitAndRotate.apply(projected, cosine, sine, heads)
 
 

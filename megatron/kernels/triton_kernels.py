@@ -269,8 +269,8 @@ def rotary_kernel(
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
     table = (token // batch * table_batch + token % batch % table_batch) * ROTARY_DIM + first
-    cos = tl.load(cosine + table, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sine + table, mask=in_pairs, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cosine + table, mask=in_pairs, other=0.0)[None, :]
+    sin = tl.load(sine + table, mask=in_pairs, other=0.0)[None, :]
     if BACKWARD:
         sin = -sin
         x = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, first, in_pairs)
@@ -279,8 +279,8 @@ def rotary_kernel(
         x = tl.load(projected + fused[:, None] + first, mask=inside[:, None] & in_pairs, other=0.0)
         y = tl.load(projected + fused[:, None] + second, mask=inside[:, None] & in_pairs, other=0.0)
     dtype = projected.dtype.element_ty
-    turned_x = _rounded_product(x, cos) - _rounded_product(y, sin)
-    turned_y = _rounded_product(y, cos) + _rounded_product(x, sin)
+    turned_x = x.to(tl.float32) * cos - y.to(tl.float32) * sin
+    turned_y = y.to(tl.float32) * cos + x.to(tl.float32) * sin
     x = tl.where(is_value[:, None], x, turned_x.to(dtype))
     y = tl.where(is_value[:, None], y, turned_y.to(dtype))
     if BACKWARD:
@@ -298,12 +298,6 @@ def rotary_kernel(
         else:
             z = tl.load(projected + fused[:, None] + rest, mask=inside[:, None] & in_rest, other=0.0)
             _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, rest, in_rest, z)
-
-
-@triton.jit
-def _rounded_product(x, factor):
-    """Returns x * factor, fp32, rounded to the dtype of `x`, as in PyTorch's operations."""
-    return (x.to(tl.float32) * factor).to(x.dtype).to(tl.float32)
 
 
 @triton.jit

@@ -4,11 +4,14 @@ For each sample and head: dropout(softmax(query @ key.T * scale + bias)) @ value
 """
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.attention import AttentionMask, flash_attention
@@ -51,6 +54,8 @@ class CoreAttention(nn.Module):
             return self._attend_chunks(query, key, value, document_ids, rate, choice)
         if choice == Implementation.TRITON:
             return self._flash_attention(query, key, value, document_ids, rate, seq).flatten(2)
+        if choice == Implementation.SDPA:
+            return causal_attention(query, key, value, self.scale).flatten(2)
         key, value = _for_each_head(query, key, value, choice)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [batch, heads, seq, dim]
         if choice == Implementation.BLOCKS:
@@ -60,10 +65,7 @@ class CoreAttention(nn.Module):
             if choice == Implementation.UNFUSED:
                 output = self._unfused_attention(query, key, value, bias)
             else:
-                shares = key.shape[1] < heads
-                output = F.scaled_dot_product_attention(
-                    query, key, value, bias, is_causal=bias is None, scale=self.scale, enable_gqa=shares
-                )
+                output = _biased_attention(query, key, value, bias, self.scale)
         return output.permute(2, 0, 1, 3).reshape(seq, batch, heads * head_dim)
 
     @not_compiled  # hashes the salt in Python
@@ -147,7 +149,7 @@ class CoreAttention(nn.Module):
             rows = range(first, first + query.shape[2])
             bias = self.masks.bias_of_rows(rows, query.dtype, query.device, document_ids)
             if not rate:
-                return F.scaled_dot_product_attention(query, key, value, bias, scale=self.scale)
+                return _biased_attention(query, key, value, bias, self.scale)
             with self.dropout_rng.use_samples(samples):
                 return self._attend_with_dropout(query, key, value, bias, (first, seq))
 
@@ -205,6 +207,29 @@ class CoreAttention(nn.Module):
             tp_group=self.tp_group,
         )
         return torch.matmul(weights, value)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Returns plain causal attention of query [seq, batch, heads, head_dim], in the query's shape, by the
+    kernel that PyTorch chooses."""
+    output = F.scaled_dot_product_attention(**causal_arguments(query, key, value), scale=scale)
+    return output.permute(2, 0, 1, 3)
+
+
+def causal_arguments(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Returns the arguments of scaled_dot_product_attention that decide which kernel PyTorch chooses."""
+    key, value = _for_each_head(query, key, value, Implementation.SDPA)
+    shares = key.shape[2] < query.shape[2]
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    return {"query": query, "key": key, "value": value, "is_causal": True, "enable_gqa": shares}
+
+
+def _biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Returns attention with a bias, all [batch, heads, seq, head_dim]. On CUDA it is not computed by cuDNN:
+    with a bias its gradients may be NaN (pytorch issue 196678)."""
+    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(kernels) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale)
 
 
 def _for_each_head(

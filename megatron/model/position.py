@@ -244,9 +244,9 @@ class RotaryEmbedding:
         self._cache: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotates query and key [seq, batch, heads, head_dim], whose numbers of heads may differ. positions:
-        [batch, seq], of the whole sequence; None for 0, 1, ..."""
-        cosine, sine = self._angles(query.shape[0], query.dtype, query.device, positions)
+        """Rotates query and key [seq, batch, heads, head_dim], whose numbers of heads may differ, in fp32.
+        positions: [batch, seq], of the whole sequence; None for 0, 1, ..."""
+        cosine, sine = self._angles(query.shape[0], query.device, positions)
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
 
     def in_kernel(self, projected: Tensor) -> bool:
@@ -258,7 +258,7 @@ class RotaryEmbedding:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Splits a projection [seq, batch, groups x (group + 2) x head_dim] into query, key and value, and
         rotates query and key, in one launch of a Triton kernel."""
-        cosine, sine = self._angles(projected.shape[0], projected.dtype, projected.device, positions)
+        cosine, sine = self._angles(projected.shape[0], projected.device, positions)
         head_dim = projected.shape[-1] // (groups * (group + 2))
         heads = Heads(groups, group, head_dim, self.dim, int(self.interleaved))
         return split_and_rotate(projected, cosine, sine, heads)
@@ -267,20 +267,19 @@ class RotaryEmbedding:
         if self.dim < heads.shape[-1]:
             rotated, rest = heads[..., : self.dim], heads[..., self.dim :]
             return torch.cat((self._rotate(rotated, cosine, sine), rest), dim=-1)
+        dtype, heads = heads.dtype, heads.float()
         if self.interleaved:
             turned = torch.stack((-heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
         else:
             first, second = heads.chunk(2, dim=-1)
             turned = torch.cat((-second, first), dim=-1)
-        return heads * cosine + turned * sine
+        return (heads * cosine + turned * sine).to(dtype)
 
     @not_compiled  # fills its cache outside of compiled graphs
-    def _angles(
-        self, seq: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines [seq, 1 or batch, 1, rotary_dim] of `seq` tokens of this rank. positions:
-        see `rotate`."""
-        key = (seq, dtype, device)
+    def _angles(self, seq: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines, fp32 [seq, 1 or batch, 1, rotary_dim], of `seq` tokens of this rank.
+        positions: see `rotate`."""
+        key = (seq, device)
         if positions is None and key in self._cache:
             return self._cache[key]
         # Kept on the device: a copy in every layer would synchronize the host with it.
@@ -295,7 +294,7 @@ class RotaryEmbedding:
         cosine, sine = angles.cos(), angles.sin()
         if self.multiplier != 1.0:
             cosine, sine = cosine * self.multiplier, sine * self.multiplier
-        table = cosine.to(dtype), sine.to(dtype)
+        table = cosine, sine
         if positions is None:
             self._cache = {key: table}
         return table

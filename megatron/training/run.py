@@ -20,7 +20,7 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
-from megatron.cluster.preflight import check_kernels, preflight
+from megatron.cluster.preflight import check_attention, check_kernels, preflight
 from megatron.cluster.preparation import Preparation
 from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
@@ -63,7 +63,7 @@ def run(
     fingerprint = found.fingerprint or run_fingerprint(config, length, vocab, stamp)
     notes = [*notes, *found.notes]
     with watchdog.phase(Phase.PREFLIGHT):
-        notes += check_kernels(config.training.require_kernels)
+        notes += check_kernels(config.training.require_kernels) + check_attention(config)
         notes += [*preflight(config, fingerprint), *processes.device_notes(config)]
     with watchdog.phase(Phase.LOAD):
         if objects is not None:

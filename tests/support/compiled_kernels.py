@@ -185,7 +185,7 @@ def _rotary_cases() -> Iterator[Case]:
     ):
         width = heads.groups * (heads.group + 2) * heads.head_dim
         projected = _tensor(dtype, SEQ, batch, width)
-        table = _tensor(dtype, SEQ, table_batch, 1, heads.rotary_dim).detach()
+        table = _tensor("fp32", SEQ, table_batch, 1, heads.rotary_dim).detach()
 
         def work(projected: Tensor = projected, table: Tensor = table, heads: Heads = heads) -> Tensor:
             return sum(part.sum() for part in split_and_rotate(projected, table, table, heads))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,20 @@ def test_a_compiled_layer_asks_for_the_flash_kernel_of_cuda_between_two_graphs()
     compile_in_place(module := Copies())
     found = torch._dynamo.explain(module.forward)(*(torch.randn(8, 2, n, 16) for n in (4, 2, 2)))
     assert (found.graph_count, found.graph_break_count) == (2, 1)
+
+
+def test_attention_with_a_bias_on_cuda_does_not_choose_cudnn(monkeypatch):
+    """The tensors are stubs: only the kernels that PyTorch may choose during the call are compared."""
+
+    def allowed(*_, **__):
+        return torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+
+    monkeypatch.setattr(core_attention.F, "scaled_dot_product_attention", allowed)
+    found = [
+        core_attention._biased_attention(SimpleNamespace(is_cuda=is_cuda), None, None, None, 1.0)
+        for is_cuda in (True, False)
+    ]
+    assert found == [(False, True), (True, True)]
 
 
 def test_the_reason_is_logged_once(caplog):

@@ -133,6 +133,21 @@ def test_interleaved_pairs_are_neighbors():
     torch.testing.assert_close(rotated, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model", [{}, {"rotary_interleaved": True}, {"rotary_percent": 0.5}])
+def test_a_rotation_of_16_bit_heads_is_rounded_once(model, dtype):
+    """Forward and backward, at positions at which rounded angles would be wrong."""
+    x, grad = torch.randn(2, 6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+    positions = torch.tensor([[0, 1, 2, 1001, 30001, 130001]])
+    results = []
+    for heads in (x, x.float()):
+        heads = heads.clone().requires_grad_()
+        rotated, _ = rotary_embedding(**model).rotate(heads, heads, positions)
+        results.append((rotated, *torch.autograd.grad(rotated, heads, grad.to(heads.dtype))))
+    for found, in_fp32 in zip(*results, strict=True):
+        assert found.dtype == dtype and torch.equal(found, in_fp32.to(dtype))
+
+
 # The settings of Hugging Face for each scaling, with factor 4 and an original context of 32 tokens.
 SCALINGS = {
     "linear": {"factor": 4.0},

@@ -1,0 +1,125 @@
+"""A check of PyTorch's causal attention at the start of a run.
+
+Its kernels depend on the GPU, the versions of torch and cuDNN, and the shape. Versions whose cuDNN kernels
+are wrong for some shapes were released (pytorch issues 193893 and 196678).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from megatron.config import Config
+from megatron.errors import one_line
+from megatron.model.attention_choice import Implementation, training_attention
+from megatron.model.core_attention import causal_arguments, causal_attention
+from megatron.model.layer_list import PARAMETER_DTYPES
+
+_MAX_ERROR = 8
+"""Largest error of a row, in units of the format's epsilon. PyTorch's kernels for CPUs reach 1.7 of it."""
+_TILE, _MAX_TILES = 128, 8
+_HEADS_AT_ONCE = 8
+"""Heads whose fp32 scores are stored at a time."""
+_SMALLEST_ROW = 1e-2
+"""Smallest norm to which an error is relative: with one token the gradient of the query is 0."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """The causal attention of a rank: query [seq, 1, heads, head_dim], key and value with `groups` heads."""
+
+    seq: int
+    heads: int
+    groups: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def attention_case(config: Config) -> AttentionCase | None:
+    """Returns the case of a run; None if it uses no 16-bit causal attention of PyTorch, in training or in
+    evaluation. A long sequence is shortened by whole tiles."""
+    model, parallel = config.model, config.parallel
+    evaluation = config.with_settings({"model.attention_dropout": 0.0})
+    kinds = {model.has_window(layer) for layer in range(model.num_layers)}
+    dtype = PARAMETER_DTYPES[config.precision.name]
+    if dtype == torch.float32 or not any(
+        training_attention(evaluation, kind) == Implementation.SDPA for kind in kinds
+    ):
+        return None
+    ranks, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    seq = model.seq_length // (2 * cp_size if cp_size > 1 else 1)
+    return AttentionCase(
+        seq=min(seq, _MAX_TILES * _TILE + seq % _TILE),
+        heads=model.num_attention_heads // ranks,
+        groups=max(model.query_groups // ranks, 1),
+        head_dim=model.kv_channels,
+        dtype=dtype,
+    )
+
+
+def attention_problem(case: AttentionCase, device: torch.device | str) -> str | None:
+    """Returns what is wrong with the results of PyTorch's kernel, or its error; None if they are right."""
+    try:
+        errors = _errors(case, device)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the device cannot be used at all
+    except RuntimeError as error:  # from cuDNN
+        return one_line(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    bound = _MAX_ERROR * torch.finfo(case.dtype).eps
+    wrong = [f"{name} {error:.2g}" for name, error in errors.items() if not error <= bound]  # or NaN
+    return f"relative error above {bound:.2g}: {', '.join(wrong)}" if wrong else None
+
+
+def sdpa_backend(case: AttentionCase, device: torch.device | str) -> str:
+    """Returns the name of the back end of scaled_dot_product_attention that PyTorch chooses for this case."""
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return "scaled_dot_product_attention"
+    query, key, value, _ = (x.requires_grad_() for x in _tensors(case, device))
+    return SDPBackend(choose(**causal_arguments(query, key, value))).name
+
+
+def _tensors(case: AttentionCase, device: torch.device | str) -> list[Tensor]:
+    """Returns query, key, value and the gradient of the output, all with normally distributed elements."""
+    random = torch.Generator(device).manual_seed(0)
+    return [
+        torch.randn(case.seq, 1, heads, case.head_dim, generator=random, device=device).to(case.dtype)
+        for heads in (case.heads, case.groups, case.groups, case.heads)
+    ]
+
+
+def _errors(case: AttentionCase, device: torch.device | str) -> dict[str, float]:
+    """Returns the largest relative error of a row of the output and of each gradient."""
+    query, key, value, grad = _tensors(case, device)
+    query, key, value = leaves = [x.requires_grad_() for x in (query, key, value)]
+    output = causal_attention(query, key, value, case.head_dim**-0.5)
+    found = (output.detach(), *torch.autograd.grad(output, leaves, grad))
+    names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
+    return dict(zip(names, map(_largest_error, found, _reference(query, key, value, grad)), strict=True))
+
+
+def _reference(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Returns output and gradients of attention with operations on all scores, in fp32."""
+    seq, _, heads, head_dim = query.shape
+    query, key, value = leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
+    future = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu_(1)
+    outputs = []
+    for own in torch.arange(heads, device=query.device).split(_HEADS_AT_ONCE):
+        group = own // (heads // key.shape[2])
+        scores = torch.einsum("ibhd,jbhd->bhij", query[:, :, own], key[:, :, group]) * head_dim**-0.5
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        output = torch.einsum("bhij,jbhd->ibhd", weights, value[:, :, group])
+        output.backward(grad[:, :, own].float())
+        outputs.append(output.detach())
+    return torch.cat(outputs, dim=2), *(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+
+def _largest_error(found: Tensor, expected: Tensor) -> float:
+    """Returns the largest error of a row, a token's vector of a head, relative to the row, or to the mean row
+    where that is larger: the first tokens' gradients of the query are nearly 0."""
+    sizes = expected.norm(dim=-1)
+    usual = sizes.square().mean().sqrt().clamp(min=_SMALLEST_ROW)
+    return ((found.float() - expected).norm(dim=-1) / sizes.maximum(usual)).max().item()
