@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
     from megatron.optimizer.zero import LocalParamState
 
-# On a device large blocks need few launches.
-DEVICE_CHUNK = 1 << 24
+# Elements per block on a device: large blocks need few launches, and a block's temporaries, four of 8 bytes
+# per element, take 64 MiB.
+DEVICE_CHUNK = 1 << 21
 # Parameter -> state -> digest of a rank's part.
 PartDigests = dict[str, dict[str, int]]
 

@@ -32,7 +32,6 @@ from megatron.mpu.layout import TPGroup, chunks_of_rank
 from megatron.torch_versions import all_gather_single
 
 Tensors = tuple[Tensor, ...]
-Spec = tuple[torch.Size, torch.dtype]
 
 
 class ScheduleExecutor(PatchedPipelineEngine):
@@ -49,6 +48,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
     _is_built = False
     _model_chunk_id: int | None = None
     """The model chunk whose pass runs."""
+    _seq_length: int
+    """Tokens per sample of the micro-batches."""
 
     def __init__(self, parallel: ParallelConfig, tp_group: TPGroup, **options: Any) -> None:
         """options: arguments of DeepSpeed's engine."""
@@ -65,8 +66,6 @@ class ScheduleExecutor(PatchedPipelineEngine):
             dist.all_reduce(torch.zeros(1, device=self.device), group=self._pipeline)
         self._messages: list[dist.P2POp] = []
         self._sending: tuple[list[dist.Work], list[dist.P2POp]] = ([], [])
-        self._sent_specs: set[int] = set()
-        self._input_specs: dict[int, list[Spec]] = {}
         self.pipe_buffers |= {"messages": [], "losses": [], "deferred": [], "samples": []}
         self._is_built = True
 
@@ -80,11 +79,11 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def is_first_stage(self) -> bool:
         """Returns whether the current pass runs stage 0; between passes, whether this rank holds stage 0."""
-        # DeepSpeed's `__init__` asks for the rank's place among its neighbors.
-        return self._runs_stage(0) if self._is_built else super().is_first_stage()
+        # DeepSpeed's `__init__` would send a message to each neighbor in the default group.
+        return not self._is_built or self._runs_stage(0)
 
     def is_last_stage(self) -> bool:
-        return self._runs_stage(len(self._rank_of_stage) - 1) if self._is_built else super().is_last_stage()
+        return not self._is_built or self._runs_stage(len(self._rank_of_stage) - 1)
 
     def _loss_stage_global_rank(self) -> int:
         return int(self.grid.stage_to_global(self._rank_of_stage[-1]))
@@ -97,6 +96,11 @@ class ScheduleExecutor(PatchedPipelineEngine):
             yield
         finally:
             self._model_chunk_id = None
+
+    def _receives(self, model_chunk_id: int) -> bool:
+        """Returns whether the input of the chunk's stage comes from a different rank."""
+        stage = self._stages[model_chunk_id]
+        return stage > 0 and self._rank_of_stage[stage - 1] != self.stage_id
 
     def _next_on_this_rank(self, buffer_id: int, model_chunk_id: int) -> int | None:
         """Returns the micro-batch's buffer in the next stage; None if a different rank holds that stage."""
@@ -122,11 +126,6 @@ class ScheduleExecutor(PatchedPipelineEngine):
         super()._exec_schedule(pipe_schedule)
         self._wait_for_sends()
 
-    def reset_activation_shape(self) -> None:
-        super().reset_activation_shape()
-        self._sent_specs.clear()
-        self._input_specs.clear()
-
     # --- passes ---
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
@@ -145,7 +144,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _exec_forward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
-        if model_chunk_id in self._input_specs:
+        if self._receives(model_chunk_id):
             buffers["inputs"][buffer_id] = _leaves(self._gather(buffers["inputs"][buffer_id]))
         inputs = buffers["inputs"][buffer_id]
         with self._in_model_chunk(model_chunk_id):
@@ -210,6 +209,11 @@ class ScheduleExecutor(PatchedPipelineEngine):
         -> [..., hidden / parts], elements that follow one another in memory."""
         return hidden.reshape(self._scatter_group.size, *hidden.shape[:-1], -1)[self._scatter_group.rank]
 
+    def _empty_part(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns memory for the part of a hidden state that this rank receives."""
+        *outer, hidden_size = shape
+        return torch.empty(*outer, hidden_size // self._scatter_group.size, dtype=dtype, device=self.device)
+
     def _split_off(self, outputs: Tensors) -> Tensors:
         """Returns what this rank sends of a stage's outputs. A hidden state that is sent in parts keeps its
         graph and its shape, but not its memory."""
@@ -232,22 +236,16 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _exec_send_activations(self, buffer_id: int, model_chunk_id: int) -> None:
         target = self._rank_of_stage[self._stages[model_chunk_id] + 1]
         message, self.pipe_buffers["messages"][buffer_id] = self.pipe_buffers["messages"][buffer_id], None
-        if model_chunk_id not in self._sent_specs:
-            self._sent_specs.add(model_chunk_id)
-            self._send_tensor_meta(message, target)
         self._queue(dist.isend, message, target)
 
     def _exec_recv_activations(self, buffer_id: int, model_chunk_id: int) -> None:
-        source = self._rank_of_stage[self._stages[model_chunk_id] - 1]
-        if model_chunk_id not in self._input_specs:
-            described = self._recv_tensor_meta(source)
-            self._input_specs[model_chunk_id] = [(x.shape, x.dtype) for x in described]
-            self._grad_layer_buf.clear()  # unused buffers of these shapes
-        received = tuple(
-            torch.empty(shape, dtype=dtype, device=self.device)
-            for shape, dtype in self._input_specs[model_chunk_id]
+        stage = self._stages[model_chunk_id]
+        hidden, *others = self.module.stage_input(stage, self.micro_batch_size, self._seq_length)
+        received = (
+            self._empty_part(*hidden),
+            *(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in others),
         )
-        self._queue(dist.irecv, received, source)
+        self._queue(dist.irecv, received, self._rank_of_stage[stage - 1])
         self.pipe_buffers["inputs"][buffer_id] = received
 
     def _exec_send_grads(self, buffer_id: int, model_chunk_id: int) -> None:
@@ -259,8 +257,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _exec_recv_grads(self, buffer_id: int, model_chunk_id: int) -> None:
         hidden, *others = (x for x in self.pipe_buffers["outputs"][buffer_id] if x.is_floating_point())
-        part = hidden.new_empty(*hidden.shape[:-1], hidden.shape[-1] // self._scatter_group.size)
-        received = (part, *map(torch.empty_like, others))
+        received = (self._empty_part(hidden.shape, hidden.dtype), *map(torch.empty_like, others))
         self._queue(dist.irecv, received, self._rank_of_stage[self._stages[model_chunk_id] + 1])
         self.pipe_buffers["messages"][buffer_id] = received
 

@@ -43,8 +43,6 @@ class GPTEngine(ScheduleExecutor):
         self._heartbeat: Callable[[], None] = _no_heartbeat
         self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
-        # Sequence length of the stages' communication buffers.
-        self._seq_length = config.model.seq_length
         reuse_tp_group(model.mpu(), tp_group.group)
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
@@ -84,7 +82,7 @@ class GPTEngine(ScheduleExecutor):
         not support.
         """
         self._heartbeat = heartbeat or _no_heartbeat
-        self._expect_length(seq_length or self.run_config.model.seq_length)
+        self._seq_length = seq_length or self.run_config.model.seq_length
         # DeepSpeed counts a sample once per context-parallel rank.
         counted = global_batch_size * self.layout.cp_size
         if counted != self.train_batch_size():
@@ -117,17 +115,11 @@ class GPTEngine(ScheduleExecutor):
         """Returns the mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat:
         called for every micro-batch. seq_length: length of these samples; --seq-length if None."""
         self._heartbeat = heartbeat or _no_heartbeat
-        self._expect_length(seq_length or self.run_config.model.seq_length)
+        self._seq_length = seq_length or self.run_config.model.seq_length
         self.device_progress.begin_step()
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._free_pipe_buffers()
         return loss
-
-    def _expect_length(self, seq_length: int) -> None:
-        """Resets the communication buffers between stages if the sequence length changes."""
-        if seq_length != self._seq_length:
-            self._seq_length = seq_length
-            self.reset_activation_shape()
 
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
         """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.

@@ -64,7 +64,7 @@ class DistributedGPT:
         self._length_multiple = parallel.length_multiple
         self._final_norm = final_norm_of(module.config.model.num_layers)
         self._device = next(module.parameters()).device
-        self._specs: dict[tuple[int, ...], list[tuple[torch.Size, torch.dtype]]] = {}
+        self._pipeline = module.mpu().get_pipe_parallel_group()
 
     @property
     def batch_size(self) -> int:
@@ -177,17 +177,16 @@ class DistributedGPT:
         padded = torch.nn.functional.pad(tokens, (0, padding))
         layer_io: LayerIO = padded
         own, last = self.layout.pipeline_stage, len(self._rank_of_stage) - 1
-        shape = tuple(padded.shape)
         for stage, holder in enumerate(self._rank_of_stage):
             if holder != own:
                 continue
             if stage and self._rank_of_stage[stage - 1] != own:
-                layer_io = self._receive(stage, shape)
+                layer_io = self._receive(stage, *padded.shape)
             for layer_index, function in self._functions_of(stage).items():
                 if stage < last or layer_index < self._final_norm:
                     layer_io = function(layer_io)
             if stage < last and self._rank_of_stage[stage + 1] != own:
-                self._send(layer_io, stage, shape)
+                self._send(layer_io, stage)
         if self._rank_of_stage[last] != own:
             return None
         assert isinstance(layer_io, Tensor)
@@ -198,22 +197,20 @@ class DistributedGPT:
         per_stage = self.layout.ranks_per_stage
         return self._rank_of_stage[stage] * per_stage + self.layout.rank % per_stage
 
-    def _send(self, layer_io: LayerIO, stage: int, shape: tuple[int, ...]) -> None:
+    def _send(self, layer_io: LayerIO, stage: int) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)
-        receiver, key = self._global_rank(stage + 1), (stage, *shape)
-        if key not in self._specs:  # both sides keep them: they are sent once
-            self._specs[key] = [(x.shape, x.dtype) for x in tensors]
-            dist.send_object_list([self._specs[key]], receiver, device=self._device)
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), receiver)
+        self._exchange(dist.isend, [tensor.contiguous() for tensor in tensors], stage + 1)
 
-    def _receive(self, stage: int, shape: tuple[int, ...]) -> LayerIO:
-        sender, key = self._global_rank(stage - 1), (stage - 1, *shape)
-        if key not in self._specs:
-            described: list = [None]
-            dist.recv_object_list(described, sender, device=self._device)
-            self._specs[key] = described[0]
-        tensors = [torch.empty(size, dtype=dtype, device=self._device) for size, dtype in self._specs[key]]
-        for tensor in tensors:
-            dist.recv(tensor, sender)
+    def _receive(self, stage: int, rows: int, length: int) -> LayerIO:
+        specs = self.module.stage_input(stage, rows, length)
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in specs]
+        self._exchange(dist.irecv, tensors, stage - 1)
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
+
+    def _exchange(self, operation: Callable, tensors: list[Tensor], stage: int) -> None:
+        """Sends tensors to the rank of a stage, or receives them. A batch uses the communicator of the
+        pipeline's group; a single message would need a communicator of the two ranks."""
+        rank = self._global_rank(stage)
+        messages = [dist.P2POp(operation, tensor, rank, self._pipeline) for tensor in tensors]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()

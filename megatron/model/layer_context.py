@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, final_norm_of
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.context_parallel import tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
@@ -18,6 +18,7 @@ from megatron.mpu.step_metrics import StepMetrics
 
 # What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
 LayerIO = Tensor | tuple[Tensor, Tensor]
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
 
 
 def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
@@ -118,3 +119,17 @@ class LayerContext:
     def layers_need_document_ids(self) -> bool:
         """Whether the transformer layers use document ids, which are then part of `LayerIO`."""
         return self.config.data.reset_attention_mask or self.resets_rotary_positions
+
+    def input_specs(self, layer_index: int, batch: int, seq: int) -> list[TensorSpec]:
+        """Returns the shape and dtype of each tensor that a layer of the layer list receives; of a layer
+        after the embedding, up to the head. batch, seq: size of the micro-batch's tokens."""
+        config, final_norm = self.config, final_norm_of(self.config.model.num_layers)
+        is_sharded = self.sequence_parallel and layer_index < final_norm
+        own_seq = seq // self.cp_group.size // (self.tp_group.size if is_sharded else 1)
+        seq_first = is_sharded or FIRST_TRANSFORMER_LAYER <= layer_index < final_norm
+        shape = (own_seq, batch) if seq_first else (batch, own_seq)
+        fp32 = config.precision.fp32_residual_connection and layer_index <= final_norm
+        dtype = torch.float32 if fp32 else PARAMETER_DTYPES[config.precision.name]
+        hidden = (*shape, config.model.hidden_size), dtype
+        has_ids = self.layers_need_document_ids and layer_index < final_norm
+        return [hidden, ((batch, seq), torch.int64)] if has_ids else [hidden]

@@ -34,7 +34,7 @@ from megatron.model.gpt_model import (
     lm_head,
     pipeline_layers,
 )
-from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
+from megatron.model.layer_context import LayerContext, LayerIO, TensorSpec, join_layer_io, split_layer_io
 from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
@@ -122,7 +122,7 @@ class GPTModelPipe(PipelineModule):
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics = StepMetrics()
-        context = LayerContext(
+        self.context = context = LayerContext(
             config, tp_group, self.dropout_rng, self.deferred_gradients, self.metrics, self.cp_group
         )
         training = config.training
@@ -150,6 +150,11 @@ class GPTModelPipe(PipelineModule):
         spec = spec_of(self.get_parameter(name))
         shard = self._values(spec, self.config.training.seed, name, self._tp_group, elements)
         return shard.view(-1)[elements.start : elements.stop]
+
+    def stage_input(self, stage: int, batch: int, seq: int) -> list[TensorSpec]:
+        """Returns the shape and dtype of each tensor that a stage receives from the stage before it. batch,
+        seq: size of the micro-batch's tokens."""
+        return self.context.input_specs(self.stage_bounds[stage], batch, seq)
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers by the layer index in their parameters' names."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 
 from megatron.checkpoint.saving.writer import ring_bytes
 from megatron.cluster.devices import device_memory_bytes
@@ -248,21 +248,16 @@ def communicators(config: Config) -> int:
 
     A rank has one for each process group of several ranks: all ranks; tensor parallel; context parallel; data
     and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding;
-    with an optimizer of whole matrices, all ranks of a stage. It also has one for each neighbor in the
-    pipeline.
+    with an optimizer of whole matrices, all ranks of a stage.
     """
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     sizes = (parallel.world_size, tensor, context, parallel.dp_cp_size, pipeline, tensor * pipeline)
     holders = parallel.rank_of_stage
-    exchanges = {frozenset(pair) for pair in pairwise(holders)}
-    pairs = [pair for pair in exchanges if len(pair) == 2]
-    if not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]:
-        pairs.append(frozenset((holders[0], holders[-1])))
-    most = max(sum(rank in pair for pair in pairs) for rank in holders)
+    has_tied_group = not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]
     has_stage_group = config.optimizer.updates_matrices and min(tensor, parallel.dp_cp_size, pipeline) > 1
-    return sum(size > 1 for size in sizes) + most + has_stage_group
+    return sum(size > 1 for size in sizes) + has_tied_group + has_stage_group
 
 
 def reserve_bytes(config: Config, planned: float) -> float:

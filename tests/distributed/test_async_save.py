@@ -16,11 +16,12 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.manager import load_checkpoint
 from tests.distributed.parity import EIGHT_BIT, Changes
 from tests.distributed.test_universal import is_equal, torch_files_in
-from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.checkpoints import FINGERPRINT, all_tensors_staged, make_manager, state_after
 from tests.support.layouts import Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
 STEPS = 2
+FILES = {".pt", ".distcp"}
 ROWS = {
     "one process": Row(),
     "TP 2 x PP 2": Row(tp=2, pp=2),
@@ -77,6 +78,34 @@ def test_a_save_in_the_background_writes_what_a_save_at_once_writes(name: str, t
                 run.pop(key, None)
         assert runs[0] == runs[1]
         assert open_reader(open_checkpoint(background)).verify()[1] == []
+
+
+def save_staged(row: Row, folder: Path, save_format: str) -> None:
+    """Saves the same state from host memory, and as a device's memory: at once, and in the background."""
+    engine = build_engine(config_of(row, checkpoint={"save_format": save_format}))
+    train(engine, range(STEPS))
+    make_manager(engine, folder / "plain").save(state_after(STEPS))
+    with all_tensors_staged(1001):
+        make_manager(engine, folder / "direct").save(state_after(STEPS))
+        manager = make_manager(engine, folder / "background")
+        assert manager.save(state_after(STEPS), in_background=True) is None
+        outcome = manager.finish_save()
+    assert outcome is not None and outcome.problem == ""
+
+
+@pytest.mark.parametrize("save_format", ["native", "dcp"])
+def test_a_save_from_a_device_writes_what_a_save_from_host_memory_writes(
+    save_format: str, tmp_path: Path
+) -> None:
+    row = Row(dp=2, zero=1, precision="bf16")
+    run_world(row.world_size, save_staged, row, tmp_path, save_format)
+    plain, *staged = (tmp_path / kind / f"global_step{STEPS}" for kind in ("plain", "direct", "background"))
+    for folder in staged:
+        found = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in FILES}
+        assert found == {path.name: path.read_bytes() for path in plain.iterdir() if path.suffix in FILES}
+        assert len(found) > 1
+        digests = [open_checkpoint(path).run["certificate"]["digests"] for path in (plain, folder)]
+        assert digests[0] == digests[1] != {}
 
 
 def lose_the_writer(folder: Path, victim: int, moment: str) -> list[Any]:

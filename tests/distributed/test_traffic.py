@@ -10,8 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, final_norm_of
 from tests.distributed.test_optimizer import reduce_scatters
-from tests.support.layouts import GLOBAL_BATCH, SEQ, Row, build_engine, config_of, train
+from tests.support.layouts import (
+    GLOBAL_BATCH,
+    SEQ,
+    Row,
+    build_engine,
+    build_model,
+    config_of,
+    no_messages_in_default_group,
+    sample_tokens,
+    train,
+)
 from tests.support.pool import run_world
 
 HIDDEN = 32
@@ -61,7 +72,7 @@ def sent_in_a_step(row: Row, num_layers: int) -> dict[str, float]:
     torch.manual_seed(0)
     engine = build_engine(config_of(row, model={"num_layers": num_layers}))
     with reduce_scatters():
-        train(engine, [0])  # the first step also exchanges shapes
+        train(engine, [0])  # the first step also makes the optimizer's state
         with counted_bytes() as sent:
             train(engine, [1])
     return sent
@@ -96,3 +107,52 @@ def test_bytes_between_stages_do_not_depend_on_the_number_of_layers() -> None:
         first, middle, last = run_world(3, sent_in_a_step, row, layers)
         assert first["send"] == last["send"] == ACTIVATION_BYTES * GLOBAL_BATCH
         assert middle["send"] == 2 * ACTIVATION_BYTES * GLOBAL_BATCH
+
+
+def sends_in(is_default: bool) -> None:
+    ranks = dist.group.WORLD if is_default else dist.new_group([0, 1])
+    with no_messages_in_default_group():
+        operation = dist.isend if dist.get_rank() == 0 else dist.irecv
+        message = dist.P2POp(operation, torch.zeros(1), 1 - dist.get_rank(), ranks)
+        for work in dist.batch_isend_irecv([message]):
+            work.wait()
+
+
+def test_the_layout_tests_find_a_message_in_the_default_group() -> None:
+    """`train_layout`, which trains in all tests of layouts, allows no such message."""
+    run_world(2, sends_in, False)
+    with pytest.raises(Exception, match="in the default group"):
+        run_world(2, sends_in, True)
+
+
+def wrong_inputs(row: Row, changes: dict[str, dict[str, Any]]) -> list[str]:
+    """Runs a micro-batch through all layers. Returns the layers after the embedding, up to the head, whose
+    input is not as described."""
+    config = config_of(row, **changes)
+    _, _, module = build_model(config)
+    layer_io, wrong = sample_tokens(0, 2)[:, :SEQ], []
+    for index, function in module.functions_of_chunk(0).items():
+        if FIRST_TRANSFORMER_LAYER - 1 <= index <= final_norm_of(config.model.num_layers) + 1:
+            tensors = [layer_io] if isinstance(layer_io, torch.Tensor) else layer_io
+            found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+            expected = module.context.input_specs(index, 2, SEQ)
+            wrong += [f"layer {index}: {found}, not {expected}"] * (found != expected)
+        layer_io = function(layer_io)
+    return wrong
+
+
+DOCUMENTS = {"data": {"reset_attention_mask": True}}
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        (Row(), {}),
+        (Row(precision="bf16"), {**DOCUMENTS, "precision": {"bf16": True, "fp32_residual_connection": True}}),
+        (Row(tp=2, precision="fp16"), {"parallel": {"sequence_parallel": True}}),
+        (Row(cp=2), DOCUMENTS),
+    ],
+)
+def test_inputs_of_layers_have_the_described_shapes(row: Row, changes: dict[str, dict[str, Any]]) -> None:
+    """A stage allocates its input from the description, without a message."""
+    assert run_world(row.world_size, wrong_inputs, row, changes) == [[]] * row.world_size

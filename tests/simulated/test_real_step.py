@@ -13,8 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron.planner.simulation.device import describe_call
 from megatron.planner.simulation.processes import run_in_processes
 from megatron.planner.simulation.record import StepRecord
-from megatron.planner.simulation.stage_costs import inputs_of_stages
-from megatron.planner.simulation.world import find_stages, simulate_rank
+from megatron.planner.simulation.world import simulate_rank
 from tests.distributed.test_optimizer import reduce_scatters
 from tests.support.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
@@ -78,10 +77,7 @@ def simulate_without_kernels(*arguments: Any) -> StepRecord:
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_simulated_step_is_the_real_one(row):
     count = GLOBAL_BATCH // (row.micro_batch * row.dp)
-    config = settings(row)
-    vocab, plan = find_stages(config)
-    inputs = inputs_of_stages(config, plan, vocab.size)
-    ranks = [(config, rank, inputs, count) for rank in range(row.world_size)]
+    ranks = [(settings(row), rank, count) for rank in range(row.world_size)]
     simulated = run_in_processes(simulate_without_kernels, ranks)
     for record, (calls, flops, parameters) in zip(
         simulated, run_world(row.world_size, real_step, row), strict=True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megatron.checkpoint.record import TrainingState
 from tests.support.layouts import EOD, GLOBAL_BATCH, SEQ, VOCAB, Row, build_engine, config_of, train
@@ -47,3 +50,18 @@ def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -
     train(engine, range(steps))
     make_manager(engine, folder).save(state_after(steps))
     return engine
+
+
+@contextmanager
+def all_tensors_staged(piece_bytes: int) -> Iterator[None]:
+    """Makes saves copy all tensors as they copy those of a device, through buffers of this size."""
+    from megatron.checkpoint.formats import staged_archive
+    from megatron.checkpoint.saving import files
+
+    buffers = staged_archive.StagingBuffers(piece_bytes)
+    with (
+        mock.patch.object(staged_archive, "is_staged", lambda device: True),
+        mock.patch.object(files, "is_staged", lambda device: True),
+        mock.patch.object(staged_archive, "_buffers", lambda: buffers),
+    ):
+        yield

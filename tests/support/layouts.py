@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import fsum
@@ -316,7 +317,32 @@ def train(engine: GPTEngine, steps: Iterable[int], **options: Any) -> list[tuple
 
 def train_layout(row: Row, steps: int = STEPS, **changes: dict[str, Any]) -> list[tuple[float, float]]:
     """Trains the tiny model on a row's layout, inside `run_world`; (loss, grad norm) of each step."""
-    return train(build_engine(config_of(row, **changes)), range(steps))
+    with no_messages_in_default_group():
+        return train(build_engine(config_of(row, **changes)), range(steps))
+
+
+@contextmanager
+def no_messages_in_default_group() -> Iterator[None]:
+    """Raises AssertionError for a message in the group of all ranks, which would need its own NCCL
+    communicator of two ranks."""
+    import torch.distributed as dist
+
+    kept = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}  # not bound to the class
+
+    def guarded(name: str) -> Callable[..., Any]:
+        def call(group: dist.ProcessGroup, *args: Any) -> Any:
+            assert group != dist.group.WORLD, f"a {name} in the default group"
+            return kept[name].__get__(group)(*args)
+
+        return call
+
+    for name in kept:
+        setattr(dist.ProcessGroup, name, guarded(name))
+    try:
+        yield
+    finally:
+        for name, original in kept.items():
+            setattr(dist.ProcessGroup, name, original)
 
 
 def relative_errors(

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint.files import Files, HashedFile, file_problems
 from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region, overlap
 from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.staged_archive import save_archive
 from megatron.checkpoint.formats.state import (
     ReplicaMismatch,
     ShardPart,
@@ -45,7 +46,6 @@ from megatron.checkpoint.formats.state import (
     StateReader,
     check_shape,
 )
-from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout

@@ -32,8 +32,8 @@ from megatron.checkpoint.formats.deepspeed_files import (
     places_in,
 )
 from megatron.checkpoint.formats.native import parameter_prefix
+from megatron.checkpoint.formats.staged_archive import without_checksums
 from megatron.checkpoint.formats.state import StateBlocks, StateReader, padded_spec
-from megatron.checkpoint.formats.torch_archive import save_archive
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
 from megatron.model.layer_list import PARAMETER_DTYPES
@@ -154,8 +154,8 @@ class NativeWriter(ParameterWriter):
 
     def _create(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Writes a file without the bytes of its fake tensors. Returns the content on the meta device."""
-        with skip_data(materialize_fake_tensors=True):
-            save_archive(content, path)
+        with skip_data(materialize_fake_tensors=True), without_checksums():
+            torch.save(content, path)
         self._open[path] = os.open(path, os.O_WRONLY)
         return torch.load(path, map_location="meta", weights_only=False)  # this process has just written it
 

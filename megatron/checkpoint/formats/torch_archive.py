@@ -321,17 +321,6 @@ def write_plain(path: Path, value: Any) -> None:
     _write_archive(path, pickle.dumps(value, protocol=2), 0, ())
 
 
-def save_archive(value: Any, file: Any) -> None:
-    """torch.save without a second checksum; tensors of a device are copied through pinned memory. The setting
-    is the thread's."""
-    import torch
-    from torch.utils.serialization import config as serialization
-
-    settings = {"save.compute_crc32": False, "save.use_pinned_memory_for_d2h": True}
-    with serialization.patch(settings):  # type: ignore[attr-defined]
-        torch.save(value, file)
-
-
 def write_tensor(
     path: Path, shape: tuple[int, ...], blocks: Iterable[Any], entry: dict[str, Any] | None = None
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.formats.staged_archive import is_staged
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.optimizer.zero import LocalParamState
 
@@ -111,7 +112,7 @@ class BackgroundFiles(RankFiles):
                 yield fragments, content.save
 
     def _fragments(self, part: LocalParamState) -> list[StoredFragment]:
-        on_device = {name: value for name, value in part.values.items() if value.device.type != "cpu"}
+        on_device = {name: value for name, value in part.values.items() if is_staged(value.device)}
         if on_device:
             found = fragment_digests(part.spec, part.tp_group, part.start, on_device)
             self.digests.setdefault(part.name, {}).update(found)

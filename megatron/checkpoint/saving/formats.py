@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import Files
 from megatron.checkpoint.formats.deepspeed_files import VALUES, Place, file_index, missing_files, places_in
-from megatron.checkpoint.formats.torch_archive import save_archive
+from megatron.checkpoint.formats.staged_archive import save_archive
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state
 from megatron.checkpoint.saving.files import Content, RankFiles
 from megatron.checkpoint.saving.run_record import within_limit

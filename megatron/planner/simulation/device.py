@@ -7,8 +7,8 @@ calls, host synchronizations, memory. (`FakeTensorMode` also raises an error for
 Operations on host tensors run for real, so that the program's own bookkeeping works. Only large host tensors
 are fake, such as offloaded optimizer state, and weights before they are moved to the device.
 
-Small integer tensors on the device also have true values, which are computed on the CPU. So the pipeline's
-shape messages and partition tables are real, and the code that reads them runs unchanged.
+Small integer tensors on the device also have true values, which are computed on the CPU. So tables of
+indices are real, and the code that reads them runs unchanged.
 """
 
 from __future__ import annotations
@@ -55,29 +55,17 @@ _WITHOUT_META = frozenset(["_fused_sgd_"])
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # its implementation in torch 2.11 raises TypeError
 
 
-Receive = Callable[[Tensor, int], None]
-"""Function (values, source) that writes the message from rank `source` into `values`, integers on the CPU."""
-
-
-def receive_nothing(values: Tensor, source: int) -> None:
-    """Raises AssertionError: the `Receive` function of a rank that receives no messages."""
-    raise AssertionError("nothing is received")
-
-
 class SimulatedDevice(TorchDispatchMode):
     """Runs operations within its context on the simulated device, and counts them in `trace` and `memory`."""
 
-    def __init__(
-        self, receive: Receive = receive_nothing, make_trace: Callable[[MemoryTracker], Any] = StepTrace
-    ) -> None:
-        """receive: provides the content of received messages. make_trace: makes the object that counts
-        operations and calls: a `StepTrace`, or another class with its methods."""
+    def __init__(self, make_trace: Callable[[MemoryTracker], Any] = StepTrace) -> None:
+        """make_trace: makes the object that counts operations and calls: a `StepTrace`, or another class with
+        its methods."""
         super().__init__()
         self.memory = MemoryTracker()
         self.host_memory = MemoryTracker()
         self.trace = make_trace(self.memory)
         self.communicators: set[tuple[str, int | None] | None] = set()
-        self._receive = receive
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._values: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -272,14 +260,8 @@ class SimulatedDevice(TorchDispatchMode):
             results = result if isinstance(result, (list, tuple)) else (result,)
             works = [x for x in results if isinstance(x, torch.ScriptObject)]
             self.trace.add_call(call, dist.Work.unbox(works[0]) if works else None)
-        tensors = _tensors(args, kwargs)
-        if any(x.device.type == "cpu" for x in tensors):
+        if any(x.device.type == "cpu" for x in _tensors(args, kwargs)):
             self.trace.add_sync(f"{name} of host tensors")
-        if name == "recv_" and call is not None:
-            for tensor in tensors:
-                value = self.value_of(tensor)
-                if value is not None:
-                    self._receive(value, call.ranks[0])
         return result
 
     # --- true values of small integer tensors ---
@@ -347,7 +329,7 @@ def _communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
     (name of the group, the other rank) for a message outside a batch. None for a group of one rank, which
     needs no buffers.
 
-    name: name of the operation. The engine sends messages of the default group one at a time, and messages of
+    name: name of the operation. Messages of the default group count as sent one at a time, and messages of
     other groups in batches (`engine.executor`).
     """
     group = _group_of(args)

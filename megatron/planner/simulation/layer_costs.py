@@ -35,7 +35,7 @@ from megatron.mpu.vector_math import initialize_vector_math
 from megatron.mpu.weight_gradient import supports_fused_accumulation
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
-from megatron.planner.simulation.device import SimulatedDevice, receive_nothing
+from megatron.planner.simulation.device import SimulatedDevice
 from megatron.planner.simulation.matching import group_name
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
@@ -298,7 +298,7 @@ def _rank_on_device(
     """Makes the model and the optimizer of a rank on the simulated device, within this context."""
     initialize_vector_math()
     layout = ParallelLayout.from_config(config.parallel, rank)
-    with simulated_process(receive_nothing, layout, kernels, _Recorder) as (simulated, _):
+    with simulated_process(layout, kernels, _Recorder) as (simulated, _):
         processes.init_distributed(config, FakeStore())
         recorder: _Recorder = simulated.trace
         recorder.name_groups(layout)

@@ -19,7 +19,7 @@ from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec, local_shape
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.planner.simulation.device import NAME, Receive, SimulatedDevice
+from megatron.planner.simulation.device import NAME, SimulatedDevice
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.record import Instruction
 from megatron.planner.simulation.torch_patches import patched_torch, register_device
@@ -141,18 +141,17 @@ class _Event:
 
 @contextmanager
 def simulated_process(
-    receive: Receive,
     layout: ParallelLayout,
     kernels: bool,
     make_trace: Callable[[MemoryTracker], Any] = StepTrace,
 ) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
     """Makes this process the rank of `layout` on a simulated device, within this context. The process may
-    have been another rank before. receive, make_trace: see `SimulatedDevice`. kernels: whether the device
-    runs Triton kernels."""
+    have been another rank before. make_trace: see `SimulatedDevice`. kernels: whether the device runs
+    Triton kernels."""
     _register()
     if dist.is_initialized():
         dist.destroy_process_group()
-    simulated = SimulatedDevice(receive, make_trace)
+    simulated = SimulatedDevice(make_trace)
     ranges = _Ranges(simulated)
     set_accelerator(_SimulatedAccelerator(simulated, ranges, kernels))
     os.environ.update(

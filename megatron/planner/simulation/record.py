@@ -96,7 +96,7 @@ class Memory:
     temporaries: int
     """Bytes that the current instruction has made."""
     tables: Mapping[str, int]
-    """Storages that live longer than a step, such as attention biases and receive buffers: place in the code
+    """Storages that live longer than a step, such as attention biases: place in the code
     that made them -> bytes."""
     during: str = ""
     """Name of the current instruction."""

@@ -145,12 +145,6 @@ def whole_model_costs(config: Config, names: Sequence[str], vocab_size: int) -> 
     return _stage(config, names, vocab_size, 0, len(names))
 
 
-def inputs_of_stages(config: Config, plan: StagePlan, vocab_size: int) -> list[tuple[Spec, ...]]:
-    """Returns the shapes and dtypes of the input of each stage but the first."""
-    inner = range(1, len(plan.bounds) - 1)
-    return [stage_costs(config, plan, vocab_size, stage).inputs for stage in inner]
-
-
 @dataclass(frozen=True)
 class _Parts:
     """The layers of a small recorded model, from which the costs of the run's layers are taken.

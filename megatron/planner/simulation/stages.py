@@ -11,7 +11,6 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.planner.simulation.matching import Batch, calls_of_other, find_deadlock, rank_calls
 from megatron.planner.simulation.processes import run_in_processes
 from megatron.planner.simulation.record import STEP, Instruction, StepRecord
-from megatron.planner.simulation.stage_costs import inputs_of_stages
 from megatron.planner.simulation.trace import QueuedMessages
 from megatron.planner.simulation.world import find_stages, simulate_rank
 from megatron.text_table import format_table
@@ -48,9 +47,8 @@ def simulate_ranks(
     config: Config, ranks: Iterable[int], micro_batches: int | None = None
 ) -> list[StepRecord]:
     """Simulates these ranks in parallel; returns their records. See `world.simulate_rank`."""
-    vocab, plan = find_stages(config)
-    inputs = inputs_of_stages(config, plan, vocab.size)
-    return run_in_processes(simulate_rank, [(config, rank, inputs, micro_batches) for rank in ranks])
+    find_stages(config)  # raises an error at once
+    return run_in_processes(simulate_rank, [(config, rank, micro_batches) for rank in ranks])
 
 
 def step_instructions(config: Config, rank: int, micro_batches: int | None = None) -> tuple[Instruction, ...]:

@@ -10,13 +10,9 @@ The process that calls `simulate_rank` cannot be used for anything else afterwar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from itertools import cycle, pairwise
+from collections.abc import Iterator
 
 import numpy as np
-import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint.compatibility import resumed_schedule
@@ -33,7 +29,6 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
-from megatron.planner.simulation.costs import Spec
 from megatron.planner.simulation.device import SimulatedDevice
 from megatron.planner.simulation.rank_process import mark_state, no_values, simulated_process
 from megatron.planner.simulation.record import StepRecord
@@ -50,8 +45,6 @@ _LEAST_MICRO_BATCHES = 4
 # Groups of micro-batches with --pipeline-schedule interleaved: they contain the warm-up, and each pair of
 # passes of the steady state more than once.
 _GROUPS = 4
-_MESSAGE_ELEMENTS = 256
-"""Length of DeepSpeed's message with shapes (TENSOR_META_SIZE)."""
 
 
 def simulated_micro_batches(config: Config) -> int:
@@ -77,19 +70,15 @@ def find_stages(config: Config) -> tuple[Vocabulary, StagePlan]:
     return vocab, plan_stages(config, vocab.size, times)
 
 
-def simulate_rank(
-    config: Config, rank: int, inputs_of_stages: Sequence[tuple[Spec, ...]], micro_batches: int | None = None
-) -> StepRecord:
+def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
     """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
-    `model.attention_choice.run_uses_kernels`. inputs_of_stages: see `stage_costs.inputs_of_stages`.
-    micro_batches: None takes `simulated_micro_batches`."""
+    `model.attention_choice.run_uses_kernels`. micro_batches: None takes `simulated_micro_batches`."""
     vocab, plan = find_stages(config)
     layout = ParallelLayout.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count)
-    neighbors = _Neighbors(config, layout, inputs_of_stages)
-    with simulated_process(neighbors.fill, layout, run_uses_kernels(config)) as (simulated, ranges):
+    with simulated_process(layout, run_uses_kernels(config)) as (simulated, ranges):
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: mark_state(simulated, optimizer)
@@ -126,41 +115,6 @@ def _simulated_config(config: Config, micro_batches: int) -> Config:
             "stability.skip_train_iteration_range": (),
         }
     )
-
-
-class _Neighbors:
-    """Stands for the neighbors of a rank: fills the messages with shapes that the rank receives from them."""
-
-    def __init__(
-        self, config: Config, layout: ParallelLayout, inputs_of_stages: Sequence[tuple[Spec, ...]]
-    ) -> None:
-        """inputs_of_stages: shapes and dtypes that each stage but the first one receives."""
-        self._layout = layout
-        holders = config.parallel.rank_of_stage
-        received: dict[int, list[tuple[Spec, ...]]] = {}
-        for stage, (source, holder) in enumerate(pairwise(holders), start=1):
-            if holder == layout.pipeline_stage != source:
-                received.setdefault(source, []).append(inputs_of_stages[stage - 1])
-        # The shapes are sent in the order of the rank's stages, and may be sent more than once.
-        self._inputs = {source: cycle(specs) for source, specs in received.items()}
-        self._parts = layout.tp_size if config.parallel.sends_parts else 1
-
-    def fill(self, values: Tensor, source: int) -> None:
-        """Writes the message from rank `source` into `values`: a `device.Receive` function."""
-        other = source // self._layout.ranks_per_stage
-        if values.dtype == torch.int32 and values.numel() == _MESSAGE_ELEMENTS:
-            message = self._shape_message(next(self._inputs[other]))
-            values[: len(message)] = torch.tensor(message, dtype=torch.int32)
-
-    def _shape_message(self, specs: Sequence[Spec]) -> list[int]:
-        """Returns a message in the format of `PipelineEngine._send_tensor_meta`."""
-        ((*shape, hidden), dtype), *others = specs
-        described = [
-            number
-            for shape, dtype in [((*shape, hidden // self._parts), dtype), *others]
-            for number in (PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape)
-        ]
-        return [2, len(specs), *described]
 
 
 class _EmptySamples:

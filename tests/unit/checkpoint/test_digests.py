@@ -32,29 +32,34 @@ def values(spec, seed=0):
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that launch a kernel on a device, and answers when the host reads a number."""
+    """Counts the operations that launch a kernel on a device, and answers when the host reads a number.
+    largest: bytes of the largest result."""
 
-    count = 0
+    count = largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += 1
+            self.largest = max(self.largest, result.nbytes)
+        return result
 
 
-def test_the_digests_of_a_7b_model_take_few_launches_on_a_device():
+def test_the_digests_of_a_7b_model_take_few_launches_and_little_memory_on_a_device():
     width = 4096
     layer = [ParameterSpec((rows * width, width), shard_dim=0) for rows in (3, 4)]
     layer += [ParameterSpec((width, columns * width), shard_dim=1) for columns in (1, 4)]
     layer += [ParameterSpec((width,))] * 2
-    with Launches() as launches:
-        total = 0
-        for spec in [*layer * 32, ParameterSpec((50304, width), shard_dim=0)]:
-            shard = torch.empty(spec.global_shape, device="meta").view(-1)
+    total = count = 0
+    for spec, times in [*((spec, 32) for spec in layer), (ParameterSpec((50304, width), shard_dim=0), 1)]:
+        shard = torch.empty(spec.global_shape, device="meta").view(-1)
+        with Launches() as launches:
             fragment_digests(spec, TPGroup(), 0, {"fp32": shard})
-            total += shard.numel()
-    assert total > 6.6e9 and launches.count <= 10_000
+        total, count = total + times * shard.numel(), count + times * launches.count
+        assert launches.largest <= 8 << 21
+    assert total > 6.6e9 and count <= total / 100_000
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -47,8 +47,8 @@ def test_without_a_device_there_is_no_fit_summary():
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     config, _, memory = planned()
     largest = max(part.total for part in memory)
-    # Groups: all ranks, data parallel, pipeline parallel, model parallel, tied embedding; and the neighbor.
-    reserve = CONTEXT_BYTES + 6 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
+    # Groups: all ranks, data parallel, pipeline parallel, model parallel, tied embedding.
+    reserve = CONTEXT_BYTES + 5 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
     assert reserve_bytes(config, largest) == reserve
     fits, sentence = summary_of("--device-memory 64")
     assert fits and sentence.startswith(
