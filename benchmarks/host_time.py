@@ -288,11 +288,11 @@ def message_times(rounds: int, calls: int) -> tuple[Times, Times]:
     functions."""
     engine = build_engine(config_of(Row(pp=2)))
     group, other = engine.grid.get_pipe_parallel_group(), 1 - dist.get_rank()
-    message = torch.zeros(SEQ, 1, HIDDEN)
+    engine._seq_length = SEQ
+    ((shape, dtype),) = engine.module.stage_input(1, engine.micro_batch_size, SEQ)
+    message = torch.zeros(shape, dtype=dtype)
     sends = dist.get_rank() == 0
     engine._reserve_pipe_buffers(1)
-    engine._sent_specs.add(0)
-    engine._input_specs[0] = [(message.shape, message.dtype)]
 
     def own() -> Times:
         start = perf_counter()

@@ -32,6 +32,7 @@ OPTIONAL: Mapping[str, Mapping[str, str]] = {
         "torch._C._distributed_c10d": "_dump_nccl_trace _dump_fr_trace",
         "torch.distributed.distributed_c10d": "_resolve_process_group",
     },
+    "the log does not name the back end of scaled_dot_product_attention": {"torch": "_fused_sdp_choice"},
     "each rank that fails reports itself as the first": {
         "torch.distributed.distributed_c10d": "_get_default_store"
     },
@@ -76,9 +77,8 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
             "_INSTRUCTION_MAP _aggregate_total_loss _exec_backward_pass _exec_forward_pass "
             "_exec_load_micro_batch _exec_recv_activations _exec_recv_grads _exec_reduce_grads "
             "_exec_reduce_tied_grads _exec_schedule _exec_send_activations _exec_send_grads "
-            "_inference_schedule _loss_stage_global_rank _recv_tensor_meta _send_tensor_meta _train_schedule"
+            "_inference_schedule _loss_stage_global_rank _train_schedule"
         ),
-        f"{_ENGINE}()": "_grad_layer_buf",
         "deepspeed.runtime.pipe.module.PipelineModule": (
             "_build _partition_layers _set_bounds _synchronize_tied_weights"
         ),
