@@ -2,6 +2,7 @@
 # make test    set up, then run the tests that every change must pass: about 9 minutes on two cores
 # make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out
 # make test-all  set up, then run the full matrix (about 85 minutes on two cores)
+# make test-newest  set up, then run a part of the tests with the newest torch of NEWEST_TORCH (5 GB of packages)
 # make setup   only make the virtual environment .venv
 # make lint    set up, then format check, lint and types
 # make site    set up, then write the documentation to site/, with every link checked
@@ -17,7 +18,7 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # is written once, also where the environment forbids it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-slice test-all lint site
+.PHONY: setup train test setup-newest test-newest test-slice test-all lint site
 setup: $(STAMP)
 
 # The stamp is touched last: an installation that was interrupted is taken up again.
@@ -33,6 +34,26 @@ train: setup
 
 test: setup
 	$(PYTEST)
+
+# --- the newest torch: an environment with its packages, and with those of $(VENV) for the rest ---
+NEWEST_TORCH ?= 2.14.1
+NEWEST := .venv-torch-$(NEWEST_TORCH)
+# What depends on torch and Triton: the API, private names, kernels, and the collectives of each kind of parallelism.
+NEWEST_TESTS := tests/kernels tests/unit/test_torch_versions.py tests/simulated/test_torch_patches.py \
+	$(addprefix tests/distributed/test_,layout_parity.py zero.py traffic.py tp_overlap.py device_progress.py)
+
+test-newest: setup-newest
+	$(subst $(VENV)/,$(NEWEST)/,$(PYTEST)) $(NEWEST_TESTS)
+
+setup-newest: setup $(NEWEST)/.installed
+
+$(NEWEST)/.installed: | setup
+	$(VENV)/bin/python -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(NEWEST_TORCH)
+	for folder in $(NEWEST)/lib/python*/site-packages; do \
+		echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$${folder#$(NEWEST)/lib/}')" >$$folder/rest.pth; done
+	touch $@
+# --- end of the newest torch ---
 
 test-slice: setup
 	$(PYTEST) -m full --slice $(SLICE)
