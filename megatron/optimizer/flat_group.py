@@ -44,15 +44,20 @@ from megatron.torch_versions import all_gather_single, reduce_scatter_single
 # With other lengths PyTorch's fused optimizers compute the last elements one by one, with other rounding. The
 # replicas of a tied weight, which without ZeRO lie at different offsets of their buffers, would then diverge.
 ALIGNMENT = 16
+# A parameter begins at a multiple of this many elements, which are 128 bytes in 16 bits. Otherwise, matrices
+# after one of odd size would not be aligned to 16 bytes, for which cuBLAS and Triton have slower kernels. The
+# sizes of usual models are multiples of it.
+PARAMETER_ALIGNMENT = 64
 
 
 class FlatGroup:
     """The parameters of one optimizer group as views of flat buffers, divided into equal partitions.
 
-    With 8-bit moments (`quantized`) parameters and partitions start at multiples of the quantization block.
-    So no block holds elements of two parameters or of two ranks, and the blocks of a parameter depend only on
-    its tensor-parallel shard: pipeline stages, replicas and ZeRO do not change any 8-bit code. The padding
-    between parameters has no gradient and is not saved.
+    Parameters start at multiples of PARAMETER_ALIGNMENT. With 8-bit moments (`quantized`) parameters and
+    partitions start at multiples of the quantization block. So no block holds elements of two parameters or
+    of two ranks, and the blocks of a parameter depend only on its tensor-parallel shard: pipeline stages,
+    replicas and ZeRO do not change any 8-bit code. The padding between parameters has no gradient and is not
+    saved.
     """
 
     def __init__(
@@ -78,8 +83,8 @@ class FlatGroup:
         self.unit: str | None = group.get("unit")
         self.matrices: bool = group.get("matrices", False)
         self.shards_gradients, self.shards_weights = shards_gradients, initial_values is not None
-        alignment = BLOCK_SIZE if self.quantized else 1
-        aligned = max(alignment, ALIGNMENT) * partitions
+        alignment = BLOCK_SIZE if self.quantized else PARAMETER_ALIGNMENT
+        aligned = (BLOCK_SIZE if self.quantized else ALIGNMENT) * partitions
         self.offsets: dict[nn.Parameter, int] = {}
         """Index of each parameter's first element in the full buffers."""
         offset = 0

@@ -348,7 +348,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_step(row):
 
 def sizes_of_state(row):
     """Returns (elements of the moments on this rank, parameters on this rank, groups)."""
-    engine = build_engine(config_of(row))
+    engine = build_engine(config_of(row, model={"hidden_size": 64, "kv_channels": 16}))
     train(engine, [0])
     states = engine.optimizer.optimizer.state.values()
     held = sum(state["exp_avg"].numel() for state in states)

@@ -18,7 +18,7 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameters import initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
-from megatron.optimizer.flat_group import ALIGNMENT
+from megatron.optimizer.flat_group import ALIGNMENT, PARAMETER_ALIGNMENT
 from tests.distributed.parity import EIGHT_BIT, SEQUENCE_PARALLEL, SHORT, assert_same_numbers
 from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.layouts import (
@@ -175,8 +175,9 @@ def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
             now = names if zero == 2 else [name]
             assert all(found == (now, []) for found in forward[name])
             assert all(found == (now, [name]) for found in backward[name])
-        # A partition is padded to the alignment: two groups of four layers.
-        assert parameters / 4 <= held <= parameters / 4 + 8 * ALIGNMENT
+        # Partitions of two groups of four layers are padded to the alignment, and 7 vectors of each layer by
+        # half of a parameter's alignment.
+        assert parameters / 4 <= held <= parameters / 4 + 8 * ALIGNMENT + 4 * 7 * PARAMETER_ALIGNMENT / 2 / 4
 
 
 @pytest.mark.gate(rows=2)

@@ -39,7 +39,8 @@ def save_archive(value: Any, file: Any) -> None:
     """Writes the archive of torch.save, without checksums, to a file-like object."""
     pickling = _Pickling()
     with skip_data(), without_checksums():
-        torch.save(value, _ArchiveFile(file, iter(pickling.storages)), pickle_module=pickling)
+        archive: Any = _ArchiveFile(file, iter(pickling.storages))  # torch uses few methods of its file
+        torch.save(value, archive, pickle_module=pickling)
 
 
 class _Pickling:
