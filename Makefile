@@ -20,14 +20,14 @@ VENV := .venv
 STAMP := $(VENV)/.installed-$(EXTRAS)$(GPU:%=-%)
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt \
 	$(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
-# Fails if setup has to install torch: the environment does not see the torch of the machine (of an image, say).
+# Succeeds if the environment sees a torch that setup keeps, an image's for example.
 SEES_TORCH = $(VENV)/bin/python -c 'import importlib.util, sys; torch = importlib.util.find_spec("torch"); \
 	sys.exit(not torch or not "$(WHEELHOUSE)" and torch.origin.startswith(sys.prefix))'
 PYTORCH := https://download.pytorch.org/whl
 ifdef GPU
-TORCH_OF = $(PIP) --no-deps --force-reinstall torch $(if $(filter-out 1,$(GPU)),--index-url $(PYTORCH)/$(GPU))
+INSTALL_TORCH = $(PIP) --no-deps --force-reinstall torch $(if $(filter-out 1,$(GPU)),--index-url $(PYTORCH)/$(GPU))
 else # PyPI's torch for Linux has gigabytes of CUDA: a file in one of pip's find-links is preferred to PyTorch's index.
-TORCH_OF = $(PIP) --no-deps --no-index torch 2>/dev/null || $(PIP) --no-deps torch --index-url $(PYTORCH)/cpu
+INSTALL_TORCH = $(PIP) --no-deps --no-index torch 2>/dev/null || $(PIP) --no-deps torch --index-url $(PYTORCH)/cpu
 endif
 # Files are started in the order of their names, slow ones first. The tests start hundreds of Python processes: bytecode
 # is written once, also where the environment forbids it.
@@ -39,9 +39,9 @@ setup: $(STAMP)
 # The stamp is touched last: an installation that was interrupted is taken up again.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(WHEELHOUSE),--system-site-packages) $(VENV)
-	sed -E "$$(! $(SEES_TORCH) || echo '/^(torch|triton)==/d')" constraints.txt >$(VENV)/constraints.txt
+	@sed -E "$$(! $(SEES_TORCH) || echo '/^(torch|triton)==/d')" constraints.txt >$(VENV)/constraints.txt
 	$(PIP) setuptools wheel
-	$(SEES_TORCH) || $(TORCH_OF)
+	! grep -q ^torch== $(VENV)/constraints.txt || $(INSTALL_TORCH)
 	$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
 

@@ -1,7 +1,7 @@
 """Collects the wheels that a node without a network needs beside its own PyTorch (make wheelhouse).
 
-pip resolves the requirements of this package for the node's Python and downloads them. Empty wheels replace torch and
-triton, so that pip does not download them and CUDA; `--torch` downloads all of these too. Needs pip and a network.
+pip resolves the requirements of this package for the node's Python and downloads them. Empty wheels replace
+torch and triton, so that pip downloads neither these nor CUDA; `--torch` downloads them too. Needs only pip.
 """
 
 import argparse
@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--extras", default="", help="of pyproject.toml, separated by commas")
     parser.add_argument("--torch", action="store_true")
     args = parser.parse_args()
+    if not re.fullmatch(r"3\.\d+", args.python_version):
+        parser.error(f"PYTHON_VERSION {args.python_version}: expected a version such as 3.12")
     with tempfile.TemporaryDirectory() as temporary:
         local = Path(temporary)
         for name in () if args.torch else ("torch", "triton"):
@@ -49,8 +51,8 @@ def main() -> None:
         extras = {None, *args.extras.split(",")}
         sources = [name for name, extra in SOURCES.items() if extra in extras]
         common = ["--constraint", str(CONSTRAINTS), "--disable-pip-version-check", "--quiet"]
-        build = [sys.executable, "-m", "pip", "wheel", *common, "--no-deps", "--wheel-dir", temporary, *sources]
-        subprocess.run(build, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        build = ["pip", "wheel", *common, "--no-deps", "--wheel-dir", temporary, *sources]
+        subprocess.run([sys.executable, "-m", *build], check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
         sys.argv = ["pip", "download", *common, "--find-links", temporary, "--dest", str(args.folder)]
         sys.argv += ["--only-binary=:all:", "--python-version", args.python_version]
         for minor in range(MAX_GLIBC_MINOR, 4, -1):
@@ -58,7 +60,7 @@ def main() -> None:
         for name in ("manylinux2014", "linux"):
             sys.argv += ["--platform", f"{name}_{args.machine}"]
         sys.argv += ["setuptools", "wheel", f"{ROOT}[{args.extras}]"]
-        # pip evaluates markers (python_version < "3.12") for the Python that runs it: these are the node's values.
+        # pip evaluates markers (python_version < "3.12") for its own Python: it gets the node's values.
         platform.python_version = lambda: f"{args.python_version}.0"
         platform.python_version_tuple = lambda: (*args.python_version.split("."), "0")
         platform.machine = lambda: args.machine
