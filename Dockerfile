@@ -1,14 +1,12 @@
-# An image for GPUs, with the versions of constraints.txt. It was never built: no machine of this project has GPUs.
-FROM nvidia/cuda:12.8.1-devel-ubuntu24.04
+# An image for GPUs whose driver is 580 or newer (CUDA 13), with the versions of constraints.txt. It was never built:
+# no machine of this project has GPUs. The packages of torch, triton and bitsandbytes contain what they need of CUDA;
+# triton compiles its launcher with gcc and Python's header files.
+FROM python:3.12-slim
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        git ninja-build python3.12 python3.12-dev python3.12-venv \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends g++ gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /workspace
 COPY . .
-RUN python3.12 -m venv .venv \
-    && .venv/bin/pip install --no-cache-dir -c constraints.txt setuptools wheel \
-    && .venv/bin/pip install --no-cache-dir -c constraints.txt torch --index-url https://download.pytorch.org/whl/cu128 \
-    && .venv/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation -e '.[bitsandbytes,gpu]'
-ENV PATH=/workspace/.venv/bin:$PATH
+RUN pip install --no-cache-dir -c constraints.txt -e '.[bitsandbytes]'
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENTRYPOINT ["python", "-u", "-m", "torch.distributed.run"]

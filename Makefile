@@ -3,7 +3,9 @@
 # make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out
 # make test-all  set up, then run the full matrix (about 85 minutes on two cores)
 # make test-newest  set up, then run a part of the tests with the newest torch of NEWEST_TORCH (5 GB of packages)
-# make setup   only make the virtual environment .venv
+# make setup   only make the virtual environment .venv, with PyTorch for CPUs; GPU=1: PyPI's PyTorch, for CUDA (README)
+# make wheelhouse PYTHON_VERSION=3.12  collect in wheelhouse/ what nodes without a network install with
+#              make setup WHEELHOUSE=wheelhouse (docs/cluster.md)
 # make lint    set up, then format check, lint and types
 # make site    set up, then write the documentation to site/, with every link checked
 
@@ -11,23 +13,43 @@ PYTHON ?= python3
 # The processes among which the test files are shared out.
 TEST_PROCESSES ?= 2
 # What the extras of pyproject.toml install beside the package; eval: the tasks of tools/evaluate.py and their tests.
+ifneq ($(WHEELHOUSE)$(filter wheelhouse,$(MAKECMDGOALS)),)
+EXTRAS ?= bitsandbytes
+endif
 EXTRAS ?= dev,bitsandbytes
 VENV := .venv
-STAMP := $(VENV)/.installed-$(EXTRAS)
+STAMP := $(VENV)/.installed-$(EXTRAS)$(GPU:%=-%)
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt \
+	$(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
+# Succeeds if the environment sees a torch that setup keeps, an image's for example.
+SEES_TORCH = $(VENV)/bin/python -c 'import importlib.util, sys; torch = importlib.util.find_spec("torch"); \
+	sys.exit(not torch or not "$(WHEELHOUSE)" and torch.origin.startswith(sys.prefix))'
+PYTORCH := https://download.pytorch.org/whl
+ifdef GPU
+INSTALL_TORCH = $(PIP) --no-deps --force-reinstall torch $(if $(filter-out 1,$(GPU)),--index-url $(PYTORCH)/$(GPU))
+else # PyPI's torch for Linux has gigabytes of CUDA: a file in one of pip's find-links is preferred to PyTorch's index.
+INSTALL_TORCH = $(PIP) --no-deps --no-index torch 2>/dev/null || $(PIP) --no-deps torch --index-url $(PYTORCH)/cpu
+endif
 # Files are started in the order of their names, slow ones first. The tests start hundreds of Python processes: bytecode
 # is written once, also where the environment forbids it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test setup-newest test-newest test-slice test-all lint site
+.PHONY: setup wheelhouse train test setup-newest test-newest test-slice test-all lint site
 setup: $(STAMP)
 
 # The stamp is touched last: an installation that was interrupted is taken up again.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools wheel
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(WHEELHOUSE),--system-site-packages) $(VENV)
+	@sed -E "$$(! $(SEES_TORCH) || echo '/^(torch|triton)==/d')" constraints.txt >$(VENV)/constraints.txt
+	$(PIP) setuptools wheel
+	! grep -q ^torch== $(VENV)/constraints.txt || $(INSTALL_TORCH)
+	$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $(STAMP)
+
+wheelhouse:
+	test -x build/pip/bin/python || $(PYTHON) -m venv build/pip
+	build/pip/bin/python .ci/wheelhouse.py $(or $(WHEELHOUSE),wheelhouse) --extras '$(EXTRAS)' $(if $(TORCH),--torch) \
+		$(PYTHON_VERSION:%=--python-version %) $(PLATFORM:%=--machine %)
 
 train: setup
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart.sh

@@ -18,8 +18,10 @@ differs by up to 0.1 GiB between drivers. These values were not measured on any 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.cluster.launch import node_name
@@ -41,6 +43,8 @@ _DETERMINISTIC = {
 # cuBLAS computes fp32 products in TF32 with these, whatever the program sets; some container images set them.
 TF32_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+# CUDA's major version -> the lowest driver (NVIDIA, "CUDA Compatibility", minor version compatibility).
+MIN_DRIVER = {"12": 525, "13": 580}
 
 
 def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.environ) -> int:
@@ -83,6 +87,33 @@ def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ)
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
     # MIG slices of one GPU differ only in the variable.
     return f"{node_name(env)} {uuid} {env.get('CUDA_VISIBLE_DEVICES', '')}"
+
+
+def check_gpus(
+    env: Mapping[str, str] = os.environ,
+    devices: Path = Path("/dev"),
+    driver_file: Path = Path("/proc/driver/nvidia/version"),
+) -> None:
+    """Raises UserError if PyTorch is built for CUDA, but cannot use the machine's NVIDIA GPUs.
+
+    DeepSpeed would select the CPU. The user accepts the CPU with DS_ACCELERATOR, or with CUDA_VISIBLE_DEVICES
+    without a device.
+    """
+    import torch
+
+    built_for, gpus = torch.version.cuda, list(devices.glob("nvidia[0-9]*"))
+    wants_cpu = "DS_ACCELERATOR" in env or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if built_for is None or not gpus or wants_cpu or torch.cuda.is_available():
+        return
+    least = MIN_DRIVER.get(built_for.partition(".")[0])
+    text = driver_file.read_text() if driver_file.exists() else ""
+    found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)", text)
+    raise UserError(
+        f"PyTorch {torch.__version__} cannot use the {len(gpus)} NVIDIA GPU(s) of {node_name(env)}: CUDA "
+        f"{built_for} needs {f'driver {least} or newer' if least else 'a newer driver'}, found "
+        f"{found[1] if found else 'an unknown one'}. Update the driver, install PyTorch for an older CUDA "
+        "(docs/cluster.md), request a GPU (srun --gpus-per-task=1), or set DS_ACCELERATOR=cpu to use the CPU."
+    )
 
 
 def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:

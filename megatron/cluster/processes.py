@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.cluster.devices import choose_device, device_id, set_max_connections
+from megatron.cluster.devices import check_gpus, choose_device, device_id, set_max_connections
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, LoggingConfig, ParallelConfig
 from megatron.errors import UserError
@@ -58,10 +58,11 @@ def connect(config: Config) -> dist.Store:
 
     Reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A process that
     was started without a launcher has world size 1. Raises the errors of `rendezvous.connect_processes`, and
-    UserError for a backend that the device does not support.
+    UserError for GPUs that cannot be used, and for a backend that the device does not support.
     """
     from deepspeed.accelerator import get_accelerator
 
+    check_gpus()
     accelerator = get_accelerator()
     _check_backend(config.parallel, on_cpu=accelerator.device_name() == "cpu")
     os.environ.setdefault("RANK", "0")

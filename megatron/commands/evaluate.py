@@ -295,7 +295,7 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-    from megatron.cluster.devices import set_library_defaults
+    from megatron.cluster.devices import check_gpus, set_library_defaults
     from megatron.cluster.launch import init_from_slurm_env, world_size_of
 
     arguments = build_parser().parse_args(argv)
@@ -330,6 +330,7 @@ def run(argv: Sequence[str]) -> None:
         preparation.end()
         size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
         if evaluation is not None and world_size == 1:
+            check_gpus()
             evaluation.run(load_model(checkpoint, verify=verify), size)
             return
         if launched == 1:

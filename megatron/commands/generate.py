@@ -137,9 +137,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_folder("--load", arguments.load)
     prompts = read_prompts(arguments)
 
+    from megatron.cluster.devices import check_gpus
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())
+    check_gpus()
     from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 
     sampling = read_sampling(arguments)

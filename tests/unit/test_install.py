@@ -1,0 +1,178 @@
+"""The documented installations ask for published builds of PyTorch; unusable GPUs are an error."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.cluster import processes
+from megatron.cluster.devices import MIN_DRIVER, check_gpus
+from megatron.config.cli import parse_args
+from megatron.errors import UserError
+from tests.end_to_end.command import ROOT
+from tests.unit.config.command_lines import SMALL
+
+# PyTorch's version -> index below https://download.pytorch.org/whl -> cuDNN of that build. Source: "Release
+# Compatibility Matrix" in pytorch/pytorch's RELEASE.md.
+PUBLISHED = {
+    "2.11": {"cpu": "", "cu126": "9.10.2", "cu128": "9.17.1", "cu130": "9.17.1"},
+    "2.12": {"cpu": "", "cu126": "9.10.2", "cu130": "9.20.0", "cu132": "9.20.0"},
+    "2.13": {"cpu": "", "cu126": "9.10.2", "cu130": "9.20.0", "cu132": "9.20.0"},
+    "2.14": {"cpu": "", "cu126": "9.10.2", "cu130": "9.24.0", "cu132": "9.24.0"},
+}
+# The build on PyPI for Linux. Source: the requirement of cuda-toolkit in the METADATA of its x86-64 wheels.
+ON_PYPI = {"2.11": "cu130", "2.12": "cu130", "2.13": "cu130", "2.14": "cu130"}
+# Each text that a user installs from. The log and the changelog tell what was.
+PATHS = [
+    ROOT / name for name in ("README.md", "Dockerfile", "Makefile", "CONTRIBUTING.md", "constraints.txt")
+]
+PATHS += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")
+PATHS += [*(ROOT / "examples").rglob("*.sh"), *(ROOT / "examples").rglob("*.md"), *(ROOT / ".ci").iterdir()]
+INSTALL = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Install\n")[2].partition("\n#")[0]
+
+
+def pinned_minor() -> str:
+    """Returns the minor version of PyTorch in constraints.txt."""
+    (minor,) = re.findall(r"^torch==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return minor
+
+
+def builds_asked_for(text: str) -> set[str]:
+    """Returns the builds ('cu126') that a text names as an index, a setting, an image or a CUDA version."""
+    names = re.findall(r"download\.pytorch\.org/whl/(\w+)|\bGPU=(cu\w+)|\b(cu1\d\d)\b", text)
+    versions = re.findall(r"nvidia/cuda:(\d+)\.(\d+)|\bCUDA (\d+)\.(\d+)", text)
+    return {next(filter(None, found)) for found in names} | {
+        "cu" + "".join(filter(None, found)) for found in versions
+    }
+
+
+def unpublished(text: str, minor: str) -> set[str]:
+    """Returns the builds of a text, and the pinned versions, that PyTorch has not published."""
+    return builds_asked_for(text) - PUBLISHED[minor].keys()
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_document_asks_only_for_published_builds(path: Path) -> None:
+    minor = pinned_minor()
+    assert not unpublished(path.read_text(), minor), f"not published for PyTorch {minor}"
+    assert set(re.findall(r"\btorch==(\d+\.\d+)\.", path.read_text())) <= {minor}
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ("pip install torch --index-url https://download.pytorch.org/whl/cu128", "cu128"),
+        ("make setup GPU=cu118", "cu118"),
+        ("FROM nvidia/cuda:12.8.1-devel-ubuntu24.04", "cu128"),
+        ("PyTorch for CUDA 12.8", "cu128"),
+    ],
+)
+def test_a_build_that_was_not_published_is_found(text: str, build: str) -> None:
+    assert unpublished(text, "2.13") == {build}
+
+
+def test_the_table_of_builds_is_that_of_the_pinned_version() -> None:
+    published = PUBLISHED[pinned_minor()]
+    row = r"^\| .*? \| (\d+) or newer \| `make setup GPU=(\w+)` \| (.*?) \| (\S+) \| (\S+) \|$"
+    rows = re.findall(row, INSTALL, re.MULTILINE)
+    assert [row[1] for row in rows] == ["1", "cu126"]
+    for driver, variable, index, cuda, cudnn in rows:
+        build = ON_PYPI[pinned_minor()] if index == "PyPI" else index.strip("`").rpartition("/")[2]
+        assert variable in ("1", build) and build == "cu" + cuda.replace(".", "")
+        assert int(driver) == MIN_DRIVER[cuda.partition(".")[0]]
+        assert published[build].rpartition(".")[0] == cudnn
+
+
+def test_the_readme_and_the_dockerfile_name_the_driver_of_the_default_build() -> None:
+    cuda = ON_PYPI[pinned_minor()][2:4]
+    for name in ("README.md", "Dockerfile"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert f"driver {MIN_DRIVER[cuda]} or newer (CUDA {cuda})" in text.replace("driver is", "driver")
+
+
+# --- make setup ---
+
+
+def setup_commands(**variables: str) -> str:
+    words = [f"{name}={value}" for name, value in variables.items()]
+    command = ["make", "--dry-run", "setup", "VENV=/nonexistent", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "installs"),
+    [
+        ({}, "--no-deps torch --index-url https://download.pytorch.org/whl/cpu"),
+        ({"GPU": "1"}, "--force-reinstall torch"),
+        ({"GPU": "cu126"}, "--force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"),
+    ],
+)
+def test_setup_installs_the_build_that_was_asked_for(variables: dict[str, str], installs: str) -> None:
+    (line,) = re.findall(r"^.*--no-deps.*$", setup_commands(**variables), re.MULTILINE)
+    assert line.strip().endswith(installs)
+    assert ("--no-index" in line) == (not variables)  # a CPU build from find-links comes first
+
+
+# --- GPUs that cannot be used ---
+
+
+@pytest.fixture
+def old_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Makes PyTorch a CUDA build without usable GPUs; returns the files of a machine with two GPUs."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    return {"devices": tmp_path, "driver_file": tmp_path / "version"}
+
+
+# Lines of /proc/driver/nvidia/version, by the driver's version.
+DRIVERS = {
+    "535.104.05": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+    "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",
+    "an unknown one": "",
+}
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_driver_that_is_too_old_is_an_error(driver: str, old_driver: dict[str, Path]) -> None:
+    old_driver["driver_file"].write_text(f"{DRIVERS[driver]}\nGCC version:  gcc 11.4.0\n")
+    with pytest.raises(UserError) as error:
+        check_gpus({"SLURMD_NODENAME": "n7"}, **old_driver)
+    needs = f"CUDA 13.0 needs driver {MIN_DRIVER['13']} or newer, found {driver}."
+    assert "2 NVIDIA GPU(s) of n7" in str(error.value) and needs in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "env", [{"DS_ACCELERATOR": "cpu"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}]
+)
+def test_the_cpu_may_be_chosen(env: dict[str, str], old_driver: dict[str, Path]) -> None:
+    check_gpus(env, **old_driver)
+
+
+def test_a_machine_without_gpus_and_a_cpu_build_use_the_cpu(
+    old_driver: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old_driver["devices"].joinpath("nvidia0").unlink()
+    check_gpus({"CUDA_VISIBLE_DEVICES": "0"}, **{**old_driver, "devices": old_driver["devices"] / "none"})
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_gpus({}, **old_driver)
+
+
+def test_a_gpu_that_can_be_used_is_no_error(
+    old_driver: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_gpus({}, **old_driver)
+
+
+def test_a_run_checks_its_gpus_before_it_connects(
+    old_driver: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "check_gpus", lambda: check_gpus({}, **old_driver))
+    with pytest.raises(UserError, match="cannot use the 2 NVIDIA GPU"):
+        processes.connect(parse_args(SMALL, {}))
