@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures training steps of this program and of a plain PyTorch loop on one device, in bf16.
 
-    python benchmarks/device_throughput.py gpt --out FOLDER      the rows of phase gpt: GPT 1.3B
-    python benchmarks/device_throughput.py plan --out FOLDER     the planner's figures of all rows, without a GPU
+    python benchmarks/device_throughput.py gpt --out FOLDER      the rows of phase gpt
+    python benchmarks/device_throughput.py plan --out FOLDER     the planner's figures; needs no GPU
     python benchmarks/device_throughput.py prewarm --out FOLDER  only fills the caches of the compiler
 
 Each row is written to FOLDER/rows.jsonl when it begins and when it ends, so a crash loses one row: the next
@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,29 +46,22 @@ CARDS = {
     "NVIDIA B200": "b200-180gb",
 }
 PLANNED_CARD = "h100-80gb"
-WARM_UP = 2
+WARM_UP, TIMED = 2, 4
+"""Steps of each row."""
+MICRO_BATCHES = 4
+"""Of each step."""
 GAP_US = 20
 """A device that is idle for longer between two kernels has waited for the host."""
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A model, and the tokens of a step."""
-
-    model: Model
-    step_tokens: int
-
-
-PRESETS = {
-    "gpt-125m": Preset(Model(12, 768, 12, 2048, 50304), 65536),
-    "gpt-350m": Preset(Model(24, 1024, 16, 2048, 50304), 65536),
-    "gpt-1.3b": Preset(Model(24, 2048, 16, 2048, 50304), 32768),
-    "llama-1b": Preset(Model(16, 2048, 32, 4096, 128256, groups=8, ffn=8192), 32768),
-    "llama-8b-8-layers": Preset(
-        Model(8, 4096, 32, 4096, 128256, groups=8, ffn=14336, untied=True), step_tokens=16384
-    ),
-    "gpt-tiny": Preset(Model(2, 64, 2, 64, 512), 256),
-    "llama-tiny": Preset(Model(2, 64, 4, 64, 512, groups=2, ffn=128), 256),
+MODELS = {
+    "gpt-125m": Model(12, 768, 12, 2048, 50304),
+    "gpt-350m": Model(24, 1024, 16, 2048, 50304),
+    "gpt-1.3b": Model(24, 2048, 16, 2048, 50304),
+    "llama-1b": Model(16, 2048, 32, 4096, 128256, groups=8, ffn=8192),
+    "llama-8b-8-layers": Model(8, 4096, 32, 4096, 128256, groups=8, ffn=14336, untied=True),
+    "gpt-tiny": Model(2, 64, 2, 64, 512),
+    "llama-tiny": Model(2, 64, 4, 64, 512, groups=2, ffn=128),
 }
 # Implementation -> flags. The plain loop is 'plain' (eager) or 'plain-compile'.
 FLAGS = {
@@ -85,7 +78,7 @@ FLAGS = {
 class Row:
     """A measurement. min_tokens_per_s, min_mfu: targets on an H100."""
 
-    preset: str
+    name: str
     implementation: str
     micro_batch: int
     profiled: bool = False
@@ -95,11 +88,12 @@ class Row:
     @property
     def key(self) -> dict[str, Any]:
         """The columns that identify the row."""
-        return {
-            "model": self.preset,
-            "implementation": self.implementation,
-            "micro_batch": self.micro_batch,
-        }
+        names = ("model", "implementation", "micro_batch")
+        return dict(zip(names, (self.name, self.implementation, self.micro_batch), strict=True))
+
+    @property
+    def model(self) -> Model:
+        return MODELS[self.name]
 
     @property
     def is_ours(self) -> bool:
@@ -107,13 +101,12 @@ class Row:
 
     @property
     def samples(self) -> int:
-        """The samples of a step: whole micro-batches."""
-        preset = PRESETS[self.preset]
-        return max(preset.step_tokens // preset.model.seq // self.micro_batch, 1) * self.micro_batch
+        """The samples of a step."""
+        return MICRO_BATCHES * self.micro_batch
 
     def config(self, more: str = "") -> Config:
         flags = f"--bf16 --micro-batch-size {self.micro_batch} --global-batch-size {self.samples} {more} "
-        return PRESETS[self.preset].model.config(flags + FLAGS.get(self.implementation, ""))
+        return self.model.config(flags + FLAGS.get(self.implementation, ""))
 
 
 # Phase -> its rows, in the order of their value.
@@ -174,7 +167,7 @@ def main() -> None:
     elif arguments.phase == "prewarm":
         # Layers are compiled one by one, so one layer suffices.
         for row in (row for row in (*rows["gpt"], *rows["llama"]) if row.implementation == "plain-compile"):
-            make_plain_step(row, replace(PRESETS[row.preset].model, layers=1))()
+            make_plain_step(row, replace(row.model, layers=1))()
             gc.collect()
     else:
         sys.exit(run_rows(rows[arguments.phase], arguments))
@@ -222,6 +215,7 @@ def is_fatal(error: Exception) -> bool:
 
 def measure(row: Row, folder: Path) -> dict[str, Any]:
     """Returns the columns of a row."""
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     from megatron.training.startup_report import local_memory
@@ -229,26 +223,27 @@ def measure(row: Row, folder: Path) -> dict[str, Any]:
     accelerator = get_accelerator()
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats()
-    started = time.perf_counter()
-    step = make_step(row)
+    torch.compiler.reset()
+    step = own_step(row) if row.is_ours else make_plain_step(row, row.model)
     losses, times = [], []
-    count = WARM_UP + (3 if row.samples * PRESETS[row.preset].model.seq < 65536 else 6)
-    for _ in range(count):
+    for _ in range(WARM_UP + TIMED):
         accelerator.synchronize()
         start = time.perf_counter()
         losses.append(step())
         accelerator.synchronize()
         times.append(time.perf_counter() - start)
     memory = local_memory()
-    peak = memory.get("peak allocated") or memory["peak resident"]
     found = figures(row, statistics.median(times[WARM_UP:])) | {
-        "peak_gib": peak / 2**30,
+        "peak_gib": (memory.get("peak allocated") or memory["peak resident"]) / 2**30,
+        "first_step_s": times[0],
         "first_loss": losses[0],
         "last_loss": losses[-1],
-        "start_s": time.perf_counter() - started - sum(times[1:]),
     }
     if row.profiled:
-        found |= profile(step, folder / f"profile-{row.preset}-{row.implementation}")
+        try:
+            found |= profile(step, folder / f"profile-{row.name}-{row.implementation}")
+        except Exception:  # a driver may forbid profiles
+            traceback.print_exc()
     return found
 
 
@@ -256,50 +251,41 @@ def figures(row: Row, seconds: float) -> dict[str, Any]:
     """Returns speed, MFU (None if the peak of the device is not known), and targets."""
     import torch
 
-    from megatron.config.model import padded_vocab_size
     from megatron.config.registries import GPUS
     from megatron.model.flops import model_iteration_flops
     from megatron.pipeline.stages import plan_stages
 
-    model, config = PRESETS[row.preset].model, row.config()
+    model, config = row.model, row.config()
     tokens_per_s = row.samples * model.seq / seconds
     flops = model_iteration_flops(
         config.model,
         seq_length=model.seq,
-        padded_vocab_size=padded_vocab_size(model.vocab, config.model, 1),
+        padded_vocab_size=model.vocab,
         batch_size=row.samples,
         recompute=False,
         recompute_attention=False,
     )
     parameters = plan_stages(config, model.vocab).total_parameters
     card = CARDS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    peak = GPUS.load(card).peak_flops["bf16"] if card else float("inf")
     rates = {
-        "mfu": flops / seconds / peak,
-        "mfu_palm": tokens_per_s * model.palm_flops(parameters, causal=False) / peak,
-        "mfu_causal": tokens_per_s * model.palm_flops(parameters, causal=True) / peak,
+        "mfu": flops / seconds,
+        "mfu_palm": tokens_per_s * model.palm_flops(parameters, causal=False),
+        "mfu_causal": tokens_per_s * model.palm_flops(parameters, causal=True),
     }
     return {
-        "step_s": seconds,
         "tokens_per_s": tokens_per_s,
         "tflops": flops / seconds / 1e12,
-        **{name: rate or None for name, rate in rates.items()},
+        **{name: card and rate / GPUS.load(card).peak_flops["bf16"] for name, rate in rates.items()},
         "min_tokens_per_s": row.min_tokens_per_s,
         "min_mfu": row.min_mfu,
     }
 
 
-def make_step(row: Row) -> Callable[[], float]:
-    """Returns a training step on random tokens, which returns the loss."""
-    model = PRESETS[row.preset].model
-    return own_step(row, make_batch(row)) if row.is_ours else make_plain_step(row, model)
-
-
 def make_batch(row: Row) -> torch.Tensor:
     import torch
 
-    model, generator = PRESETS[row.preset].model, torch.Generator().manual_seed(0)
-    return torch.randint(0, model.vocab, (row.samples, model.seq + 1), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, row.model.vocab, (row.samples, row.model.seq + 1), generator=generator)
 
 
 def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
@@ -313,7 +299,7 @@ def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
     return plain_step(model, batch, row.micro_batch, device, torch.bfloat16, compiler)
 
 
-def own_step(row: Row, batch: torch.Tensor) -> Callable[[], float]:
+def own_step(row: Row) -> Callable[[], float]:
     from megatron.kernels.selection import forget_decisions
     from megatron.mpu.layout import ParallelLayout
     from tests.support.measured_worlds import make_engine, micro_batches
@@ -322,13 +308,10 @@ def own_step(row: Row, batch: torch.Tensor) -> Callable[[], float]:
     if row.implementation == "ours-pytorch-kernels":
         os.environ["MEGATRON_KERNELS"] = "pytorch"
     forget_decisions()
-    config = row.config()
+    config, batch = row.config(), make_batch(row)
     layout = ParallelLayout.from_config(config.parallel, 0)
-    vocab_size = PRESETS[row.preset].model.vocab
-    engine = make_engine(config, layout, layout.make_tp_group(), vocab_size, device_values)
-    return lambda: float(
-        engine.train_step(micro_batches(batch, layout, row.micro_batch), row.samples, lr=1e-4)
-    )
+    engine = make_engine(config, layout, layout.make_tp_group(), row.model.vocab, device_values)
+    return lambda: float(engine.train_step(micro_batches(batch, layout, row.micro_batch), row.samples, 1e-4))
 
 
 def device_values(
@@ -353,39 +336,31 @@ def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
 
     with torch.profiler.profile() as profiler:
         step()
-    on_device = [event for event in profiler.events() if event.device_type != DeviceType.CPU]
-    events = on_device or [event for event in profiler.events() if event.cpu_parent is None]
-    kernels = [event for event in events if not event.is_user_annotation]
+    events = [event for event in profiler.events() if not event.is_user_annotation]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    kernels = kernels or [event for event in events if event.cpu_parent is None]
     totals: dict[str, list[float]] = {}
     for event in kernels:
-        totals.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    busy_us, gaps_us = busy_and_gaps((event.time_range.start, event.time_range.end) for event in kernels)
-    found = {
-        "kernels": len(kernels),
-        "busy": busy_us / max(busy_us + sum(gaps_us), 1e-9),
-        "long_gaps_ms": sum(gap for gap in gaps_us if gap > GAP_US) / 1000,
-    }
-    lines = [
-        f"busy {found['busy']:.1%}, {len(gaps_us)} gaps, {found['long_gaps_ms']:.2f} ms above {GAP_US} us"
-    ]
+        totals.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
+    busy, gaps = busy_and_gaps((event.time_range.start, event.time_range.end) for event in kernels)
+    long_gaps_ms = sum(gap for gap in gaps if gap > GAP_US) / 1000
+    lines = [f"busy {busy / 1000:.3f} ms, {len(gaps)} gaps, {long_gaps_ms:.3f} ms in gaps above {GAP_US} us"]
     for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
-        lines.append(
-            f"{sum(times) / 1000:9.3f} ms {sum(times) / busy_us:6.1%} {len(times):5} x  {name[:150]}"
-        )
+        lines.append(f"{sum(times):9.3f} ms {1000 * sum(times) / busy:6.1%} {len(times):5} x  {name[:150]}")
     path.with_name(f"{path.name}.txt").write_text("\n".join(lines) + "\n")
     profiler.export_chrome_trace(f"{path}.json.gz")
-    return found
+    return {"busy": busy / (busy + sum(gaps)), "long_gaps_ms": long_gaps_ms, "kernels": len(kernels)}
 
 
-def busy_and_gaps(spans: Any) -> tuple[float, list[float]]:
+def busy_and_gaps(spans: Iterable[tuple[float, float]]) -> tuple[float, list[float]]:
     """Returns the length of the union of the spans (start, end), and the lengths of the gaps in it."""
-    busy, gaps, until = 0.0, [], None
-    for start, end in sorted(spans):
-        if until is not None and start > until:
+    (start, until), *others = sorted(spans)
+    busy, gaps = until - start, []
+    for start, end in others:
+        if start > until:
             gaps.append(start - until)
-        begin = start if until is None else max(start, until)
-        busy += max(end - begin, 0.0)
-        until = end if until is None else max(until, end)
+        busy += max(end - max(start, until), 0.0)
+        until = max(until, end)
     return busy, gaps
 
 
@@ -400,7 +375,7 @@ def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:
     for row in rows:
         if not row.is_ours or row.implementation == "ours-compile":
             continue
-        config, vocab = row.config(f"--gpu {card}"), PRESETS[row.preset].model.vocab
+        config, vocab = row.config(f"--gpu {card}"), row.model.vocab
         kernels = "pytorch" if row.implementation == "ours-pytorch-kernels" else ""
         with temporary_environment({"MEGATRON_KERNELS": kernels}):
             plan = plan_stages(config, vocab)

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.devices import set_library_defaults
 
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "tokenizers", "numpy", "bitsandbytes", "pydantic")
+PACKAGES = ("triton", "transformers", "numpy", "bitsandbytes")
 # Name -> sequence length, query heads, key heads, head size.
 SHAPES = {
     "GPT 1.3B": (2048, 16, 16, 128),
@@ -37,7 +37,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     folder = parser.parse_args().out
     set_library_defaults()
-    facts = {"machine": describe_machine(), "Python": platform.python_version(), "driver": driver()}
+    facts: dict[str, object] = {
+        "machine": describe_machine(),
+        "Python": platform.python_version(),
+        "driver": driver(),
+    }
     facts |= {name: installed(name) for name in PACKAGES}
     facts |= settings()
     for name, value in facts.items():

@@ -79,8 +79,8 @@ class Target:
     device: torch.device
     small: bool
 
-    def inputs(self, sizes: Sizes, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> Inputs:
-        return Inputs(sizes, dtype, self.device, rounded_to or dtype)
+    def inputs(self, sizes: Sizes, dtype: torch.dtype) -> Inputs:
+        return Inputs(sizes, dtype, self.device, rounded_to=dtype)
 
     @property
     def low_dtype(self) -> torch.dtype:
@@ -121,51 +121,44 @@ def kernels_or_references(setting: str) -> Iterator[None]:
 
 def check(target: Target) -> int:
     """Adds a row for each kernel, dtype and head size; returns 1 if an error is above its bound."""
-    failed = 0
-    dtypes = (target.low_dtype, torch.float16) if target.small else tuple(BOUNDS)
-    for dtype in dtypes:
+    right = True
+    for dtype in (target.low_dtype, torch.float16) if target.small else BOUNDS:
         for head_dim in (SMALL.head_dim,) if target.small else HEAD_DIMS:
-            sizes = SMALL if target.small else replace(CHECKED, head_dim=head_dim)
-            pairs = zip(
-                cases(target.inputs(sizes, dtype)),
-                cases(target.inputs(sizes, torch.float64, dtype)),
-                strict=True,
-            )
-            for case, exact in pairs:
-                depends = any(word in case.name for word in ("attention", "rotary"))
-                if depends or target.small or head_dim == HEAD_DIMS[0]:
-                    failed += not check_case(target, case, exact, dtype, head_dim)
-    print(f"kernels: {failed} failed" if failed else "kernels: all are within their bounds")
-    return min(failed, 1)
+            inputs = target.inputs(SMALL if target.small else replace(CHECKED, head_dim=head_dim), dtype)
+            exact = replace(inputs, dtype=torch.float64, rounded_to=dtype)
+            for case, exact_case in zip(cases(inputs), cases(exact), strict=True):
+                if (
+                    inputs.sizes is SMALL
+                    or head_dim == HEAD_DIMS[0]
+                    or case.name.startswith(("attention", "split"))
+                ):
+                    name = {"kernel": case.name, "dtype": str(dtype).split(".")[-1], "head_dim": head_dim}
+                    right &= try_row(target, "kernels", name, partial(errors, case, exact_case, dtype))
+    return int(not right)
 
 
-def check_case(target: Target, case: Case, exact: Case, dtype: torch.dtype, head_dim: int) -> bool:
-    """Adds the row of a kernel; returns whether it is within its bound. After an error of the device the
-    process ends, since later results would be its consequence."""
-    name = {"kernel": case.name, "dtype": str(dtype).split(".")[-1], "head_dim": head_dim}
+def errors(case: Case, exact: Case, dtype: torch.dtype) -> dict[str, Any]:
+    with kernels_or_references("pytorch"):
+        reference, expected = outputs(case), outputs(exact)
+    found = outputs(case)  # last: some backward passes overwrite their inputs
+    error, of_reference = largest_error(found, expected), largest_error(reference, expected)
+    good = error <= max(BOUNDS[dtype], min(2 * of_reference, 10 * BOUNDS[dtype]))
+    columns = {"error": error, "error_of_pytorch": of_reference, "bound": BOUNDS[dtype]}
+    return columns | {"verdict": "ok" if good else "BAD"}
+
+
+def try_row(target: Target, table: str, name: dict[str, Any], work: Callable[[], dict[str, Any]]) -> bool:
+    """Adds a row with the columns that `work` returns, or its error; returns whether the row is right. After
+    an error of the device the process ends, since later results would be its consequence."""
     try:
-        with kernels_or_references("pytorch"):
-            reference, expected = outputs(case), outputs(exact)
-        found = outputs(case)  # last: some backward passes overwrite their inputs
-        error, of_reference = largest_error(found, expected), largest_error(reference, expected)
+        columns = work()
     except torch.AcceleratorError:
         raise
     except Exception as problem:
         traceback.print_exc()
-        add_row(target.folder, "kernels", **name, verdict=f"FAILED: {problem!r}"[:150])
-        return False
-    bound = BOUNDS[dtype]
-    good = error <= max(bound, min(2 * of_reference, 10 * bound))
-    add_row(
-        target.folder,
-        "kernels",
-        **name,
-        error=error,
-        error_of_pytorch=of_reference,
-        bound=bound,
-        verdict="ok" if good else "BAD",
-    )
-    return good
+        columns = {"verdict": f"FAILED: {problem!r}"[:150]}
+    add_row(target.folder, table, **name, **columns)
+    return columns.get("verdict", "ok") == "ok"
 
 
 def outputs(case: Case) -> list[Tensor]:
@@ -197,27 +190,13 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 def compare_times(target: Target) -> int:
     """Adds a row for each kernel, and for each kind of attention. A case that fails does not stop the
     others."""
-    sizes = SMALL if target.small else TIMED
-    failed = 0
+    sizes, right = SMALL if target.small else TIMED, True
     for case in cases(target.inputs(sizes, target.low_dtype)):
-        failed += not try_row(target, "kernel times", {"kernel": case.name}, partial(times, case, target))
+        right &= try_row(target, "kernel times", {"kernel": case.name}, partial(times, case, target))
     for kind in KINDS:
         work = partial(compared_attention, kind, sizes, target)
-        failed += not try_row(target, "attention times", {"attention": kind}, work)
-    return min(failed, 1)
-
-
-def try_row(target: Target, table: str, name: dict[str, Any], work: Callable[[], dict[str, Any]]) -> bool:
-    """Adds a row with the columns that `work` returns, or its error; returns whether it had none."""
-    try:
-        columns = work()
-    except torch.AcceleratorError:
-        raise
-    except Exception as problem:
-        traceback.print_exc()
-        columns = {"verdict": f"FAILED: {problem!r}"[:150]}
-    add_row(target.folder, table, **name, **columns)
-    return "verdict" not in columns
+        right &= try_row(target, "attention times", {"attention": kind}, work)
+    return int(not right)
 
 
 def times(case: Case, target: Target) -> dict[str, Any]:

@@ -8,10 +8,6 @@ per process. The rows take turns, one step each. Each row is compared with a pla
 run; --bf16 is compared with fp32. A CPU without bf16 instructions skips --bf16, whose GEMMs would take 30
 times as long as fp32. benchmarks/device_throughput.py measures one GPU.
 
-Model FLOPs follow Megatron's formula (megatron/model/flops.py) without recomputation. They are compared with
-a GEMM that the process measures in turns with the steps: [tokens of a micro-batch, hidden] x [hidden, 4
-hidden] in the run's precision.
-
 By default, glibc's malloc returns large blocks to the kernel after each use, and the kernel clears them
 again. MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ prevent this, which makes all rows and the plain loop
 about 9 % faster.
@@ -20,16 +16,12 @@ about 9 % faster.
 import argparse
 import os
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from benchmarks.machine import benchmark_parser, describe_machine
 
 if TYPE_CHECKING:
-    import torch
-
     from benchmarks.plain_model import Model
     from megatron.config import Config
 
@@ -93,106 +85,54 @@ def measured_rows() -> list[Row]:
 
 
 def measure(rows: list[Row], rounds: int) -> dict[str, float]:
-    """Returns medians: 'ROW' -> seconds per step, 'ROW product' -> seconds per GEMM, 'ROW peak' -> bytes."""
+    """Returns the median seconds per step of each row, and of 'plain'."""
     from tests.support.measured_worlds import ON_CPU, World
 
-    worlds = {row.name: World(__file__, row.name, row.processes, {**MALLOC, **ON_CPU}) for row in rows}
-    plain = World(__file__, "plain", 1, {**MALLOC, **ON_CPU})
-    work: dict[str, Callable[[], float]] = {}
-    for row in rows:
-        work[row.name] = partial(worlds[row.name].run, "step")
-        work[f"{row.name} product"] = partial(worlds[row.name].run, "product")
-    work["plain"] = partial(plain.run, "step")
-    times: dict[str, list[float]] = {key: [] for key in work}
-    for turn in range(rounds + WARM_UP):
-        for key, run in work.items():
-            seconds = run()
-            if turn >= WARM_UP:
-                times[key].append(seconds)
-    measured = {key: statistics.median(values) for key, values in times.items()}
-    for row in rows:
-        measured[f"{row.name} peak"] = worlds[row.name].run("peak memory")
-        worlds[row.name].end()
-    plain.end()
-    return measured
+    worlds = {"plain": World(__file__, "plain", 1, {**MALLOC, **ON_CPU})}
+    worlds |= {row.name: World(__file__, row.name, row.processes, {**MALLOC, **ON_CPU}) for row in rows}
+    times: dict[str, list[float]] = {name: [] for name in worlds}
+    for _ in range(rounds + WARM_UP):
+        for name, world in worlds.items():
+            times[name].append(world.run("step"))
+    for world in worlds.values():
+        world.end()
+    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in times.items()}
 
 
 def print_rows(rows: list[Row], measured: dict[str, float]) -> None:
-    model = measured_model()
-    tokens = GLOBAL_BATCH * model.seq
-    print(
-        f"{'':16} {'tokens/s':>9} {'TFLOP/s':>8} {'of product':>10} {'peak GiB':>9}"
-        f"  {'ratio':>6} {'target':>6} against"
-    )
+    tokens = GLOBAL_BATCH * measured_model().seq
+    print(f"{'':16} {'tokens/s':>9}  {'ratio':>6} {'target':>6} against")
     print(f"{'plain loop':16} {tokens / measured['plain']:9.0f}")
     for row in rows:
         seconds = measured[row.name]
-        speed = step_flops(model) / seconds / row.processes
-        product = product_flops(model) / measured[f"{row.name} product"]
-        print(
-            f"{row.name:16} {tokens / seconds:9.0f} {speed / 1e12:8.3f} {100 * speed / product:8.1f} % "
-            f"{measured[f'{row.name} peak'] / 2**30:9.2f}"
-            f"  {measured[row.against] / seconds:6.2f} {row.target:6.2f} {row.against}"
-        )
-
-
-def step_flops(model: "Model") -> float:
-    from megatron.model.flops import iteration_flops
-
-    return iteration_flops(
-        num_layers=model.layers,
-        hidden_size=model.hidden,
-        seq_length=model.seq,
-        padded_vocab_size=model.vocab,
-        batch_size=GLOBAL_BATCH,
-        recompute=False,
-    )
-
-
-def product_flops(model: "Model") -> float:
-    return 2.0 * MICRO_BATCH * model.seq * model.hidden * 4 * model.hidden
+        ratio = measured[row.against] / seconds
+        print(f"{row.name:16} {tokens / seconds:9.0f}  {ratio:6.2f} {row.target:6.2f} {row.against}")
 
 
 def run_worker(row: Row | None) -> None:
-    """Does the work that each line of the input names, and prints an answer. row: None for the plain loop."""
-    from tests.support.measured_worlds import begin_worker, serve
+    """Runs a step for each line of the input, and prints its seconds. row: None for the plain loop."""
+    from tests.support.measured_worlds import begin_worker, connect, make_engine, micro_batches, serve
 
     answers = begin_worker()
     import torch
 
+    from benchmarks.plain_model import plain_step
+    from megatron.cluster.processes import destroy_distributed
+
     model, generator = measured_model(), torch.Generator().manual_seed(0)
     batch = torch.randint(0, model.vocab, (GLOBAL_BATCH, model.seq + 1), generator=generator)
-    if row is not None:
-        serve_layout(row, model, batch, answers)
+    if row is None:
+        step = plain_step(model, batch, MICRO_BATCH, "cpu", torch.float32)
+        serve(lambda name: [step()], answers)  # a number would replace the seconds
         return
-    from benchmarks.plain_model import plain_step
-
-    step = plain_step(model, batch, MICRO_BATCH, "cpu", torch.float32)
-    serve(lambda name: [step()], answers)  # a number would replace the seconds
-
-
-def serve_layout(row: Row, model: "Model", batch: "torch.Tensor", answers: TextIO) -> None:
-    """Connects the ranks of a layout, and does the work of `run_worker`."""
-    import torch
-
-    from megatron.cluster.processes import destroy_distributed
-    from megatron.model.layer_list import PARAMETER_DTYPES
-    from megatron.training.startup_report import local_memory
-    from tests.support.measured_worlds import connect, make_engine, micro_batches, serve
-
     config = make_config(model, row)
     layout, tp_group = connect(config)
     engine = make_engine(config, layout, tp_group, model.vocab)
-    left, right = (
-        torch.randn(shape).to(PARAMETER_DTYPES[row.precision])
-        for shape in ((MICRO_BATCH * model.seq, model.hidden), (model.hidden, 4 * model.hidden))
-    )
-    work: dict[str, Callable[[], object]] = {
-        "step": lambda: engine.train_step(micro_batches(batch, layout, MICRO_BATCH), GLOBAL_BATCH, 1e-4),
-        "product": lambda: torch.mm(left, right),
-        "peak memory": lambda: float(local_memory()["peak resident"]),
-    }
-    serve(lambda name: work[name](), answers)
+
+    def own_step(name: str) -> object:
+        return engine.train_step(micro_batches(batch, layout, MICRO_BATCH), GLOBAL_BATCH, 1e-4)
+
+    serve(own_step, answers)
     destroy_distributed()
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import device_throughput, gpu_table
-from benchmarks.device_throughput import PRESETS, ROWS, TINY_ROWS, Row, busy_and_gaps
+from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
 from benchmarks.machine import add_row, read_rows
 from megatron.cluster.launch import temporary_environment
 from megatron.config import read_command_line
@@ -203,7 +203,7 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
     assert losses["resumed"]["steps"] == 3 and losses["resumed"]["difference"] == 0
     assert losses["tp2-pp2"]["difference"] < 1e-6 and losses["zero3-cp2"]["difference"] < 1e-6
     speeds = [row for row in read_rows(out, "throughput") if "error" not in row]
-    assert [row["model"] for row in speeds] == [row.preset for rows in TINY_ROWS.values() for row in rows]
+    assert [row["model"] for row in speeds] == [row.name for rows in TINY_ROWS.values() for row in rows]
     assert 0 < speeds[0]["busy"] <= 1 and speeds[0]["last_loss"] < speeds[0]["first_loss"]
     assert len(read_rows(out, "plans")) == sum(row.is_ours for rows in TINY_ROWS.values() for row in rows)
     for title in ("Throughput", "Kernels", "Kernel times", "Attention times", "Tiles"):
@@ -312,32 +312,32 @@ def test_curves_end_at_the_limit_of_the_gpu_script(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("model", sorted(name for name in PRESETS if "tiny" not in name))
+@pytest.mark.parametrize("model", sorted(name for name in MODELS if "tiny" not in name))
 def test_every_model_of_the_gpu_script_fits_an_h100(model: str) -> None:
     (row, *_) = (row for row in GPU_ROWS if row.key["model"] == model and row.implementation == "ours")
-    config, vocab = row.config("--gpu h100-80gb"), PRESETS[model].model.vocab
+    config, vocab = row.config("--gpu h100-80gb"), MODELS[model].vocab
     fits, sentence = fit_summary(config, vocab, plan_memory(config, vocab, plan_stages(config, vocab)))
     assert fits, sentence
 
 
 def test_the_measured_configurations_of_the_gpu_script_are_accepted() -> None:
     for row in ALL_ROWS:
-        config, model = row.config(), PRESETS[row.preset].model
+        config, model = row.config(), row.model
         assert (config.model.num_layers, config.model.ffn_hidden_size) == (model.layers, model.mlp_width)
-        assert row.samples * model.seq >= min(PRESETS[row.preset].step_tokens, row.micro_batch * model.seq)
+        assert config.micro_batches_per_step == device_throughput.MICRO_BATCHES
     assert len({tuple(row.key.values()) for row in GPU_ROWS}) == len(GPU_ROWS)
 
 
 def test_flops_of_the_gpu_script_by_palms_formula() -> None:
     """GPT-3 XL's 24 layers of 2,048: 6 N + 12 L h s, N without the table of positions."""
-    model = PRESETS["gpt-1.3b"].model
+    model = MODELS["gpt-1.3b"]
     plan = plan_stages(Row("gpt-1.3b", "ours", 8).config(), model.vocab)
     weights = 24 * (12 * 2048**2 + 13 * 2048) + 50304 * 2048 + 2 * 2048
     assert plan.total_parameters == weights + 2048 * 2048
     attention = 12 * 24 * 2048 * 2048
     assert model.palm_flops(plan.total_parameters, causal=False) == 6 * weights + attention
     assert model.palm_flops(plan.total_parameters, causal=True) == 6 * weights + attention / 2
-    untied = PRESETS["llama-8b-8-layers"].model
+    untied = MODELS["llama-8b-8-layers"]
     assert untied.palm_flops(10**9, causal=True) == 6 * (10**9 - 128256 * 4096) + 6 * 8 * 4096 * 4096
 
 
