@@ -123,9 +123,10 @@ def rotary_tables(model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class PlainGPT(nn.Module):
-    """Embedding, layers, and the loss of the head, computed in `dtype`."""
+    """Embedding, layers, and the loss of the head, computed in `dtype`. compiler: back end of torch.compile;
+    None: eager."""
 
-    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, dtype: torch.dtype, compiler: str | None) -> None:
         super().__init__()
         self.dtype = dtype
         self.words = nn.Embedding(model.vocab, model.hidden)
@@ -139,6 +140,11 @@ class PlainGPT(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
+        self.head_loss = self.loss
+        if compiler is not None:
+            self.head_loss = torch.compile(self.loss, dynamic=False, backend=compiler)
+            for layer in self.layers:
+                layer.compile(dynamic=False, backend=compiler)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.words(tokens)
@@ -147,7 +153,7 @@ class PlainGPT(nn.Module):
         x = x.to(self.dtype)
         for layer in self.layers:
             x = layer(x, *self.tables)
-        return self.loss(x, labels)
+        return self.head_loss(x, labels)
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(self.norm(x)).float()
@@ -165,11 +171,7 @@ def plain_step(
     """Returns a training step on the tokens [global batch, seq + 1]; the step returns the loss. compiler:
     back end of torch.compile; None: eager."""
     with torch.device(device):
-        net = PlainGPT(model, dtype)
-    if compiler is not None:
-        for layer in net.layers:
-            layer.compile(dynamic=False, backend=compiler)
-        net.loss = torch.compile(net.loss, dynamic=False, backend=compiler)
+        net = PlainGPT(model, dtype, compiler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     share = micro_batch / len(batch)
 
