@@ -1,107 +1,236 @@
 #!/usr/bin/env bash
-# Every measurement that needs a GPU, for one H100 or H200: meant to take less than 40 minutes, the limits of its parts
-# add up to 65. Needs no network and no data.
+# Measures and checks this program on one GPU, in phases in the order of their value. Needs no network and no data.
 #
-#   benchmarks/gpu.sh                            writes runs/gpu/table.md, and a log of each part beside it
-#   PARTS="kernels nccl" benchmarks/gpu.sh       only these parts
-#   DRY_RUN=1 benchmarks/gpu.sh                  prints the commands
+#   benchmarks/gpu.sh                                  about 8 minutes; writes runs/gpu/table.md, rows.jsonl and logs
+#   benchmarks/gpu.sh --budget 300 --out FOLDER        ends after 300 seconds
+#   benchmarks/gpu.sh --phases "versions smoke gpt"    only these phases
+#   benchmarks/gpu.sh --device cpu --budget 300        all phases with tiny models: a test of this script
+#   benchmarks/gpu.sh --dry-run                        prints the commands of the phases
 #
-# A part that fails or exceeds its limit does not stop the others; the exit code is then 1.
-set -euo pipefail
+# Each phase has a limit, and a phase that fails or exceeds it does not stop the others; the exit code is then 1. After
+# each phase the results so far are in FOLDER, so a run that is killed leaves them. If versions or smoke fails, the
+# program does not start on this machine, and the script stops. The Python is $PYTHON, by default that of .venv if it
+# exists, else python3. $COMMIT names the commit of a copy without its history.
+#
+# A machine with only Python 3.12, PyTorch, Triton and no network needs two commands. The first runs where a network is,
+# the second on the machine; it installs the packages that the machine lacks into a folder of its own:
+#
+#   make wheelhouse PYTHON_VERSION=3.12
+#   benchmarks/gpu.sh --wheelhouse wheelhouse
+#
+# phase      what it answers
+# versions   versions, drivers, back ends of attention, settings that change results
+# smoke      does a run start with the Triton kernels, if not, with PyTorch's operations
+# kernels    errors of all kernels, compared with fp64
+# curves     losses of 14 variants, compared with curves of a CPU
+# gpt        GPT 1.3B: speed, MFU, memory, a profile; plain PyTorch loop, eager and compiled; the plan beside them
+# llama      Llama 1B, and an 8-layer slice of Llama 8B
+# ranks      losses of several ranks that share the GPU: tensor, pipeline, context and data parallelism
+# resume     losses after a resume, equal to the digit
+# sanitizer  compute-sanitizer (memcheck, racecheck) on small kernels
+# tiles      times of the attention kernels with other tiles
+# rest       more models and settings
+# times      each kernel, compared with PyTorch and with libraries
+# loss       memory and time of head and loss
+# host       time of the host for a layer, compared with plain PyTorch modules
+#
+# With --device cpu, kernels run in Triton's interpreter; that of Triton 3.6 needs numpy < 2.4.
+set -uo pipefail
 cd "$(dirname "$0")/.."
-OUT=${OUT:-runs/gpu}
-PYTHON=${PYTHON:-.venv/bin/python}
-known="data machine-code host-time kernels loss nccl resumed cpu bf16 adam-8bit 125M 1.3B 1.3B-dropout 1.3B-compiled"
-known+=" 6.7B-slice 6.7B 13B-slice last-stage"
-PARTS=${PARTS:-$known}
-for name in $PARTS; do
-    case " $known " in *" $name "*) ;; *)
-        echo "error: PARTS has $name, expected some of: $known" >&2
-        exit 2
-        ;;
+known="versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times loss host"
+budget=480 device=cuda out=runs/gpu phases=$known wheelhouse="" dry_run=""
+usage_error() {
+    echo "error: $1" >&2
+    exit 2
+}
+while [ $# -gt 0 ]; do
+    case $1 in
+        --dry-run) dry_run=1 && shift && continue ;;
+        --budget | --device | --out | --phases | --wheelhouse) [ $# -gt 1 ] || usage_error "$1 has no value" ;;
+        *) usage_error "$1 is unknown: see the first lines of benchmarks/gpu.sh" ;;
     esac
-done
-export TOKENIZERS_PARALLELISM=false
-
-text=$OUT/text.jsonl
-tokenizer=$OUT/tokenizer
-tokens=$OUT/tokens_text_document
-checkpoints=$OUT/checkpoints-$(date +%Y%m%d-%H%M%S)
-# One process through the launcher: a world of 1 with NCCL on a GPU, in fp32. `nccl` and `resumed` are the first and the
-# last 10 steps; `cpu` has the same losses to rounding, `bf16` and `adam-8bit` to that of 16-bit products and 8-bit moments.
-train=("$PYTHON" -u -m torch.distributed.launch --standalone --nproc_per_node 1 pretrain_gpt.py
-    --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --position-embedding-type alibi
-    --reset-attention-mask --micro-batch-size 4 --global-batch-size 8 --train-iters 20 --lr 1e-3 --lr-decay-style constant
-    --data-path "$tokens" --vocab-file "$tokenizer/vocab.json" --merge-file "$tokenizer/merges.txt"
-    --split 969,30,1 --eval-iters 2 --log-interval 1 --log-level info)
-
-failed=0
-rows=()
-
-# part NAME SECONDS COMMAND...: runs the command with a limit, and keeps its output. A run takes SIGTERM as a request to
-# save: SIGKILL follows.
-part() {
-    local name=$1 limit=$2 started=$SECONDS code=0
+    case $1 in
+        --budget) budget=$2 ;;
+        --device) device=$2 ;;
+        --out) out=$2 ;;
+        --phases) phases=$2 ;;
+        --wheelhouse) wheelhouse=$2 ;;
+    esac
     shift 2
-    case " $PARTS " in *" $name "*) ;; *) return 0 ;; esac
-    if [ -n "${DRY_RUN:-}" ]; then
-        printf '%s: timeout %s %s\n' "$name" "$limit" "$*"
+done
+[[ $budget =~ ^[0-9]+$ ]] || usage_error "--budget $budget: expected seconds"
+[[ $device =~ ^(cuda|cpu)$ ]] || usage_error "--device $device: expected cuda or cpu"
+[ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || usage_error "--wheelhouse $wheelhouse: there is no such folder"
+for name in $phases; do
+    [[ " $known " == *" $name "* ]] || usage_error "--phases has $name, expected some of: $known"
+done
+
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
+fi
+work=$(mktemp -d)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$work/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$work/triton}
+tiny=() small=() interpreter=() loss=(loss) host=()
+if [ "$device" = cpu ]; then
+    export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" STAGE_HOST_TENSORS=1
+    tiny=(--tiny) small=(--small) interpreter=(env TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter)
+    loss=(loss --tokens 64 --vocab 1024 --hidden 64 --rounds 1) host=(--rounds 1 --calls 1)
+fi
+failed=0 current="" helpers=()
+
+# at_exit: ends what runs. `timeout` forwards the signal to its process group.
+at_exit() {
+    [ -z "$current" ] || kill "$current" 2>/dev/null
+    [ "${#helpers[@]}" = 0 ] || kill "${helpers[@]}" 2>/dev/null
+    rm -rf "$work"
+}
+trap at_exit EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+
+left() { echo $((budget - SECONDS)); }
+wanted() { [[ " $phases " == *" $1 "* ]]; }
+add_phase() { printf '{"table": "phases", "phase": "%s", "seconds": %s, "verdict": "%s"}\n' "$@" >>"$out/rows.jsonl"; }
+write_table() { "$PYTHON" benchmarks/gpu_table.py "$out" >"$out/table.md.new" && mv "$out/table.md.new" "$out/table.md"; }
+
+# start NAME SECONDS COMMAND...: starts the command with a limit, its output in logs/NAME.log. The command and all that
+# it starts are one process group, which `timeout` ends: with SIGTERM, which a run takes as a request to save, then with
+# SIGKILL.
+start() {
+    local name=$1 limit=$2
+    shift 2
+    timeout -k 5 "$limit" "$@" >>"$out/logs/$name.log" 2>&1 &
+    started=$!
+}
+
+# phase NAME SECONDS COMMAND...: runs the command, if the phase is wanted and time is left, and returns its exit code.
+# The word @seconds of the command becomes the seconds after which it should end by itself.
+phase() {
+    local name=$1 limit=$2 begin=$SECONDS code=0 verdict=ok
+    wanted "${name%%-*}" || return 0
+    shift 2
+    [ "$(left)" -ge "$limit" ] || limit=$(left)
+    if [ -n "$dry_run" ]; then
+        printf '%s: timeout %s %s\n' "$name" "$limit" "${*/@seconds/$((limit - 10))}"
         return 0
     fi
-    printf '== %s\n' "$name"
-    timeout -k 30 "$limit" "$@" >"$OUT/$name.log" 2>&1 || code=$?
-    [ "$code" = 0 ] || failed=1
-    rows+=("| $name | $((SECONDS - started)) | $code |")
+    if [ "$limit" -lt 15 ]; then
+        add_phase "$name" 0 "no time was left"
+        return 0
+    fi
+    start "$name" "$limit" "${@/@seconds/$((limit - 10))}"
+    current=$started
+    wait "$current" || code=$?
+    current=""
+    case $code in
+        0) ;;
+        124 | 137) verdict="ended after its limit of $limit s" failed=1 ;;
+        *) verdict="FAILED: exit code $code, see logs/$name.log" failed=1 ;;
+    esac
+    add_phase "$name" $((SECONDS - begin)) "$verdict"
+    echo "== $name: $verdict, $((SECONDS - begin)) s of $SECONDS s"
+    write_table
+    return "$code"
 }
 
-prepare_data() {
-    "$PYTHON" examples/stdlib_text.py "$text" 400
-    "$PYTHON" tools/train_tokenizer.py --input "$text" --vocab-size 4096 --output-dir "$tokenizer"
-    "$PYTHON" tools/preprocess_data.py --input "$text" --output-prefix "$OUT/tokens" --append-eod --workers 2 \
-        --vocab-file "$tokenizer/vocab.json" --merge-file "$tokenizer/merges.txt"
+# helper NAME SECONDS COMMAND...: a command that runs beside the phases.
+helper() {
+    [ -z "$dry_run" ] || { printf '%s: timeout %s %s\n' "$1" "$2" "${*:3}" && return; }
+    start "$@"
+    helpers+=("$started")
 }
-export -f prepare_data
-export PYTHON OUT text tokenizer
 
-[ -n "${DRY_RUN:-}" ] || mkdir -p "$OUT"
-part data 300 bash -c prepare_data
-part machine-code 180 "$PYTHON" benchmarks/kernels.py --compile-only
-part host-time 120 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/host_time.py
-part kernels 360 "$PYTHON" benchmarks/kernel_speed.py
-part loss 240 "$PYTHON" benchmarks/memory.py loss
-part nccl 180 "${train[@]}" --save "$checkpoints" --exit-interval 10
-part resumed 180 "${train[@]}" --load "$checkpoints"
-part cpu 420 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "${train[@]}"
-part bf16 180 "${train[@]}" --bf16
-part adam-8bit 180 "${train[@]}" --use-bnb-optimizer
-part 125M 120 "$PYTHON" benchmarks/throughput.py --preset 125M
-part 1.3B 180 "$PYTHON" benchmarks/throughput.py --preset 1.3B
-part 1.3B-dropout 180 "$PYTHON" benchmarks/throughput.py --preset 1.3B --dropout 0.1
-part 1.3B-compiled 300 "$PYTHON" benchmarks/throughput.py --preset 1.3B --compile
-part 6.7B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 6.7B-slice
-# Its weights, gradients and optimizer states take 76 GiB: for an H200.
-memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1) || true
-if [ -n "${DRY_RUN:-}" ] || [ "${memory_mib:-0}" -gt 120000 ]; then
-    part 6.7B 240 "$PYTHON" benchmarks/throughput.py --preset 6.7B
-elif [[ " $PARTS " == *" 6.7B "* ]]; then
-    echo "6.7B left out: it needs more than 120,000 MiB of GPU memory, this device has ${memory_mib:-0}"
-fi
-part 13B-slice 180 "$PYTHON" benchmarks/throughput.py --preset 13B-slice
-part last-stage 180 "$PYTHON" benchmarks/throughput.py --preset 250k-last-stage
-[ -z "${DRY_RUN:-}" ] || exit 0
+give_up() {
+    write_table
+    tail -n 15 "$out/logs/$1.log"
+    echo "stopped: $1 failed, so the program does not start on this machine; the other phases did not run"
+    exit 1
+}
 
-{
-    printf '| part | seconds | exit code |\n|---|---|---|\n'
-    printf '%s\n' "${rows[@]}"
-    "$PYTHON" benchmarks/gpu_table.py "$OUT"
-    printf '\n# Logs\n'
-    for row in "${rows[@]}"; do
-        name=$(cut -d' ' -f2 <<<"$row")
-        printf '\n## %s\n\n```\n' "$name"
-        tail -n 60 "$OUT/$name.log"
-        printf '```\n'
+# install: unpacks the wheels of packages that this Python does not have.
+install() {
+    mapfile -t wheels < <("$PYTHON" - "$wheelhouse" <<'END'
+import importlib.metadata, pathlib, re, sys
+have = {re.sub("[-_.]+", "-", d.metadata["Name"]).lower() for d in importlib.metadata.distributions()}
+for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
+    if re.sub("[-_.]+", "-", wheel.name.split("-")[0]).lower() not in have:
+        print(wheel)
+END
+    )
+    [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "${wheels[@]}"
+}
+
+# measure NAME SECONDS: the rows of benchmarks/device_throughput.py. After a crash of the process it continues.
+measure() {
+    local end=$((SECONDS + $2)) attempt
+    for attempt in "" -again -again2; do
+        phase "$1$attempt" $((end - SECONDS)) "$PYTHON" benchmarks/device_throughput.py "$1" --out "$out" \
+            --seconds @seconds "${tiny[@]}"
+        [ $? -gt 1 ] || return 0 # 1: rows failed, but the process reached its end
     done
-} >"$OUT/table.md"
-sed '/^# Logs$/,$d' "$OUT/table.md"
-echo "results: $OUT/table.md"
+}
+
+curves() {
+    phase "$1" "$2" "$PYTHON" -m tests.support.device_curves "${3:-$1}" --out "$out" --work "$work" --seconds @seconds "${tiny[@]}"
+}
+
+# sanitizer TOOL: small cases of each kernel. Without PyTorch's cache of memory each tensor is an allocation of its own.
+sanitizer() {
+    local program=${COMPUTE_SANITIZER:-}
+    wanted sanitizer || return 0
+    [ -n "$program" ] || program=$(command -v compute-sanitizer || find /usr/local/cuda*/bin -name compute-sanitizer 2>/dev/null | head -n 1)
+    if [ -z "$program" ] && [ -z "$dry_run" ]; then
+        add_phase "sanitizer-$1" 0 "compute-sanitizer was not found"
+        return
+    fi
+    phase "sanitizer-$1" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${interpreter[@]}" "${program:-compute-sanitizer}" \
+        --tool "$1" --error-exitcode 9 "$PYTHON" benchmarks/kernel_speed.py check --small --out "$work/sanitizer"
+}
+
+if [ -z "$dry_run" ]; then
+    mkdir -p "$out/logs"
+    rm -f "$out/rows.jsonl" "$out"/logs/*.log "$out"/curves/*.log
+    out=$(cd "$out" && pwd)
+    if [ -n "$wheelhouse" ]; then
+        install >"$out/logs/install.log" 2>&1 || give_up install
+        export PYTHONPATH=$PYTHONPATH:$work/site
+        echo "== install: $SECONDS s"
+    fi
+fi
+card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) || true
+
+phase versions 60 "$PYTHON" benchmarks/gpu_environment.py --out "$out" || give_up versions
+if ! curves smoke 90; then
+    curves smoke-pytorch 60 || give_up smoke-pytorch
+fi
+phase kernels 90 "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py check --out "$out" "${small[@]}"
+if wanted gpt || wanted llama || wanted rest; then
+    helper plan 200 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/device_throughput.py plan \
+        --card "${card:-}" --out "$out" "${tiny[@]}"
+fi
+if wanted curves && wanted gpt && [ "$device" = cuda ]; then # the compiler fills its caches while the curves use little of the GPU
+    helper prewarm 150 "$PYTHON" benchmarks/device_throughput.py prewarm --out "$out"
+    prewarm=${started:-}
+fi
+curves curves 120
+[ -z "${prewarm:-}" ] || kill "$prewarm" 2>/dev/null
+measure gpt 120
+measure llama 100
+curves ranks 75
+curves resume 75
+sanitizer memcheck
+sanitizer racecheck
+phase tiles 90 "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py tiles --out "$out" "${small[@]}"
+measure rest 300
+phase times 180 "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py time --out "$out" "${small[@]}"
+phase loss 90 "$PYTHON" benchmarks/memory.py "${loss[@]}"
+phase host 90 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/host_time.py "${host[@]}"
+[ -z "$dry_run" ] || exit 0
+wait # for the plan
+write_table
+cat "$out/table.md"
+echo "results: $out/table.md, after $SECONDS s"
 exit "$failed"

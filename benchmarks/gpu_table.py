@@ -1,79 +1,127 @@
 #!/usr/bin/env python3
-"""Prints the figures in the logs of gpu.sh as tables: throughput, kernels, losses of one run on many devices.
+"""Prints the rows of gpu.sh as Markdown tables, for benchmarks/RESULTS.md.
 
     python benchmarks/gpu_table.py runs/gpu
 
-A part that did not run, or failed before it printed figures, has no rows. `difference` is the largest
-relative difference between the losses of a run and the losses of `nccl` at equal steps. The losses of steps
-that `nccl` did not reach are compared with `cpu`.
+A phase that did not run, or was killed, has no rows or only some. The planner's figures are beside the
+measured ones. `/ compiled` is the speed divided by the speed of the compiled plain loop. Targets are judged
+only on a card whose peak rate is known.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from megatron.planner.sweep.run_log import parse_steps
+from benchmarks.machine import read_rows
 
-# Runs of the trainer with one model and equal data.
-_RUNS = ("nccl", "resumed", "cpu", "bf16", "adam-8bit")
+MAX_MEMORY_ERROR = 0.03
+"""Of the planned peak memory."""
+# Tables that are printed as they are; the others are for `throughput`.
+TABLES = (
+    *("phases", "losses", "kernels", "kernel times", "attention times", "attention back ends", "tiles"),
+    "environment",
+)
+
+Row = dict[str, Any]
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    logs = {path.stem: path.read_text().splitlines() for path in sorted(folder.glob("*.log"))}
-    for title, lines in (
-        ("Throughput", throughput(logs)),
-        ("Kernels", kernels(logs)),
-        ("Losses", losses(logs)),
-    ):
-        if lines:
-            print(f"\n## {title}\n\n```")
-            print("\n".join(lines))
-            print("```")
+    machine = [
+        row["value"] for row in read_rows(folder, "environment") if row["name"] in ("machine", "driver")
+    ]
+    print("; ".join(machine))
+    tables = {name: read_rows(folder, name) for name in TABLES}
+    tables = {"throughput": throughput(read_rows(folder, "throughput"), read_rows(folder, "plans")), **tables}
+    for name, rows in tables.items():
+        if rows:
+            print(f"\n### {name.capitalize()}\n\n{markdown(rows)}")
 
 
-def throughput(logs: dict[str, list[str]]) -> list[str]:
-    """Returns the rows of throughput.py, under one line of column heads."""
-    found: list[str] = []
-    for part, lines in logs.items():
-        rows = _after(lines, lambda line: "tokens/s" in line and "TFLOP/s" in line)
-        found += [*([] if found else rows[:1]), *(f"{row}   ({part})" for row in rows[1:])]
-    return found
-
-
-def kernels(logs: dict[str, list[str]]) -> list[str]:
-    """Returns the table of kernel_speed.py."""
-    return _after(logs.get("kernels", []), lambda line: line.startswith("kernel ") and "difference" in line)
-
-
-def losses(logs: dict[str, list[str]]) -> list[str]:
-    """Returns a line per run of the trainer: its steps, first and last loss, and the difference from
-    `nccl`."""
-    runs: dict[str, dict[int, float]] = {}
-    for part in _RUNS:
-        logged = parse_steps("\n".join(logs.get(part, [])))
-        runs[part] = {step["iteration"]: step["loss"] for step in logged if step["loss"] is not None}
-    # `resumed` continues where `nccl` has stopped.
-    expected = {**runs.get("cpu", {}), **runs.get("nccl", {})}
+def throughput(rows: list[Row], plans: list[Row]) -> list[Row]:
+    """Returns a row per measurement: the last one of each, with plan, comparison and targets."""
+    last = {key_of(row): row for row in rows}
+    planned = {key_of(row): row for row in plans}
+    compiled = {
+        row["model"]: row["tokens_per_s"]
+        for row in last.values()
+        if row["implementation"] == "plain-compile" and "error" not in row
+    }
     found = []
-    for part, steps in runs.items():
-        if steps:
-            first, last = min(steps), max(steps)
-            both = [abs(loss / expected[step] - 1) for step, loss in steps.items() if step in expected]
-            difference = f"{max(both):.1e}" if both else "-"
-            found.append(
-                f"{part:10} iterations {first:>2} to {last:>2}   loss {steps[first]:.6f} to "
-                f"{steps[last]:.6f}   difference {difference}"
-            )
+    for key, row in last.items():
+        shown: Row = dict(zip(("model", "implementation", "micro-batch"), key, strict=True))
+        found.append(shown)
+        if "error" in row:
+            shown["verdict"] = f"FAILED: {row['error']}"
+            continue
+        plan = planned.get(key, {})
+        ours = row["implementation"].startswith("ours")
+        compiled_speed = compiled.get(row["model"]) if ours else None
+        shown |= {
+            "tokens/s": row["tokens_per_s"],
+            "planned tokens/s": plan.get("tokens_per_s"),
+            "/ compiled": ratio(row["tokens_per_s"], compiled_speed),
+            "TFLOP/s": row["tflops"],
+            "MFU, %": percent(row["mfu"]),
+            "planned MFU, %": percent(plan.get("mfu")),
+            "PaLM's MFU, %": percent(row["mfu_palm"]),
+            "causal, %": percent(row["mfu_causal"]),
+            "peak GiB": row["peak_gib"],
+            "planned GiB": plan.get("peak_gib"),
+            "busy, %": percent(row.get("busy")),
+            "verdict": "; ".join(targets(row, plan, compiled_speed)) if row["mfu"] else None,
+        }
     return found
 
 
-def _after(lines: list[str], is_head: Callable[[str], bool]) -> list[str]:
-    """Returns the line of column heads and all lines after it; none without such a line."""
-    start = next((index for index, line in enumerate(lines) if is_head(line)), len(lines))
-    return lines[start:]
+def key_of(row: Row) -> tuple[str, str, int]:
+    return row["model"], row["implementation"], row["micro_batch"]
+
+
+def targets(row: Row, plan: Row, compiled_speed: float | None) -> list[str]:
+    """Returns a text for each target of a row."""
+    found = []
+
+    def judge(met: bool, text: str) -> None:
+        found.append(text if met else f"MISSED: {text}")
+
+    if least := row["min_tokens_per_s"]:
+        judge(row["tokens_per_s"] >= least, f"tokens/s >= {least:,.0f}")
+    if least := row["min_mfu"]:
+        judge(row["mfu"] >= least, f"MFU >= {least:.0%}")
+    if compiled_speed and row["implementation"] in ("ours", "ours-compile"):
+        judge(row["tokens_per_s"] >= compiled_speed, "not slower than the compiled loop")
+    if plan:
+        error = abs(row["peak_gib"] / plan["peak_gib"] - 1)
+        judge(error <= MAX_MEMORY_ERROR, f"memory within {MAX_MEMORY_ERROR:.0%} of the plan")
+    return found
+
+
+def ratio(measured: float, other: float | None) -> float | None:
+    return None if other is None else round(measured / other, 3)
+
+
+def percent(share: float | None) -> float | None:
+    return None if share is None else round(100 * share, 1)
+
+
+def markdown(rows: list[Row]) -> str:
+    """Returns a table with a column for each name in the rows, in the order of their first appearance."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns.sort(key=lambda name: name == "verdict")  # stable: the verdict comes last
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[cell(row.get(name)) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value).replace("|", "/").replace("\n", "; ")
 
 
 if __name__ == "__main__":

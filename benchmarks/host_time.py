@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.plain_model import Model, PlainLayer, rotary_tables
 from megatron.config.cli import parse_args
 from megatron.kernels import selection
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
@@ -144,50 +145,18 @@ def own_layers(flags: str) -> Call:
     return both_passes(forward, LAYERS)
 
 
-class PlainLayer(nn.Module):
-    """A layer of PyTorch's modules, with layer norms, GELU and biases. llama: with RMS norms, rotary
-    positions, SwiGLU and grouped queries."""
+def plain_layers(dropout: float = 0.0, groups: int = 0) -> Call:
+    model = Model(LAYERS, HIDDEN, HEADS, SEQ, VOCAB, groups)
+    layers = [PlainLayer(model, dropout) for _ in range(LAYERS)]
+    hidden, tables = torch.randn(1, SEQ, HIDDEN, requires_grad=True), rotary_tables(model, torch.float32)
 
-    def __init__(self, dropout: float, llama: bool) -> None:
-        super().__init__()
-        self.dropout, self.llama = dropout, llama
-        norm = nn.RMSNorm if llama else nn.LayerNorm
-        groups, ffn = (GROUPS, 2) if llama else (HEADS, 1)
-        self.shape = (groups, HEADS // groups + 2, HIDDEN // HEADS)
-        width = self.shape[0] * self.shape[1] * self.shape[2]
-        self.norm1, self.norm2 = norm(HIDDEN), norm(HIDDEN)
-        self.qkv, self.out = nn.Linear(HIDDEN, width, not llama), nn.Linear(HIDDEN, HIDDEN, not llama)
-        self.up = nn.Linear(HIDDEN, ffn * 4 * HIDDEN, not llama)
-        self.down = nn.Linear(4 * HIDDEN, HIDDEN, not llama)
-        self.cosine = self.sine = torch.ones(SEQ, 1, 1, HIDDEN // HEADS)
+    def forward() -> Tensor:
+        x = hidden
+        for layer in layers:
+            x = layer(x, *tables)
+        return x
 
-    def rotate(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
-
-    def add(self, output: Tensor, residual: Tensor) -> Tensor:
-        return residual + (F.dropout(output, self.dropout) if self.dropout else output)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = self.qkv(self.norm1(x)).view(SEQ, 1, *self.shape)
-        query, key, value = projected.split((self.shape[1] - 2, 1, 1), dim=3)
-        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
-        if self.llama:
-            query, key = self.rotate(query), self.rotate(key)
-        heads = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=self.llama)
-        x = self.add(self.out(attended.permute(2, 0, 1, 3).flatten(2)), x)
-        wide = self.up(self.norm2(x))
-        if self.llama:
-            value, gate = wide.chunk(2, dim=-1)
-            return self.add(self.down(value * F.silu(gate)), x)
-        return self.add(self.down(F.gelu(wide, approximate="tanh")), x)
-
-
-def plain_layers(dropout: float = 0.0, llama: bool = False) -> Call:
-    layers = nn.Sequential(*(PlainLayer(dropout, llama) for _ in range(LAYERS)))
-    hidden = torch.randn(SEQ, 1, HIDDEN, requires_grad=True)
-    return both_passes(lambda: layers(hidden), LAYERS)
+    return both_passes(forward, LAYERS)
 
 
 def own_loss() -> Call:
@@ -221,7 +190,7 @@ def comparisons(with_compiled: bool) -> list[Comparison]:
         Comparison(NO_DROPOUT, own_layers(no_dropout), plain_layers()),
         Comparison("layer, hidden dropout", own_layers("--attention-dropout 0"), plain_layers(0.1)),
         Comparison("layer, both dropouts", own_layers(""), plain_layers(0.1)),
-        Comparison("Llama layer", own_layers(LLAMA + no_dropout), plain_layers(llama=True)),
+        Comparison("Llama layer", own_layers(LLAMA + no_dropout), plain_layers(groups=GROUPS)),
         Comparison("head and loss", own_loss(), plain_loss()),
         *([Comparison("compiled layer", own_layers(compiled), plain_layers())] if with_compiled else []),
     ]

@@ -1,147 +1,108 @@
 #!/usr/bin/env python3
-"""Times each Triton kernel on a GPU, its PyTorch reference and a library's function; compares the results.
+"""Checks the Triton kernels against fp64, times them, and searches the tiles of attention.
 
-    python benchmarks/kernel_speed.py                  one GPU, about three minutes
+    python benchmarks/kernel_speed.py check     errors of each kernel and of PyTorch's operations in its dtype
+    python benchmarks/kernel_speed.py time      each kernel, its reference and a library's function; attention
+    python benchmarks/kernel_speed.py tiles     times of the attention kernels with other tiles
 
-On a machine without a GPU, this command runs small tensors in triton's interpreter, in fp32, without times:
+On a GPU, `check` takes a minute, `time` three, `tiles` two. --small has small tensors. On a machine without a
+GPU small tensors are computed in triton's interpreter:
 
-    TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py --small
+    TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py check --small
 
-Sizes are from a layer of a 13B model: sequence 2048, hidden size 5120, 40 heads, vocabulary 50,304, bf16.
-Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the cache of
-the GPU between calls. `difference` is the largest difference between kernel and reference, in outputs and
-gradients, relative to the largest value. `rate` counts the bytes that must be read and written once. For
-attention it counts the FLOPs of the causal half, including those that document masks skip; the backward pass
-counts 2.5 times the forward pass. A second table compares the implementations of attention without dropout,
-which compute the same, and names the fastest.
+check: `error` is the largest ||found - exact|| / ||exact|| of outputs and gradients, where `exact` is the
+reference in fp64 with equal inputs. It must be within the bound of the dtype, or within twice the error of
+the reference in the kernel's dtype, but never above ten times the bound.
+
+time: sizes are from a layer of a 13B model: sequence 2048, hidden size 5120, 40 heads, vocabulary 50,304,
+bf16. Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the
+cache of the GPU between calls. `rate` counts the bytes that must be read and written once. For attention it
+counts the FLOPs of the causal half, including those that document masks skip; the backward pass counts 2.5
+times the forward pass. A second table compares the implementations of attention without dropout, which
+compute the same.
+
+tiles: causal attention with dropout 0.1 in bf16, heads of 64 and 128. A run never searches: another tile adds
+in another order.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.attention_implementations import KINDS, Attend, implementations
-from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.kernel_cases import Case, Inputs, Sizes, cases
+from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.launch import temporary_environment
-from megatron.config import Config
-from megatron.kernels.selection import forget_decisions, reason_against_kernels, uses_kernels
-from megatron.model.activations import gated_by
-from megatron.model.core_attention import CoreAttention
-from megatron.model.gpt_model import ParallelSelfAttention
-from megatron.model.layer_context import LayerContext
-from megatron.model.position import document_ids_of
-from megatron.mpu.embedding import embedding
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.logit_chunks import LogitChunks
-from megatron.mpu.parameters import set_main_grad
-from megatron.mpu.random import DropoutRNG, dropout_add
-from megatron.mpu.weight_gradient import weight_gradient
-from megatron.optimizer.flat_group import move_to_main_grad
-from megatron.optimizer.gradient_norm import gradient_norms
-from tests.support.measured_worlds import config_of
+from megatron.kernels import attention
+from megatron.kernels.attention import AttentionMask, Tiles, flash_attention
+from megatron.kernels.selection import forget_decisions, reason_against_kernels
+from megatron.model.position import AttentionMasks, alibi_slopes, document_ids_of
 
-Work = Callable[[], list[Tensor]]
+TIMED = Sizes(2048, 40, 128, 50304, 1024, (5120, 5120 * 5120, 4 * 5120 * 5120) * 8)
+CHECKED = Sizes(1024, 8, 64, 50304, 512, (7, 5000, 3_000_001))
+SMALL = Sizes(40, 2, 16, 100, 24, (7, 5000, 300))
+HEAD_DIMS = (64, 128, 80, 96)
+# Largest error of a kernel that is right, by dtype. 16-bit values are rounded to 8 or 11 bits.
+BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Kernel -> tiles (queries, keys, warps, stages) that are compared with those of a run.
+CANDIDATES = {
+    "forward": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
+    "query": [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1)],
+    "key": [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2), (64, 128, 8, 1)],
+}
+SMALL_CANDIDATES = {"forward": [(16, 16, 4, 1)], "query": [(32, 16, 4, 1)], "key": [(16, 32, 4, 1)]}
+KINDS = ("causal", "causal, heads share keys", "window", "documents", "ALiBi")
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""query [seq, 1, heads, head_dim], key and value [seq, 1, groups, head_dim] -> the shape of query."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of the tensors of a layer, and of the loss of a chunk of tokens."""
+class Target:
+    """Where the rows go, and what computes them."""
 
-    seq: int
-    heads: int
-    head_dim: int
-    vocab: int
-    tokens: int
-    parameters: tuple[int, ...]
-    """Numbers of elements of the gradients whose norms are computed."""
+    folder: Path
+    device: torch.device
+    small: bool
+
+    def inputs(self, sizes: Sizes, dtype: torch.dtype) -> Inputs:
+        return Inputs(sizes, dtype, self.device, rounded_to=dtype)
 
     @property
-    def hidden(self) -> int:
-        return self.heads * self.head_dim
-
-
-LARGE = Sizes(2048, 40, 128, 50304, 1024, (5120, 5120 * 5120, 4 * 5120 * 5120) * 8)
-SMALL = Sizes(40, 2, 16, 100, 24, (7, 5000, 300))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel. work: returns outputs and gradients, with the kernel or with its reference. library: the
-    nearest function of a library, which may compute something else. moved: bytes. flops: 0 if the memory
-    bandwidth is the limit."""
-
-    name: str
-    work: Work
-    library_name: str
-    library: Work
-    moved: int
-    flops: float = 0.0
+    def low_dtype(self) -> torch.dtype:
+        """The interpreter truncates to bf16, where a GPU rounds."""
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--small", action="store_true", help="small tensors on the CPU, no times")
+    parser.add_argument("mode", choices=("check", "time", "tiles"))
+    parser.add_argument("--small", action="store_true", help="small tensors")
+    parser.add_argument("--out", type=Path, default=Path("runs/kernels"), help="folder of rows.jsonl")
     arguments = parser.parse_args()
-
-    device = torch.device("cpu" if arguments.small else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU was found: --small compares the kernels on a CPU")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not arguments.small:
+        parser.error("no GPU was found: --small computes on a CPU")
     reason = reason_against_kernels(device.type)
     if reason is not None:
         parser.error(f"the kernels are not used: {reason}")
     print(describe_machine(), flush=True)
-    sizes, dtype = (SMALL, torch.float32) if arguments.small else (LARGE, torch.bfloat16)
-    print_row("kernel", "difference", "PyTorch ms", "kernel ms", "ratio", "rate", "library ms", "library")
-    for case in cases(sizes, dtype, device):
-        with kernels_or_references("pytorch"):
-            expected = [value.clone() for value in case.work()]
-        difference = largest_difference([value.clone() for value in case.work()], expected)
-        print_row(case.name, f"{difference:.1e}", *([] if arguments.small else times(case)))
-    print_row("attention without dropout", "difference", "triton ms", "SDPA ms", "Flex ms", "fastest")
-    for kind in KINDS:
-        print_row(kind, *compared_attention(kind, sizes, dtype, device, timed=not arguments.small))
-
-
-def compared_attention(
-    kind: str, sizes: Sizes, dtype: torch.dtype, device: torch.device, timed: bool
-) -> list[str]:
-    """Returns the columns of a row: the largest difference from SDPA, the times, and the name of the fastest.
-    Without times only outputs are compared: FlexAttention has no backward pass on CPUs."""
-    groups = max(sizes.heads // 4, 1) if "share" in kind else sizes.heads
-    shapes = [(sizes.seq, 1, count, sizes.head_dim) for count in (sizes.heads, groups, groups)]
-    inputs = [some(shape, 3, dtype, device)[index] for index, shape in enumerate(shapes)]
-    (grad,) = some(shapes[0], 1, dtype, device)
-
-    def work(attend: Attend) -> list[Tensor]:
-        y = attend(*(inputs if timed else (x.detach() for x in inputs)))
-        return [y.detach(), *(torch.autograd.grad(y, inputs, grad) if timed else ())]
-
-    found = implementations(kind, sizes.seq, sizes.heads, device)
-    expected = work(found["SDPA"])
-    differences = [largest_difference(work(attend), expected) for attend in found.values()]
-    if not timed:
-        return [f"{max(differences):.1e}"]
-    measured = {name: milliseconds(partial(work, attend)) for name, attend in found.items()}
-    return [
-        f"{max(differences):.1e}",
-        *(f"{time:.3f}" for time in measured.values()),
-        min(measured, key=measured.__getitem__),
-    ]
-
-
-def print_row(name: str, *cells: str) -> None:
-    """Prints a row as soon as it is measured."""
-    widths = (10, 10, 9, 6, 13, 10)
-    shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
-    print(f"{name:38}", *shown, *cells[len(widths) :], sep="  ", flush=True)
+    mode = {"check": check, "time": compare_times, "tiles": compare_tiles}[arguments.mode]
+    sys.exit(mode(Target(arguments.out, device, arguments.small)))
 
 
 @contextmanager
@@ -155,254 +116,251 @@ def kernels_or_references(setting: str) -> Iterator[None]:
         forget_decisions()
 
 
-def times(case: Case) -> list[str]:
-    """Returns the columns of a row after the difference."""
-    kernel = milliseconds(case.work)
+# --- Errors ---
+
+
+def check(target: Target) -> int:
+    """Adds a row for each kernel, dtype and head size; returns 1 if an error is above its bound."""
+    right = True
+    for dtype in (target.low_dtype, torch.float16) if target.small else BOUNDS:
+        for head_dim in (SMALL.head_dim,) if target.small else HEAD_DIMS:
+            inputs = target.inputs(SMALL if target.small else replace(CHECKED, head_dim=head_dim), dtype)
+            exact = replace(inputs, dtype=torch.float64, rounded_to=dtype)
+            for case, exact_case in zip(cases(inputs), cases(exact), strict=True):
+                if (
+                    inputs.sizes is SMALL
+                    or head_dim == HEAD_DIMS[0]
+                    or case.name.startswith(("attention", "split"))
+                ):
+                    name = {"kernel": case.name, "dtype": str(dtype).split(".")[-1], "head_dim": head_dim}
+                    right &= try_row(target, "kernels", name, partial(errors, case, exact_case, dtype))
+    return int(not right)
+
+
+def errors(case: Case, exact: Case, dtype: torch.dtype) -> dict[str, Any]:
     with kernels_or_references("pytorch"):
-        reference = milliseconds(case.work)
-    if case.flops:
-        rate = f"{case.flops / kernel / 1e9:.0f} TFLOP/s"
-    else:
-        rate = f"{case.moved / kernel / 1e6:.0f} GB/s"
-    library = milliseconds(case.library)
-    return [
-        f"{reference:.3f}",
-        f"{kernel:.3f}",
-        f"{reference / kernel:.1f}",
-        rate,
-        f"{library:.3f}",
-        case.library_name,
+        reference, expected = outputs(case), outputs(exact)
+    found = outputs(case)  # last: some backward passes overwrite their inputs
+    error, of_reference = largest_error(found, expected), largest_error(reference, expected)
+    good = error <= max(BOUNDS[dtype], min(2 * of_reference, 10 * BOUNDS[dtype]))
+    columns = {"error": error, "error_of_pytorch": of_reference, "bound": BOUNDS[dtype]}
+    return columns | {"verdict": "ok" if good else "BAD"}
+
+
+def try_row(target: Target, table: str, name: dict[str, Any], work: Callable[[], dict[str, Any]]) -> bool:
+    """Adds a row with the columns that `work` returns, or its error; returns whether the row is right. After
+    an error of the device the process ends, since later results would be its consequence."""
+    try:
+        columns = work()
+    except torch.AcceleratorError:
+        raise
+    except Exception as problem:
+        traceback.print_exc()
+        columns = {"verdict": f"FAILED: {problem!r}"[:150]}
+    add_row(target.folder, table, **name, **columns)
+    return columns.get("verdict", "ok") == "ok"
+
+
+def outputs(case: Case) -> list[Tensor]:
+    return [value.detach().double() for value in case.work()]
+
+
+def largest_error(found: list[Tensor], exact: list[Tensor]) -> float:
+    """Returns the largest error of an output, relative to it; absolute for an output of zeros."""
+    errors = [
+        float((a - b).norm() / (size if (size := b.norm()) else 1)) for a, b in zip(found, exact, strict=True)
     ]
+    return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def milliseconds(work: Work) -> float:
-    """Returns the median time of a call."""
+# --- Times ---
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Returns the median time of a call; on a CPU the time of one call."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
     from triton.testing import do_bench
 
-    return statistics.median(do_bench(work, return_mode="all"))
+    return statistics.median(do_bench(work, return_mode="all")) / 1000
 
 
-def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Returns the largest difference, relative to the largest value of each tensor."""
-    return max(
-        float((a - b).detach().double().abs().max() / b.detach().double().abs().max())
-        for a, b in zip(found, expected, strict=True)
-    )
+def compare_times(target: Target) -> int:
+    """Adds a row for each kernel, and for each kind of attention. A case that fails does not stop the
+    others."""
+    sizes, right = SMALL if target.small else TIMED, True
+    for case in cases(target.inputs(sizes, target.low_dtype)):
+        right &= try_row(target, "kernel times", {"kernel": case.name}, partial(times, case, target))
+    for kind in KINDS:
+        work = partial(compared_attention, kind, sizes, target)
+        right &= try_row(target, "attention times", {"attention": kind}, work)
+    return int(not right)
 
 
-def cases(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yields one case at a time, so that the tensors of only one case are in memory."""
-    yield dropout_case(sizes, dtype, device)
-    for name, flags in (
-        ("attention, dropout 0.1", "--attention-dropout 0.1"),
-        ("attention, ALiBi", "--attention-dropout 0 --position-embedding-type alibi"),
-        ("attention, documents", "--attention-dropout 0 --reset-attention-mask"),
-        ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
-    ):
-        yield attention_case(name, flags, sizes, dtype, device)
-    yield rotary_case(sizes, dtype, device)
-    yield gated_case(sizes, dtype, device)
-    yield weight_gradient_case(sizes, dtype, device)
-    yield loss_case(sizes, dtype, device)
-    yield embedding_case(sizes, dtype, device)
-    yield norms_case(sizes, device)
-    yield copied_gradient_case(sizes, dtype, device)
+def times(case: Case, target: Target) -> dict[str, Any]:
+    kernel = seconds_of(case.work, target.device)
+    with kernels_or_references("pytorch"):
+        reference = seconds_of(case.work, target.device)
+    if case.flops:
+        rate = f"{case.flops / kernel / 1e12:.0f} TFLOP/s"
+    else:
+        rate = f"{case.moved / kernel / 1e9:.0f} GB/s"
+    library = seconds_of(case.library, target.device)
+    return {
+        "pytorch_ms": 1000 * reference,
+        "kernel_ms": 1000 * kernel,
+        "ratio": reference / kernel,
+        "rate": rate,
+        "library_ms": 1000 * library,
+        "library": case.library_name,
+    }
 
 
-def dropout_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    x, residual, grad = some((sizes.seq, 1, sizes.hidden), 3, dtype, device)
-    rng = DropoutRNG(1, (5,))
+def compared_attention(kind: str, sizes: Sizes, target: Target) -> dict[str, Any]:
+    """Returns the largest difference from SDPA, and the time of each implementation. On a CPU only outputs
+    are computed: FlexAttention has no backward pass there."""
+    groups = max(sizes.heads // 4, 1) if "share" in kind else sizes.heads
+    inputs = target.inputs(sizes, target.low_dtype)
+    shapes = [(sizes.seq, 1, count, sizes.head_dim) for count in (sizes.heads, groups, groups)]
+    leaves = [inputs.some(shape, 3)[index] for index, shape in enumerate(shapes)]
+    (grad,) = inputs.some(shapes[0], 1)
+    on_cpu = target.device.type == "cpu"
 
-    def work() -> list[Tensor]:
-        y = dropout_add(x, residual, 0.1, rng, "4.mlp", batch_dim=1, tp_group=TPGroup())
-        return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
+    def work(attend: Attend) -> list[Tensor]:
+        y = attend(*(x.detach() if on_cpu else x for x in leaves))
+        return [y.detach(), *(() if on_cpu else torch.autograd.grad(y, leaves, grad))]
 
-    def library() -> list[Tensor]:
-        y = residual + F.dropout(x, 0.1)
-        return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
-
-    moved = 5 * x.numel() * x.element_size()  # x, residual, output; gradient, gradient of x
-    return Case("dropout and residual", work, "torch dropout, +", library, moved)
-
-
-def layer_config(sizes: Sizes, flags: str) -> Config:
-    """Returns the configuration of a model with one layer of these sizes."""
-    return config_of(
-        f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
-        f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
-        f"--global-batch-size 1 {flags}"
-    )
-
-
-def attention_case(name: str, flags: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    config = layer_config(sizes, flags)
-    core = CoreAttention(LayerContext(config, TPGroup(), DropoutRNG(1, (5,))), 0)
-    q, k, v = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
-    (grad,) = some((sizes.seq, 1, sizes.hidden), 1, dtype, device)
-    tokens = torch.ones(1, sizes.seq, dtype=torch.int64, device=device)
-    tokens[:, :: sizes.seq // 4] = 0
-    document_ids = document_ids_of(tokens, 0) if config.data.reset_attention_mask else None
-
-    def work() -> list[Tensor]:
-        y = core(q, k, v, document_ids)
-        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
-
-    def library() -> list[Tensor]:
-        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
-        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
-
-    # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
-    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
-    return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
-
-
-def rotary_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    config = layer_config(sizes, "--position-embedding-type rotary")
-    with torch.device(device):
-        attention = ParallelSelfAttention(LayerContext(config, TPGroup(), DropoutRNG(1)), 3)
-    (projected,) = some((sizes.seq, 1, 3 * sizes.hidden), 1, dtype, device)
-    grads = some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3, dtype, device)
-
-    def work() -> list[Tensor]:
-        parts = attention._split(projected, None)
-        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, projected, grads)]
-
-    def library() -> list[Tensor]:
-        return [projected.detach().clone(), projected.detach().clone()]
-
-    moved = 4 * projected.numel() * projected.element_size()
-    return Case("split and rotary positions", work, "torch clone, twice", library, moved)
-
-
-def gated_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    (wide,) = some((sizes.seq, 1, 8 * sizes.hidden), 1, dtype, device)
-    (grad,) = some((sizes.seq, 1, 4 * sizes.hidden), 1, dtype, device)
-    swiglu = gated_by("swiglu")
-
-    def work() -> list[Tensor]:
-        y = swiglu(wide)
-        return [y.detach(), *torch.autograd.grad(y, wide, grad)]
-
-    def library() -> list[Tensor]:
-        value, gate = wide.chunk(2, dim=-1)
-        y = value * F.silu(gate)
-        return [y.detach(), *torch.autograd.grad(y, wide, grad)]
-
-    # Values, gates and output; these and the gradient of the output, and the gradients of values and gates.
-    moved = (3 + 5) * grad.numel() * grad.element_size()
-    return Case("gated activation, SwiGLU", work, "torch silu, *", library, moved)
-
-
-def weight_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Returns the gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in
-    fp32."""
-    (weight,) = some((4 * sizes.hidden, sizes.hidden), 1, dtype, device)
-    (x,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
-    (grad,) = some((sizes.seq, 4 * sizes.hidden), 1, dtype, device)
-    weight.keeps_main_grad = True
-    weight.main_grad = torch.zeros(weight.shape, device=device)
-
-    @torch.no_grad()
-    def work() -> list[Tensor]:
-        weight.main_grad.zero_()
-        if not uses_kernels(weight):
-            weight.main_grad.addmm_(grad.float().t(), x.float())
-        elif (gradient := weight_gradient(weight, grad, x)) is not None:
-            weight.main_grad.add_(gradient)  # this device has no GEMM that accumulates
-        return [weight.main_grad]
-
-    @torch.no_grad()
-    def library() -> list[Tensor]:
-        weight.main_grad.zero_()
-        return [weight.main_grad.add_(grad.t() @ x)]
-
-    flops = 2.0 * sizes.seq * 4 * sizes.hidden**2
-    return Case("weight gradient into main_grad", work, "torch matmul, add", library, 0, flops)
-
-
-def loss_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    """Computes the logits of a chunk, the losses, and the gradient in place. The times include the GEMM of
-    the logits."""
-    (hidden,) = some((sizes.tokens, 64), 1, dtype, device)
-    (weight,) = some((sizes.vocab, 64), 1, dtype, device)
-    generator = torch.Generator().manual_seed(2)
-    labels = torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator).to(device)
-
-    def work() -> list[Tensor]:
-        with torch.no_grad():
-            chunks = LogitChunks(hidden, weight, labels, TPGroup(), sizes.vocab, 0.0)
-            losses, _, _, gradient = chunks.losses(chunks.chunks[0], with_gradient=True)
-        return [losses, gradient]
-
-    def library() -> list[Tensor]:
-        logits = (hidden @ weight.T).detach().requires_grad_()
-        losses = F.cross_entropy(logits.float(), labels, reduction="none")
-        return [losses.detach(), *torch.autograd.grad(losses.sum(), logits)]
-
-    moved = 3 * sizes.tokens * sizes.vocab * hidden.element_size()  # written, read, written
-    return Case("cross entropy of a chunk", work, "torch cross_entropy", library, moved)
-
-
-def embedding_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    (weight,) = some((sizes.vocab, sizes.hidden), 1, dtype, device)
-    (grad,) = some((sizes.seq, sizes.hidden), 1, dtype, device)
-    generator = torch.Generator().manual_seed(2)
-    # Frequent tokens repeat, as in text.
-    ids = (torch.rand(sizes.seq, generator=generator) ** 4 * sizes.vocab).long().to(device)
-    weight.main_grad = torch.zeros(weight.shape, device=device)
-
-    def work() -> list[Tensor]:
-        weight.main_grad.zero_()
-        embedding(ids, weight).backward(grad)
-        return [weight.main_grad]
-
-    def library() -> list[Tensor]:
-        weight.main_grad.zero_()
-        return [weight.main_grad.index_add_(0, ids, grad.float())]
-
-    moved = sizes.seq * sizes.hidden * (2 * weight.element_size() + 8) + 4 * weight.numel()
-    return Case("embedding's gradient, cleared before", work, "torch index_add_", library, moved)
-
-
-def norms_case(sizes: Sizes, device: torch.device) -> Case:
-    gradients = [some((count,), 1, torch.float32, device)[0].detach() for count in sizes.parameters]
-
-    def work() -> list[Tensor]:
-        return [gradient_norms(gradients, device)]
-
-    def library() -> list[Tensor]:
-        return [torch.nn.utils.get_total_norm(gradients)]
-
-    return Case("norms of gradients", work, "torch get_total_norm", library, 4 * sum(sizes.parameters))
-
-
-def copied_gradient_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Case:
-    weight, gradient = some((max(sizes.parameters),), 2, dtype, device)
-    total, norm = (
-        torch.zeros(weight.shape, device=device),
-        torch.zeros((), dtype=torch.float64, device=device),
-    )
-    set_main_grad(weight, total, stays_allocated=False)
-
-    def work() -> list[Tensor]:
-        weight.grad = gradient.detach()
-        move_to_main_grad(weight, norm)
-        return [total, norm * 0.0]
-
-    def library() -> list[Tensor]:
-        return [total.copy_(gradient.detach())]
-
-    moved = total.numel() * (4 + weight.element_size())
-    return Case("norms of copied gradients: finite or not", work, "torch copy_", library, moved)
-
-
-def some(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Returns random tensors that require a gradient."""
-    return [
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype).requires_grad_()
-        for seed in range(count)
+    found = implementations(kind, sizes.seq, sizes.heads, target.device)
+    expected = [value.double() for value in work(found["sdpa"])]
+    errors = [
+        largest_error([value.double() for value in work(attend)], expected) for attend in found.values()
     ]
+    measured = {
+        f"{name}_ms": 1000 * seconds_of(partial(work, attend), target.device)
+        for name, attend in found.items()
+    }
+    return {"difference": max(errors), **measured, "fastest": min(measured, key=measured.__getitem__)[:-3]}
+
+
+def implementations(kind: str, seq: int, heads: int, device: torch.device) -> dict[str, Attend]:
+    """Returns the implementations of one of `KINDS`: this repository's Triton kernels, and PyTorch's
+    `scaled_dot_product_attention` and FlexAttention. Windows and documents have seq / 4 tokens. Dropout is
+    left out: the masks of PyTorch's kernels depend on rank and kernel."""
+    document_ids = None
+    if kind == "documents":
+        tokens = torch.ones(1, seq, dtype=torch.int64, device=device)
+        tokens[:, :: seq // 4] = 0
+        document_ids = document_ids_of(tokens, 0)
+    masks = AttentionMasks(
+        alibi_slopes(heads) if kind == "ALiBi" else None,
+        within_documents=document_ids is not None,
+        window=seq // 4 if kind == "window" else None,
+    )
+
+    def triton(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = AttentionMask(masks.slopes_on(device), *masks.ranges(seq, 1, device, document_ids))
+        return flash_attention(query, key, value, query.shape[-1] ** -0.5, mask)
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        bias = masks.bias(seq, query.dtype, device, document_ids)
+        heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        shares = key.shape[2] < query.shape[2]
+        output = F.scaled_dot_product_attention(*heads_first, bias, is_causal=bias is None, enable_gqa=shares)
+        return output.permute(2, 0, 1, 3)
+
+    return {"triton": triton, "sdpa": sdpa, "flex": flex(masks, document_ids, seq, device)}
+
+
+def flex(masks: AttentionMasks, document_ids: Tensor | None, seq: int, device: torch.device) -> Attend:
+    """FlexAttention, compiled on a GPU. Compiled code has no window or document of its own, so both kinds use
+    the first token of each query."""
+    first_keys, _ = masks.ranges(seq, 1, device, document_ids)
+    slopes = masks.slopes_on(device)
+
+    def allowed(_batch: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        causal = column <= row
+        return causal if first_keys is None else causal & (column >= first_keys[0, row])
+
+    def biased(score: Tensor, _batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return score if slopes is None else score + slopes[head] * (column - row)
+
+    block_mask = create_block_mask(allowed, None, None, seq, seq, device)
+    function = flex_attention if device.type == "cpu" else torch.compile(flex_attention, dynamic=False)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads_first = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        shares = key.shape[2] < query.shape[2]
+        score_mod = None if slopes is None else biased
+        output = function(*heads_first, score_mod=score_mod, block_mask=block_mask, enable_gqa=shares)
+        return output.permute(2, 0, 1, 3)
+
+    return attend
+
+
+# --- Tiles ---
+
+
+def compare_tiles(target: Target) -> int:
+    """Adds a row for each tile of each attention kernel. A tile that does not compile, or needs too much
+    shared memory, has a row with the error."""
+    for head_dim in (SMALL.head_dim,) if target.small else (128, 64):
+        sizes = SMALL if target.small else replace(TIMED, head_dim=head_dim)
+        for kernel, call in attention_calls(target.inputs(sizes, target.low_dtype)).items():
+            expected = [value.double() for value in call()]
+            of_run = attention.tiles(kernel, target.low_dtype, head_dim)
+            others = (SMALL_CANDIDATES if target.small else CANDIDATES)[kernel]
+            for tile in (of_run, *(Tiles(*numbers) for numbers in others)):
+                shown = f"{tile.queries} x {tile.keys}, {tile.num_warps} warps, {tile.num_stages} stages"
+                name = {"kernel": kernel, "head_dim": head_dim, "tile": shown, "used": tile is of_run}
+                try_row(target, "tiles", name, partial(time_of_tile, call, tile, expected, target))
+    return 0
+
+
+def time_of_tile(
+    call: Callable[[], Sequence[Tensor]], tile: Tiles, expected: list[Tensor], target: Target
+) -> dict[str, Any]:
+    launch = attention._launch  # its cache knows the shapes, but not the tiles
+    launch.cache_clear()
+    try:
+        with patch.object(attention, "tiles", lambda *_: tile):
+            error = largest_error([value.double() for value in call()], expected)
+            milliseconds = 1000 * seconds_of(call, target.device)
+    finally:
+        launch.cache_clear()
+    if not error <= BOUNDS[target.low_dtype]:
+        raise ValueError(f"the results differ by {error:.1e} from those of the first tile")
+    return {"ms": milliseconds, "difference": error}
+
+
+def attention_calls(inputs: Inputs) -> dict[str, Callable[[], Sequence[Tensor]]]:
+    """Returns the calls of the attention kernels, by their names in `attention.tiles`."""
+    sizes = inputs.sizes
+    shape = (sizes.seq, 1, sizes.heads, sizes.head_dim)
+    query, key, value, grad = (x.detach() for x in inputs.some(shape, 4))
+    sample_keys = torch.ones(1, dtype=torch.int64, device=inputs.device)
+    scale, dropout = sizes.head_dim**-0.5, 0.1
+    masks, numbers = (None, None), (scale, dropout, 0, sizes.seq, None)
+
+    def forward() -> Sequence[Tensor]:
+        return attention.attention_forward_op(query, key, value, *masks, sample_keys, *numbers)
+
+    out, log_sums = forward()
+
+    def backward_query() -> Sequence[Tensor]:
+        tensors = (query, key, value, out, grad, log_sums)
+        return attention.attention_backward_query_op(*tensors, *masks, sample_keys, *numbers)
+
+    _, row_sums, row_keys = backward_query()
+
+    def backward_key() -> Sequence[Tensor]:
+        tensors = (query, key, value, grad, log_sums, row_sums)
+        return attention.attention_backward_key_op(
+            *tensors, *masks, None, row_keys, scale, dropout, sizes.seq, None
+        )
+
+    return {"forward": forward, "query": backward_query, "key": backward_key}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What benchmarks share: a parser of flags, a description of the machine, and the memory of a command."""
+"""What benchmarks share: a parser of flags, a description of the machine, rows of results, and the memory of
+a command."""
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -30,6 +32,27 @@ def describe_machine() -> str:
     )
 
 
+def add_row(folder: Path, table: str, **columns: Any) -> None:
+    """Appends a row of the named table to rows.jsonl in the folder, and prints it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "rows.jsonl", "a") as file:
+        file.write(json.dumps({"table": table, **columns}) + "\n")
+    print(", ".join(f"{name} {value}" for name, value in columns.items()), flush=True)
+
+
+def read_rows(folder: Path, table: str) -> list[dict[str, Any]]:
+    """Returns the rows of the named table in the folder. A line that a killed process has not ended is left
+    out."""
+    found = []
+    file = folder / "rows.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if row.pop("table") == table:
+                found.append(row)
+    return found
+
+
 def peak_bytes_of(command: Sequence[str], **options: Any) -> int:
     """Runs a command. Returns the largest sum of the resident memory of its processes, sampled every 10 ms;
     pages that processes share count in each. Exits the program if the command fails. options: of `Popen`."""
@@ -57,8 +80,9 @@ def _processor() -> str:
 
 
 def _commit() -> str:
+    """Returns the commit of this checkout, or $COMMIT for a copy without its history."""
     root = Path(__file__).resolve().parent
     result = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
     )
-    return result.stdout.strip() or "unknown"
+    return result.stdout.strip() or os.environ.get("COMMIT", "unknown")

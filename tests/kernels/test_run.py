@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.kernel_speed import largest_error
+from benchmarks.machine import read_rows
 from tests.end_to_end.command import ROOT, environment, pretrain
 
 # Few operations: the interpreter needs seconds for each step.
@@ -39,22 +44,33 @@ def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
 
 
 @pytest.mark.full
-def test_the_benchmark_compares_every_kernel_with_its_reference() -> None:
-    run = subprocess.run(
-        [sys.executable, "benchmarks/kernel_speed.py", "--small"],
+@pytest.mark.parametrize(
+    ("mode", "table"), [("check", "kernels"), ("time", "attention times"), ("tiles", "tiles")]
+)
+def test_the_benchmark_compares_every_kernel_with_its_reference(
+    mode: str, table: str, tmp_path: Path
+) -> None:
+    subprocess.run(
+        [sys.executable, "benchmarks/kernel_speed.py", mode, "--small", "--out", str(tmp_path)],
         cwd=ROOT,
         env={**environment(), "TRITON_INTERPRET": "1", "MEGATRON_KERNELS": "interpreter"},
         check=True,
-        capture_output=True,
-        text=True,
     )
-    _, table = run.stdout.split("library\n")
-    table, attention = re.split(r"attention without dropout .*fastest\n", table)
-    differences, implementations = (
-        {name: float(value) for name, value in (row.rsplit(maxsplit=1) for row in rows.splitlines())}
-        for rows in (table, attention)
-    )
-    assert len(implementations) == 5 and max(implementations.values()) < 1e-6
-    kinds = {re.split(r"[ ,']", name)[0] for name in differences}
-    assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms", "split", "gated"}
-    assert max(differences.values()) < 1e-6 and any(differences.values())
+    rows = read_rows(tmp_path, table)
+    if mode == "check":
+        kinds = {re.split(r"[ ,']", row["kernel"])[0] for row in rows}
+        assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms", "split", "gated"}
+        assert {row["verdict"] for row in rows} == {"ok"}
+        of_fp32 = [row["error"] for row in rows if row["dtype"] == "float32"]
+        assert 2 * len(of_fp32) == len(rows) and max(of_fp32) < 1e-6 and any(of_fp32)
+    else:
+        assert len(rows) == {"time": 5, "tiles": 6}[mode]
+        assert max(row["difference"] for row in rows) < 1e-6
+
+
+def test_a_kernel_with_wrong_results_is_found() -> None:
+    """The largest error of an output counts; an output of NaN is wrong."""
+    exact = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
+    assert largest_error([torch.tensor([3.0, 4.5]), torch.zeros(2)], exact) == pytest.approx(0.1)
+    assert largest_error([torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.2])], exact) == pytest.approx(0.2)
+    assert math.isnan(largest_error([torch.tensor([torch.nan, 4.0]), torch.ones(2)], exact))

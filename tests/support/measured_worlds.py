@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.mpu.layout import ParallelLayout, TPGroup
+    from megatron.mpu.parameters import InitialValues
 
 
 # In the environment of processes that are measured on CPUs, on a machine with an accelerator too.
@@ -108,13 +109,18 @@ def connect(config: "Config") -> "tuple[ParallelLayout, TPGroup]":
 
 
 def make_engine(
-    config: "Config", layout: "ParallelLayout", tp_group: "TPGroup", vocab_size: int
+    config: "Config",
+    layout: "ParallelLayout",
+    tp_group: "TPGroup",
+    vocab_size: int,
+    values: "InitialValues | None" = None,
 ) -> "GPTEngine":
-    """Returns the engine of a rank."""
+    """Returns the engine of a rank. values: the initial values (default: those of a run)."""
+    from megatron.mpu.parameters import initial_values
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
-    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0))
+    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0), None, values or initial_values)
 
 
 def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":

@@ -10,7 +10,7 @@ from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
 # Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
-NO_FLAGS = {"__init__", "attention_implementations", "gpu_table", "machine", "published_rows", "saves"}
+NO_FLAGS = {"__init__", "gpu_table", "kernel_cases", "machine", "plain_model", "published_rows", "saves"}
 COMMANDS = [
     f"{path.stem}.py --help"
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
@@ -49,8 +49,8 @@ def test_every_benchmark_starts() -> None:
 def test_the_measured_configurations_are_accepted() -> None:
     for row in cpu_model_accuracy.ROWS:
         assert cpu_model_accuracy.make_config(row).parallel.world_size == row.processes
-    for name, preset in throughput.PRESETS.items():
-        for row in throughput.rows_of(name):
-            config = throughput.make_config(preset, row, compiles=False, dropout=0.1)
-            assert config.model.num_layers == preset.layers
-            assert config.parallel.world_size == row.processes
+    model = throughput.measured_model()
+    for row in throughput.CPU_ROWS:
+        config = throughput.make_config(model, row)
+        assert config.model.num_layers == model.layers
+        assert config.parallel.world_size == row.processes

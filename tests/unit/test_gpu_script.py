@@ -1,98 +1,413 @@
-"""benchmarks/gpu.sh: its commands exist, and with a small part it writes its table."""
+"""benchmarks/gpu.sh: its commands exist, its phases do not lose each other, and it runs on a CPU."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from benchmarks import throughput
-from megatron.config.cli import parse_args
+from benchmarks import device_throughput, gpu_table
+from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
+from benchmarks.machine import add_row, read_rows
+from megatron.cluster.launch import temporary_environment
+from megatron.config import read_command_line
+from megatron.pipeline.stages import plan_stages
+from megatron.planner.memory import fit_summary, plan_memory
 from megatron.training.log_lines import IntervalSummary, format_training_line
 from tests.end_to_end.command import ROOT
+from tests.support import HANG_TIMEOUT_S, device_curves
+
+GPU_ROWS = [row for rows in ROWS.values() for row in rows]
+ALL_ROWS = [*GPU_ROWS, *(row for rows in TINY_ROWS.values() for row in rows)]
+PHASES = "versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times loss host".split()
 
 
-def gpu_script(**settings: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", **settings}
-    return subprocess.run(["benchmarks/gpu.sh"], cwd=ROOT, env=env, capture_output=True, text=True)
+def gpu_script(*flags: object, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["benchmarks/gpu.sh", *map(str, flags)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, **settings},
+        capture_output=True,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
 
 
-def test_every_part_is_a_command_that_parses(tmp_path: Path) -> None:
-    for name in (
-        "tokenizer/vocab.json",
-        "tokenizer/merges.txt",
-        "tokens_text_document.bin",
-        "tokens_text_document.idx",
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    done = gpu_script(DRY_RUN="1", OUT=str(tmp_path))
+def stub_python(folder: Path, body: str) -> str:
+    """A program in the place of Python. $1 is the benchmark; the table is made by the real Python."""
+    stub = folder / "python-stub"
+    stub.write_text(f'#!/bin/bash\ncase "$*" in *gpu_table*) exec {sys.executable} "$@" ;; esac\n{body}\n')
+    stub.chmod(0o755)
+    return str(stub)
+
+
+def verdicts(folder: Path) -> dict[str, str]:
+    return {row["phase"]: row["verdict"] for row in read_rows(folder, "phases")}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_phase_is_a_command_that_parses(device: str) -> None:
+    done = gpu_script("--dry-run", "--device", device, COMPUTE_SANITIZER="compute-sanitizer")
     assert done.returncode == 0, done.stderr
-    parts = dict(re.findall(r"^(\S+): timeout \d+ (.*)$", done.stdout, re.MULTILINE))
-    limits = sum(map(int, re.findall(r": timeout (\d+)", done.stdout)))
-    assert limits <= 3900
-    runs = [shlex.split(command) for command in parts.values() if "pretrain_gpt.py" in command]
-    assert len(runs) == 5
-    for words in runs:
-        flags = words[words.index("pretrain_gpt.py") + 1 :]
-        assert parse_args(flags, {}).model.num_layers == 8
-    for command in parts.values():
-        for script in re.findall(r"benchmarks/\w+\.py", command):
-            assert (ROOT / script).is_file()
+    commands = re.findall(r"^(\S+): timeout \d+ (.*)$", done.stdout, re.MULTILINE)
+    names = [name.partition("-")[0] for name, _ in commands]
+    helpers = {"plan", "prewarm"} if device == "cuda" else {"plan"}
+    assert list(dict.fromkeys(name for name in names if name not in helpers)) == PHASES
+    assert helpers < set(names)
+    parsers: dict[str, str] = {}
+    for _, command in commands:
+        words = shlex.split(command)
+        start = words.index(sys.executable) + 1
+        program, flags = words[start], words[start + 1 :]
+        if program == "-m":
+            program, flags = f"{flags[0].replace('.', '/')}.py", flags[1:]
+        source = parsers.setdefault(program, (ROOT / program).read_text())
+        assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--"))
+        assert not flags or flags[0].startswith("--") or f'"{flags[0]}"' in source
 
 
-def test_a_part_that_fails_is_in_the_table(tmp_path: Path) -> None:
-    """There is no GPU here, which kernel_speed says."""
-    done = gpu_script(PARTS="kernels", OUT=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
+    """Each phase that ran is in the table with its verdict, also if a process was killed."""
+    stub = stub_python(
+        tmp_path, 'case "$*" in *memory*) echo broken; exit 7 ;; *host_time*) kill -SEGV $$ ;; esac'
+    )
+    out = tmp_path / "out"
+    done = gpu_script("--phases", "versions loss host", "--out", out, PYTHON=stub)
     assert done.returncode == 1
-    table = (tmp_path / "table.md").read_text()
-    assert re.search(r"^\| kernels \| \d+ \| 2 \|$", table, re.MULTILINE)
-    assert "no GPU was found" in table
+    assert verdicts(out) == {
+        "versions": "ok",
+        "loss": "FAILED: exit code 7, see logs/loss.log",
+        "host": "FAILED: exit code 139, see logs/host.log",
+    }
+    assert (out / "logs" / "loss.log").read_text() == "broken\n"
+    assert "| loss | 0 | FAILED: exit code 7, see logs/loss.log |" in (out / "table.md").read_text()
 
 
-def test_an_unknown_part_is_refused_before_the_first_one(tmp_path: Path) -> None:
-    done = gpu_script(PARTS="kernels 7B", OUT=str(tmp_path))
-    assert done.returncode == 2 and "PARTS has 7B, expected some of: data " in done.stderr
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("broken", ["gpu_environment", "smoke"])
+def test_it_stops_if_the_program_does_not_start(broken: str, tmp_path: Path) -> None:
+    stub = stub_python(tmp_path, f'case "$*" in *{broken}*) echo "no {broken}"; exit 1 ;; esac')
+    out = tmp_path / "out"
+    done = gpu_script("--out", out, PYTHON=stub)
+    assert done.returncode == 1
+    failed = "versions" if broken == "gpu_environment" else "smoke-pytorch"
+    assert f"no {broken}\nstopped: {failed} failed" in done.stdout
+    assert set(verdicts(out)) == (
+        {"versions"} if broken == "gpu_environment" else {"versions", "smoke", failed}
+    )
+
+
+def test_it_continues_with_pytorchs_operations(tmp_path: Path) -> None:
+    stub = stub_python(tmp_path, 'case "$*" in *"curves smoke --out"*) exit 1 ;; esac')
+    done = gpu_script("--phases", "smoke loss", "--out", tmp_path / "out", PYTHON=stub)
+    assert done.returncode == 1
+    assert list(verdicts(tmp_path / "out")) == ["smoke", "smoke-pytorch", "loss"]
+
+
+def test_measurements_continue_after_a_crash_of_their_process(tmp_path: Path) -> None:
+    stub = stub_python(
+        tmp_path,
+        f'case "$*" in *" gpt "*) [ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 3; }} ;; esac',
+    )
+    gpu_script("--phases", "gpt", "--out", tmp_path / "out", PYTHON=stub)
+    assert verdicts(tmp_path / "out") == {"gpt": "FAILED: exit code 3, see logs/gpt.log", "gpt-again": "ok"}
+
+
+def test_a_script_that_is_killed_ends_what_it_started_and_leaves_its_table(tmp_path: Path) -> None:
+    stub = stub_python(
+        tmp_path, f'case "$*" in *host_time*) sleep 300 & echo $! >{tmp_path}/pid; wait ;; esac'
+    )
+    command = ["benchmarks/gpu.sh", "--phases", "loss host", "--out", str(tmp_path / "out")]
+    script = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "PYTHON": stub}, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + HANG_TIMEOUT_S
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert script.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(HANG_TIMEOUT_S) == 143
+    grandchild = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
+    while grandchild.exists() and b"sleep" in grandchild.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "| loss | 0 | ok |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_wheels_of_absent_packages_are_installed(tmp_path: Path) -> None:
+    """pip gets the wheels that this Python lacks: not torch's."""
+    (tmp_path / "wheels").mkdir()
+    for name in ("torch-9.0-py3-none-any.whl", "absent_package-1.0-py3-none-any.whl"):
+        (tmp_path / "wheels" / name).touch()
+    stub = stub_python(
+        tmp_path,
+        f'case "$*" in *"pip install"*) echo "$@" >{tmp_path}/installed ;; '
+        f'"- "*) exec {sys.executable} "$@" ;; esac',
+    )
+    done = gpu_script(
+        "--wheelhouse", tmp_path / "wheels", "--phases", "loss", "--out", tmp_path / "out", PYTHON=stub
+    )
+    assert done.returncode == 0, done.stdout
+    wheels = [word for word in (tmp_path / "installed").read_text().split() if word.endswith(".whl")]
+    assert wheels == [str(tmp_path / "wheels" / "absent_package-1.0-py3-none-any.whl")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--phases", "smoke 7B"], "--phases has 7B, expected some of: versions "),
+        (["--device", "tpu"], "--device tpu: expected cuda or cpu"),
+        (["--budget", "8m"], "--budget 8m: expected seconds"),
+        (["--out"], "--out has no value"),
+        (["--wheelhouse", "nowhere"], "--wheelhouse nowhere: there is no such folder"),
+        (["--fast"], "--fast is unknown"),
+    ],
+)
+def test_wrong_flags_of_the_gpu_script(flags: list[str], message: str) -> None:
+    done = gpu_script(*flags)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}")
+    assert done.stdout == ""
+
+
+def test_the_gpu_scripts_smoke_test_runs_on_a_cpu(tmp_path: Path) -> None:
+    done = gpu_script("--device", "cpu", "--phases", "smoke", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert verdicts(tmp_path) == {"smoke": "ok"}
+    (smoke,) = read_rows(tmp_path, "losses")
+    assert smoke["steps"] == 6 and 0 < smoke["difference"] < 1e-3
+    assert "### Losses" in done.stdout
+
+
+@pytest.mark.full  # three minutes
+def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    """The ranks that share a device have the losses of one process, through host memory."""
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/bash\n[ "$1 $3" = "--tool --error-exitcode" ] || exit 2\nexec "${@:5}"\n')
+    sanitizer.chmod(0o755)
+    out = tmp_path / "out"
+    done = gpu_script("--device", "cpu", "--budget", 900, "--out", out, COMPUTE_SANITIZER=str(sanitizer))
+    assert done.returncode == 0, done.stdout
+    found = verdicts(out)
+    assert {name.partition("-")[0] for name in found} == set(PHASES) and set(found.values()) == {"ok"}
+    environment = {row["name"]: row["value"] for row in read_rows(out, "environment")}
+    assert environment["accelerator"] == "cpu, gloo" and environment["machine"] in done.stdout
+    losses = {row["run"]: row for row in read_rows(out, "losses")}
+    assert losses["resumed"]["steps"] == 3 and losses["resumed"]["difference"] == 0
+    assert losses["tp2-pp2"]["difference"] < 1e-6 and losses["zero3-cp2"]["difference"] < 1e-6
+    speeds = [row for row in read_rows(out, "throughput") if "error" not in row]
+    assert [row["model"] for row in speeds] == [row.name for rows in TINY_ROWS.values() for row in rows]
+    assert 0 < speeds[0]["busy"] <= 1 and speeds[0]["last_loss"] < speeds[0]["first_loss"]
+    assert len(read_rows(out, "plans")) == sum(row.is_ours for rows in TINY_ROWS.values() for row in rows)
+    for title in ("Throughput", "Kernels", "Kernel times", "Attention times", "Tiles"):
+        assert f"### {title}\n" in done.stdout
+
+
+# --- Loss curves ---
+
+
+def test_the_tokens_of_the_gpu_scripts_curves_are_those_of_the_golden_file(tmp_path: Path) -> None:
+    golden = json.loads(device_curves.GOLDEN_FILE.read_text())
+    assert device_curves.write_tokens(tmp_path) == golden["tokens"]
+    for size, (_, iterations) in device_curves.SIZES.items():
+        assert {len(golden[size][model]) for model in device_curves.MODELS} == {iterations}
+
+
+def test_the_flags_of_the_gpu_scripts_curves_are_accepted() -> None:
+    for phase in device_curves.PHASES.values():
+        for case in phase.values():
+            words = (
+                device_curves.SIZES["full"][0],
+                device_curves.MODELS[case.model],
+                device_curves.BATCH,
+                case.flags,
+            )
+            flags = [*" ".join(words).split(), "--train-iters", "2", "--dry-run", "--vocab-size", "100"]
+            ranks = {"WORLD_SIZE": str(case.ranks)}
+            assert read_command_line(flags, ranks).config.parallel.world_size == case.ranks
+
+
+@pytest.mark.full
+def test_the_golden_curves_of_the_gpu_script_are_those_of_this_commit(tmp_path: Path) -> None:
+    with temporary_environment({"DS_ACCELERATOR": "cpu"}):
+        cases = {"gpt-fp32": device_curves.Case("gpt"), "llama-fp32": device_curves.Case("llama")}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(device_curves.PHASES, "curves", cases)
+            assert device_curves.run_phase("curves", "full", tmp_path, tmp_path, seconds=HANG_TIMEOUT_S) == 0
+    assert [row["steps"] for row in read_rows(tmp_path, "losses")] == [20, 20]
+
+
+def write_log(folder: Path, name: str, losses: dict[int, float]) -> None:
+    facts = {field.name: 1 for field in fields(IntervalSummary) if field.name != "recorded"}
+    facts |= {"loss_scale": None, "seq_length": None}
+    lines = [
+        format_training_line(IntervalSummary(**facts | {"iteration": step, "lm_loss": loss}))
+        for step, loss in losses.items()
+    ]
+    (folder / "curves").mkdir(exist_ok=True)
+    device_curves.log_of(folder, name).write_text("\n".join([*lines, "RuntimeError: CUDA error"]))
+
+
+@pytest.mark.parametrize(
+    ("case", "losses", "verdict"),
+    [
+        ({}, {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0}, "ok"),
+        ({}, {1: 8.0, 2: 7.002, 3: 6.0, 4: 5.0}, "BAD from step 2"),
+        ({"bound": 1e-3}, {1: 8.0, 2: 7.002, 3: 6.0, 4: 5.0}, "ok"),
+        ({}, {1: 8.0, 2: 7.0, 3: float("nan"), 4: 5.0}, "BAD from step 3"),
+        ({}, {1: 8.0, 2: 7.0, 3: 6.0}, "only 3 of 4 steps: RuntimeError: CUDA error"),
+        ({}, {}, "only 0 of 4 steps: RuntimeError: CUDA error"),
+        ({"saves": True}, {1: 8.0, 2: 7.0}, "ok"),
+        ({"loads": True, "equal_to": "other"}, {3: 6.5, 4: 5.5}, "ok"),
+        ({"loads": True, "equal_to": "other"}, {3: 6.5, 4: 5.500001}, "BAD from step 4"),
+        (
+            {"equal_to": "absent"},
+            {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0},
+            "only 0 of 4 steps: RuntimeError: CUDA error",
+        ),
+    ],
+)
+def test_verdicts_of_the_gpu_scripts_curves(
+    case: dict[str, object], losses: dict[int, float], verdict: str, tmp_path: Path
+) -> None:
+    write_log(tmp_path, "run", losses)
+    write_log(tmp_path, "other", {1: 8.5, 2: 7.5, 3: 6.5, 4: 5.5})
+    golden = [[8.0, 1.0], [7.0, 1.0], [6.0, 1.0], [5.0, 1.0]]
+    row = device_curves.compare("run", device_curves.Case("gpt", **case), golden, tmp_path, iterations=4)
+    assert row["verdict"] == verdict
+
+
+def test_curves_end_at_the_limit_of_the_gpu_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are killed, and a rank that fails ends the others."""
+    sleep, fail = [[sys.executable, "-c", code] for code in ("import time; time.sleep(300)", "exit(1)")]
+    started = []
+
+    def start(name: str, *_: object) -> device_curves.Running:
+        commands = [fail, sleep] if name == "fails" else [sleep]
+        started.append(
+            device_curves.Running(name, cases[name], [subprocess.Popen(words) for words in commands])
+        )
+        return started[-1]
+
+    cases = {
+        name: device_curves.Case("gpt", after=after)
+        for name, after in {"fails": "", "hangs": "fails"}.items()
+    }
+    monkeypatch.setattr(device_curves, "start", start)
+    deadline = time.monotonic() + 2
+    device_curves.run_cases(cases, "tiny", tmp_path, tmp_path, deadline, at_once=1)
+    assert [one.name for one in started] == ["fails", "hangs"]
+    codes = [[process.poll() for process in one.processes] for one in started]
+    assert codes == [[1, -signal.SIGKILL], [-signal.SIGKILL]]
+
+
+# --- Speed ---
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("card, too_large", [("h100-80gb", {"6.7B"}), ("h200-141gb", set())])
-def test_the_presets_fit_an_h100_and_the_largest_an_h200(
-    card: str, too_large: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    throughput.print_fits(card)
-    lines = capsys.readouterr().out.splitlines()
-    verdicts = dict(line.split(" ", 1) for line in lines if " fit" in line)
-    assert len(verdicts) == 6
-    assert {name for name, verdict in verdicts.items() if not verdict.startswith("fits")} == too_large
+@pytest.mark.parametrize("model", sorted(name for name in MODELS if "tiny" not in name))
+def test_every_model_of_the_gpu_script_fits_an_h100(model: str) -> None:
+    (row, *_) = (row for row in GPU_ROWS if row.key["model"] == model and row.implementation == "ours")
+    config, vocab = row.config("--gpu h100-80gb"), MODELS[model].vocab
+    fits, sentence = fit_summary(config, vocab, plan_memory(config, vocab, plan_stages(config, vocab)))
+    assert fits, sentence
 
 
-def test_the_figures_of_the_parts_are_in_one_table(tmp_path: Path) -> None:
-    facts = {field.name: 1 for field in fields(IntervalSummary) if field.name != "recorded"}
-    facts |= {"loss_scale": None, "seq_length": None}
-    runs = {"nccl": range(1, 11), "resumed": range(11, 21), "cpu": range(1, 21), "bf16": range(1, 21)}
-    for name, steps in runs.items():
-        scale = 1.01 if name == "bf16" else 1.0
-        lines = [
-            format_training_line(
-                IntervalSummary(**facts | {"iteration": step, "lm_loss": scale * (9 - 0.1 * step)})
-            )
-            for step in steps
-        ]
-        (tmp_path / f"{name}.log").write_text("\n".join(lines))
-    (tmp_path / "kernels.log").write_text("the machine\nkernel   difference\ndropout  1.0e-03\n")
-    for name in ("1.3B", "13B-slice"):
-        (tmp_path / f"{name}.log").write_text(f"the machine\n   tokens/s  TFLOP/s\n{name}  1234  500\n")
-    (tmp_path / "loss.log").write_text("Traceback\n")
-    command = [sys.executable, "benchmarks/gpu_table.py", str(tmp_path)]
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert table.count("tokens/s") == 1 and "13B-slice  1234  500" in table and "dropout  1.0e-03" in table
-    differences = dict(re.findall(r"^(\S+) .* difference (\S+)$", table, re.MULTILINE))
-    assert differences == {"nccl": "0.0e+00", "resumed": "0.0e+00", "cpu": "0.0e+00", "bf16": "1.0e-02"}
+def test_the_measured_configurations_of_the_gpu_script_are_accepted() -> None:
+    for row in ALL_ROWS:
+        config, model = row.config(), row.model
+        assert (config.model.num_layers, config.model.ffn_hidden_size) == (model.layers, model.mlp_width)
+        assert config.micro_batches_per_step == device_throughput.MICRO_BATCHES
+    assert len({tuple(row.key.values()) for row in GPU_ROWS}) == len(GPU_ROWS)
+
+
+def test_flops_of_the_gpu_script_by_palms_formula() -> None:
+    """GPT-3 XL's 24 layers of 2,048: 6 N + 12 L h s, N without the table of positions."""
+    model = MODELS["gpt-1.3b"]
+    plan = plan_stages(Row("gpt-1.3b", "ours", 8).config(), model.vocab)
+    weights = 24 * (12 * 2048**2 + 13 * 2048) + 50304 * 2048 + 2 * 2048
+    assert plan.total_parameters == weights + 2048 * 2048
+    attention = 12 * 24 * 2048 * 2048
+    assert model.palm_flops(plan.total_parameters, causal=False) == 6 * weights + attention
+    assert model.palm_flops(plan.total_parameters, causal=True) == 6 * weights + attention / 2
+    untied = MODELS["llama-8b-8-layers"]
+    assert untied.palm_flops(10**9, causal=True) == 6 * (10**9 - 128256 * 4096) + 6 * 8 * 4096 * 4096
+
+
+def test_gaps_between_kernels_of_the_gpu_script() -> None:
+    busy, gaps = busy_and_gaps([(0, 10), (30, 40), (5, 12), (31, 33), (40, 45)])
+    assert (busy, gaps) == (12 + 15, [18])
+
+
+def test_rows_of_the_gpu_script_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose process died is not repeated, and an error in a row does not stop the next one."""
+    rows = TINY_ROWS["gpt"]
+    measured = []
+
+    def measure(row: Row, _folder: Path) -> dict[str, float]:
+        measured.append(row.implementation)
+        if row.implementation == "plain":
+            raise RuntimeError("broken")
+        return {"tokens_per_s": 1.0}
+
+    monkeypatch.setattr(device_throughput, "measure", measure)
+    monkeypatch.setattr("tests.support.measured_worlds.connect", lambda config: None)
+    add_row(tmp_path, "throughput", **rows[0].key, error="the process ended during this row")
+    arguments = device_throughput.argparse.Namespace(out=tmp_path, seconds=100.0)
+    assert device_throughput.run_rows(rows, arguments) == 1
+    assert measured == ["plain-compile", "plain"]
+    last = {row["implementation"]: row for row in read_rows(tmp_path, "throughput")}
+    assert last["ours"]["error"].startswith("the process ended")
+    assert last["plain"]["error"] == "RuntimeError: broken" and last["plain-compile"]["tokens_per_s"] == 1.0
+
+
+def test_the_table_of_the_gpu_script_judges_targets() -> None:
+    speed = {"tflops": 400.0, "mfu_palm": 0.5, "mfu_causal": 0.4, "micro_batch": 8}
+    ours = {
+        **speed,
+        "model": "a",
+        "implementation": "ours",
+        "tokens_per_s": 46000.0,
+        "mfu": 0.45,
+        "peak_gib": 40.0,
+    }
+    ours |= {"min_tokens_per_s": 45500, "min_mfu": 0.5}
+    plain = {
+        **ours,
+        "implementation": "plain-compile",
+        "tokens_per_s": 50000.0,
+        "min_tokens_per_s": 0,
+        "min_mfu": 0,
+    }
+    plans = [
+        {
+            "model": "a",
+            "implementation": "ours",
+            "micro_batch": 8,
+            "tokens_per_s": 5e4,
+            "mfu": 0.4,
+            "peak_gib": 41.0,
+        }
+    ]
+    crashed = {"model": "b", "implementation": "ours", "micro_batch": 8, "error": "the process ended"}
+    first, second, third = gpu_table.throughput([{**ours, "error": "first try"}, ours, plain, crashed], plans)
+    assert first["verdict"] == (
+        "tokens/s >= 45,500; MISSED: MFU >= 50%; MISSED: not slower than the compiled loop; "
+        "memory within 3% of the plan"
+    )
+    assert (first["/ compiled"], first["planned GiB"], first["MFU, %"]) == (0.92, 41.0, 45.0)
+    assert second["verdict"] == "" and second["/ compiled"] is None
+    assert third["verdict"] == "FAILED: the process ended"
+    assert gpu_table.throughput([ours], [plans[0] | {"peak_gib": 42.0}])[0]["verdict"].endswith(
+        "MISSED: memory within 3% of the plan"
+    )
+    assert gpu_table.throughput([{**ours, "mfu": None}], plans)[0]["verdict"] is None
+    markdown = gpu_table.markdown([{"run": "x", "verdict": "ok", "difference": 1.23456e-5}, {"run": "a|b"}])
+    assert markdown.splitlines()[2:] == ["| x | 1.235e-05 | ok |", "| a/b | - | - |"]

@@ -1,0 +1,396 @@
+#!/usr/bin/env python3
+"""Measures training steps of this program and of a plain PyTorch loop on one device, in bf16.
+
+    python benchmarks/device_throughput.py gpt --out FOLDER      the rows of phase gpt
+    python benchmarks/device_throughput.py plan --out FOLDER     the planner's figures; needs no GPU
+    python benchmarks/device_throughput.py prewarm --out FOLDER  only fills the caches of the compiler
+
+Each row is written to FOLDER/rows.jsonl when it begins and when it ends, so a crash loses one row: the next
+start continues with the next row. --tiny has small models, for a CPU. Weights are made on the device; a run
+makes them on the CPU, 10 s for 1.3 billion. FOLDER/profile-ROW.txt has the kernels of a step and the gaps
+between them.
+
+MFU has three values. `mfu` counts Megatron's FLOPs, with the attention to all tokens
+(megatron/model/flops.py); `mfu_palm` counts PaLM's 6 N + 12 L h s per token; `mfu_causal` counts half of
+PaLM's attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.machine import add_row, benchmark_parser, read_rows
+from benchmarks.plain_model import Model, plain_step
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+
+# PyTorch's name of a card -> the card of --gpu.
+CARDS = {
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H200": "h200-141gb",
+    "NVIDIA B200": "b200-180gb",
+}
+PLANNED_CARD = "h100-80gb"
+WARM_UP, TIMED = 2, 4
+"""Steps of each row."""
+MICRO_BATCHES = 4
+"""Of each step."""
+GAP_US = 20
+"""A device that is idle for longer between two kernels has waited for the host."""
+
+
+MODELS = {
+    "gpt-125m": Model(12, 768, 12, 2048, 50304),
+    "gpt-350m": Model(24, 1024, 16, 2048, 50304),
+    "gpt-1.3b": Model(24, 2048, 16, 2048, 50304),
+    "llama-1b": Model(16, 2048, 32, 4096, 128256, groups=8, ffn=8192),
+    "llama-8b-8-layers": Model(8, 4096, 32, 4096, 128256, groups=8, ffn=14336, untied=True),
+    "gpt-tiny": Model(2, 64, 2, 64, 512),
+    "llama-tiny": Model(2, 64, 4, 64, 512, groups=2, ffn=128),
+}
+# Implementation -> flags. The plain loop is 'plain' (eager) or 'plain-compile'.
+FLAGS = {
+    "ours": "",
+    "ours-compile": "--compile",
+    "ours-dropout": "--hidden-dropout 0.1 --attention-dropout 0.1",
+    "ours-8bit": "--use-bnb-optimizer",
+    "ours-recompute": "--checkpoint-activations",
+    "ours-pytorch-kernels": "",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement. min_tokens_per_s, min_mfu: targets on an H100."""
+
+    name: str
+    implementation: str
+    micro_batch: int
+    profiled: bool = False
+    min_tokens_per_s: float = 0.0
+    min_mfu: float = 0.0
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The columns that identify the row."""
+        names = ("model", "implementation", "micro_batch")
+        return dict(zip(names, (self.name, self.implementation, self.micro_batch), strict=True))
+
+    @property
+    def model(self) -> Model:
+        return MODELS[self.name]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.implementation in FLAGS
+
+    @property
+    def samples(self) -> int:
+        """The samples of a step."""
+        return MICRO_BATCHES * self.micro_batch
+
+    def config(self, more: str = "") -> Config:
+        flags = f"--bf16 --micro-batch-size {self.micro_batch} --global-batch-size {self.samples} {more} "
+        return self.model.config(flags + FLAGS.get(self.implementation, ""))
+
+
+# Phase -> its rows, in the order of their value.
+ROWS = {
+    "gpt": [
+        Row("gpt-1.3b", "ours", 8, profiled=True, min_tokens_per_s=45500, min_mfu=0.50),
+        Row("gpt-1.3b", "plain-compile", 8, profiled=True),
+        Row("gpt-1.3b", "ours-dropout", 8),
+        Row("gpt-1.3b", "plain", 8),
+    ],
+    "llama": [
+        Row("llama-1b", "ours", 4, profiled=True),
+        Row("llama-1b", "plain-compile", 4),
+        Row("llama-8b-8-layers", "ours", 1, min_mfu=0.55),
+    ],
+    "rest": [
+        Row("gpt-125m", "ours", 16, profiled=True),
+        Row("gpt-125m", "plain-compile", 16),
+        Row("gpt-1.3b", "ours-compile", 8),
+        Row("llama-8b-8-layers", "plain-compile", 1),
+        Row("gpt-350m", "ours", 16),
+        Row("llama-1b", "ours-compile", 4),
+        Row("gpt-1.3b", "ours-8bit", 8),
+        Row("gpt-1.3b", "ours-recompute", 8),
+        Row("gpt-1.3b", "ours-pytorch-kernels", 8),
+        Row("gpt-1.3b", "ours", 4),
+        Row("llama-1b", "ours", 2),
+        Row("gpt-125m", "ours", 8),
+    ],
+}
+TINY_ROWS = {
+    "gpt": [
+        Row("gpt-tiny", "ours", 2, profiled=True),
+        Row("gpt-tiny", "plain-compile", 2),
+        Row("gpt-tiny", "plain", 2),
+    ],
+    "llama": [Row("llama-tiny", "ours", 2), Row("llama-tiny", "plain-compile", 2)],
+    "rest": [
+        Row("gpt-tiny", implementation, 2)
+        for implementation in ("ours-dropout", "ours-recompute", "ours-8bit", "ours-pytorch-kernels")
+    ],
+}
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("phase", choices=(*ROWS, "plan", "prewarm"))
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument(
+        "--card", default="", help="PyTorch's name of the card that is planned (default: H100)"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no row after this time")
+    arguments = parser.parse_args()
+    rows = TINY_ROWS if arguments.tiny else ROWS
+    if arguments.phase == "plan":
+        add_plans([row for phase in rows.values() for row in phase], arguments)
+    elif arguments.phase == "prewarm":
+        # Layers are compiled one by one, so one layer suffices.
+        for row in (row for row in (*rows["gpt"], *rows["llama"]) if row.implementation == "plain-compile"):
+            make_plain_step(row, replace(row.model, layers=1))()
+            gc.collect()
+    else:
+        sys.exit(run_rows(rows[arguments.phase], arguments))
+
+
+def run_rows(rows: list[Row], arguments: argparse.Namespace) -> int:
+    """Runs the rows that the folder does not have. Returns 1 if rows failed, 3 if the device failed."""
+    from megatron.cluster.devices import set_library_defaults
+    from megatron.cluster.processes import configure_logging
+    from megatron.config import LoggingConfig
+    from tests.support.measured_worlds import connect
+
+    set_library_defaults()
+    configure_logging(LoggingConfig(log_level="info"))
+    connect(rows[0].config())
+    done = [{name: row[name] for name in rows[0].key} for row in read_rows(arguments.out, "throughput")]
+    deadline, failed = time.monotonic() + arguments.seconds, 0
+    for row in rows:
+        gc.collect()
+        if row.key in done:
+            continue
+        if time.monotonic() > deadline:
+            print(f"no time is left for {row}", flush=True)
+            continue
+        add_row(arguments.out, "throughput", **row.key, error="the process ended during this row")
+        try:
+            add_row(arguments.out, "throughput", **row.key, **measure(row, arguments.out))
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"{type(error).__name__}: {str(error)[:200]}"
+            add_row(arguments.out, "throughput", **row.key, error=problem)
+            if is_fatal(error):
+                return 3
+            failed = 1
+    return failed
+
+
+def is_fatal(error: Exception) -> bool:
+    """Returns whether the device cannot be used any more in this process, as after an illegal memory
+    access."""
+    import torch
+
+    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def measure(row: Row, folder: Path) -> dict[str, Any]:
+    """Returns the columns of a row."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from megatron.training.startup_report import local_memory
+
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    accelerator.reset_peak_memory_stats()
+    torch.compiler.reset()
+    step = own_step(row) if row.is_ours else make_plain_step(row, row.model)
+    losses, times = [], []
+    for _ in range(WARM_UP + TIMED):
+        accelerator.synchronize()
+        start = time.perf_counter()
+        losses.append(step())
+        accelerator.synchronize()
+        times.append(time.perf_counter() - start)
+    memory = local_memory()
+    found = figures(row, statistics.median(times[WARM_UP:])) | {
+        "peak_gib": (memory.get("peak allocated") or memory["peak resident"]) / 2**30,
+        "first_step_s": times[0],
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+    if row.profiled:
+        try:
+            found |= profile(step, folder / f"profile-{row.name}-{row.implementation}")
+        except Exception:  # a driver may forbid profiles
+            traceback.print_exc()
+    return found
+
+
+def figures(row: Row, seconds: float) -> dict[str, Any]:
+    """Returns speed, MFU (None if the peak of the device is not known), and targets."""
+    import torch
+
+    from megatron.config.registries import GPUS
+    from megatron.model.flops import model_iteration_flops
+    from megatron.pipeline.stages import plan_stages
+
+    model, config = row.model, row.config()
+    tokens_per_s = row.samples * model.seq / seconds
+    flops = model_iteration_flops(
+        config.model,
+        seq_length=model.seq,
+        padded_vocab_size=model.vocab,
+        batch_size=row.samples,
+        recompute=False,
+        recompute_attention=False,
+    )
+    parameters = plan_stages(config, model.vocab).total_parameters
+    card = CARDS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    rates = {
+        "mfu": flops / seconds,
+        "mfu_palm": tokens_per_s * model.palm_flops(parameters, causal=False),
+        "mfu_causal": tokens_per_s * model.palm_flops(parameters, causal=True),
+    }
+    return {
+        "tokens_per_s": tokens_per_s,
+        "tflops": flops / seconds / 1e12,
+        **{name: card and rate / GPUS.load(card).peak_flops["bf16"] for name, rate in rates.items()},
+        "min_tokens_per_s": row.min_tokens_per_s,
+        "min_mfu": row.min_mfu,
+    }
+
+
+def make_batch(row: Row) -> torch.Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, row.model.vocab, (row.samples, row.model.seq + 1), generator=generator)
+
+
+def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    device, batch = get_accelerator().current_device_name(), make_batch(row)
+    on_cpu = device == "cpu"
+    compiler = None if row.implementation == "plain" else "aot_eager" if on_cpu else "inductor"
+    batch = batch if on_cpu else batch.pin_memory()
+    return plain_step(model, batch, row.micro_batch, device, torch.bfloat16, compiler)
+
+
+def own_step(row: Row) -> Callable[[], float]:
+    from megatron.kernels.selection import forget_decisions
+    from megatron.mpu.layout import ParallelLayout
+    from tests.support.measured_worlds import make_engine, micro_batches
+
+    os.environ.pop("MEGATRON_KERNELS", None)
+    if row.implementation == "ours-pytorch-kernels":
+        os.environ["MEGATRON_KERNELS"] = "pytorch"
+    forget_decisions()
+    config, batch = row.config(), make_batch(row)
+    layout = ParallelLayout.from_config(config.parallel, 0)
+    engine = make_engine(config, layout, layout.make_tp_group(), row.model.vocab, device_values)
+    return lambda: float(engine.train_step(micro_batches(batch, layout, row.micro_batch), row.samples, 1e-4))
+
+
+def device_values(
+    spec: Any, seed: int, name: str, tp_group: Any, elements: range | None = None
+) -> torch.Tensor:
+    """Returns initial values that are made on the device, which differ from those of a run."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from megatron.mpu.parameter_spec import local_shape
+
+    values = torch.empty(local_shape(spec, tp_group), device=get_accelerator().current_device_name())
+    return values.fill_(spec.init_value) if spec.init_std is None else values.normal_(std=spec.init_std)
+
+
+def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
+    """Profiles a step; returns the share of its time in which the device is busy, its kernels and its long
+    gaps. Writes the kernels to PATH.txt and a trace to PATH.json.gz. On a CPU its operations take the place
+    of the kernels."""
+    import torch
+    from torch.autograd import DeviceType
+
+    with torch.profiler.profile() as profiler:
+        step()
+    events = [event for event in profiler.events() if not event.is_user_annotation]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    kernels = kernels or [event for event in events if event.cpu_parent is None]
+    totals: dict[str, list[float]] = {}
+    for event in kernels:
+        totals.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
+    busy, gaps = busy_and_gaps((event.time_range.start, event.time_range.end) for event in kernels)
+    long_gaps_ms = sum(gap for gap in gaps if gap > GAP_US) / 1000
+    lines = [f"busy {busy / 1000:.3f} ms, {len(gaps)} gaps, {long_gaps_ms:.3f} ms in gaps above {GAP_US} us"]
+    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        lines.append(f"{sum(times):9.3f} ms {1000 * sum(times) / busy:6.1%} {len(times):5} x  {name[:150]}")
+    path.with_name(f"{path.name}.txt").write_text("\n".join(lines) + "\n")
+    profiler.export_chrome_trace(f"{path}.json.gz")
+    return {"busy": busy / (busy + sum(gaps)), "long_gaps_ms": long_gaps_ms, "kernels": len(kernels)}
+
+
+def busy_and_gaps(spans: Iterable[tuple[float, float]]) -> tuple[float, list[float]]:
+    """Returns the length of the union of the spans (start, end), and the lengths of the gaps in it."""
+    (start, until), *others = sorted(spans)
+    busy, gaps = until - start, []
+    for start, end in others:
+        if start > until:
+            gaps.append(start - until)
+        busy += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return busy, gaps
+
+
+def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:
+    """Adds a row for each measurement that the planner can predict, which does not model --compile."""
+    from megatron.cluster.launch import temporary_environment
+    from megatron.pipeline.stages import plan_stages
+    from megatron.planner.memory import plan_memory
+    from megatron.planner.step_time import planned_step
+
+    card = CARDS.get(arguments.card, PLANNED_CARD)
+    for row in rows:
+        if not row.is_ours or row.implementation == "ours-compile":
+            continue
+        config, vocab = row.config(f"--gpu {card}"), row.model.vocab
+        kernels = "pytorch" if row.implementation == "ours-pytorch-kernels" else ""
+        with temporary_environment({"MEGATRON_KERNELS": kernels}):
+            plan = plan_stages(config, vocab)
+            (memory,) = plan_memory(config, vocab, plan)
+            step = planned_step(config, plan, vocab)
+        assert step is not None
+        add_row(
+            arguments.out,
+            "plans",
+            **row.key,
+            tokens_per_s=step.tokens_per_second,
+            mfu=step.mfu,
+            peak_gib=memory.total / 2**30,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""The kernels as cases: each computes outputs and gradients with the kernel or with its PyTorch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.kernels.selection import uses_kernels
+from megatron.model.activations import gated_by
+from megatron.model.core_attention import CoreAttention
+from megatron.model.gpt_model import ParallelSelfAttention
+from megatron.model.layer_context import LayerContext
+from megatron.model.position import document_ids_of
+from megatron.mpu.embedding import embedding
+from megatron.mpu.layout import TPGroup
+from megatron.mpu.logit_chunks import LogitChunks
+from megatron.mpu.parameters import set_main_grad
+from megatron.mpu.random import DropoutRNG, dropout_add
+from megatron.mpu.weight_gradient import weight_gradient
+from megatron.optimizer.flat_group import move_to_main_grad
+from megatron.optimizer.gradient_norm import gradient_norms
+from tests.support.measured_worlds import config_of
+
+Work = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the tensors of a layer, and of the loss of a chunk of tokens."""
+
+    seq: int
+    heads: int
+    head_dim: int
+    vocab: int
+    tokens: int
+    parameters: tuple[int, ...]
+    """Numbers of elements of the gradients whose norms are computed."""
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a case computes with. rounded_to: the values are rounded to this dtype before they get `dtype`, so
+    that cases in two dtypes have equal values."""
+
+    sizes: Sizes
+    dtype: torch.dtype
+    device: torch.device
+    rounded_to: torch.dtype
+
+    def some(self, shape: tuple[int, ...], count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Returns random tensors that require a gradient."""
+        found = []
+        for seed in range(count):
+            values = torch.randn(
+                shape, generator=torch.Generator(self.device).manual_seed(seed), device=self.device
+            )
+            found.append(values.to(self.rounded_to).to(dtype or self.dtype).requires_grad_())
+        return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel. work: returns outputs and gradients, with the kernel or with its reference. library: the
+    nearest function of a library, which may compute something else. moved: bytes. flops: 0 if the memory
+    bandwidth is the limit."""
+
+    name: str
+    work: Work
+    library_name: str
+    library: Work
+    moved: int
+    flops: float = 0.0
+
+
+def cases(inputs: Inputs) -> Iterator[Case]:
+    """Yields one case at a time, so that the tensors of only one case are in memory."""
+    yield dropout_case(inputs)
+    for name, flags in (
+        ("attention, dropout 0.1", "--attention-dropout 0.1"),
+        ("attention, ALiBi", "--attention-dropout 0 --position-embedding-type alibi"),
+        ("attention, documents", "--attention-dropout 0 --reset-attention-mask"),
+        ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
+    ):
+        yield attention_case(name, flags, inputs)
+    yield rotary_case(inputs)
+    yield gated_case(inputs)
+    yield weight_gradient_case(inputs)
+    yield loss_case(inputs)
+    yield embedding_case(inputs)
+    yield norms_case(inputs)
+    yield copied_gradient_case(inputs)
+
+
+def dropout_case(inputs: Inputs) -> Case:
+    sizes = inputs.sizes
+    x, residual, grad = inputs.some((sizes.seq, 1, sizes.hidden), 3)
+    rng = DropoutRNG(1, (5,))
+
+    def work() -> list[Tensor]:
+        y = dropout_add(x, residual, 0.1, rng, "4.mlp", batch_dim=1, tp_group=TPGroup())
+        return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
+
+    def library() -> list[Tensor]:
+        y = residual + F.dropout(x, 0.1)
+        return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
+
+    moved = 5 * x.numel() * x.element_size()  # x, residual, output; gradient, gradient of x
+    return Case("dropout and residual", work, "torch dropout, +", library, moved)
+
+
+def layer_config(sizes: Sizes, flags: str) -> Config:
+    """Returns the configuration of a model with one layer of these sizes."""
+    return config_of(
+        f"--num-layers 1 --hidden-size {sizes.hidden} --num-attention-heads {sizes.heads} --vocab-size 100 "
+        f"--seq-length {sizes.seq} --max-position-embeddings {sizes.seq} --micro-batch-size 1 "
+        f"--global-batch-size 1 {flags}"
+    )
+
+
+def attention_case(name: str, flags: str, inputs: Inputs) -> Case:
+    sizes, device = inputs.sizes, inputs.device
+    config = layer_config(sizes, flags)
+    core = CoreAttention(LayerContext(config, TPGroup(), DropoutRNG(1, (5,))), 0)
+    q, k, v = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
+    (grad,) = inputs.some((sizes.seq, 1, sizes.hidden), 1)
+    tokens = torch.ones(1, sizes.seq, dtype=torch.int64, device=device)
+    tokens[:, :: sizes.seq // 4] = 0
+    document_ids = document_ids_of(tokens, 0) if config.data.reset_attention_mask else None
+
+    def work() -> list[Tensor]:
+        y = core(q, k, v, document_ids)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
+
+    def library() -> list[Tensor]:
+        heads_first = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
+
+    # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
+    flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
+    return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
+
+
+def rotary_case(inputs: Inputs) -> Case:
+    sizes, device = inputs.sizes, inputs.device
+    config = layer_config(sizes, "--position-embedding-type rotary")
+    with torch.device(device):
+        attention = ParallelSelfAttention(LayerContext(config, TPGroup(), DropoutRNG(1)), 3)
+    (projected,) = inputs.some((sizes.seq, 1, 3 * sizes.hidden), 1)
+    grads = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
+
+    def work() -> list[Tensor]:
+        parts = attention._split(projected, None)
+        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, projected, grads)]
+
+    def library() -> list[Tensor]:
+        return [projected.detach().clone(), projected.detach().clone()]
+
+    moved = 4 * projected.numel() * projected.element_size()
+    return Case("split and rotary positions", work, "torch clone, twice", library, moved)
+
+
+def gated_case(inputs: Inputs) -> Case:
+    sizes = inputs.sizes
+    (wide,) = inputs.some((sizes.seq, 1, 8 * sizes.hidden), 1)
+    (grad,) = inputs.some((sizes.seq, 1, 4 * sizes.hidden), 1)
+    swiglu = gated_by("swiglu")
+
+    def work() -> list[Tensor]:
+        y = swiglu(wide)
+        return [y.detach(), *torch.autograd.grad(y, wide, grad)]
+
+    def library() -> list[Tensor]:
+        value, gate = wide.chunk(2, dim=-1)
+        y = value * F.silu(gate)
+        return [y.detach(), *torch.autograd.grad(y, wide, grad)]
+
+    # Values, gates and output; these and the gradient of the output, and the gradients of values and gates.
+    moved = (3 + 5) * grad.numel() * grad.element_size()
+    return Case("gated activation, SwiGLU", work, "torch silu, *", library, moved)
+
+
+def weight_gradient_case(inputs: Inputs) -> Case:
+    """Returns the gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in
+    fp32."""
+    sizes, device = inputs.sizes, inputs.device
+    (weight,) = inputs.some((4 * sizes.hidden, sizes.hidden), 1)
+    (x,) = inputs.some((sizes.seq, sizes.hidden), 1)
+    (grad,) = inputs.some((sizes.seq, 4 * sizes.hidden), 1)
+    weight.keeps_main_grad = True
+    weight.main_grad = torch.zeros(weight.shape, device=device)
+
+    @torch.no_grad()
+    def work() -> list[Tensor]:
+        weight.main_grad.zero_()
+        if not uses_kernels(weight):
+            weight.main_grad.addmm_(grad.float().t(), x.float())
+        elif (gradient := weight_gradient(weight, grad, x)) is not None:
+            weight.main_grad.add_(gradient)  # this device has no GEMM that accumulates
+        return [weight.main_grad]
+
+    @torch.no_grad()
+    def library() -> list[Tensor]:
+        weight.main_grad.zero_()
+        return [weight.main_grad.add_(grad.t() @ x)]
+
+    flops = 2.0 * sizes.seq * 4 * sizes.hidden**2
+    return Case("weight gradient into main_grad", work, "torch matmul, add", library, 0, flops)
+
+
+def loss_case(inputs: Inputs) -> Case:
+    """Computes the logits of a chunk, the losses, and the gradient in place. The times include the GEMM of
+    the logits. The loss has no fp64: fp32 takes its place."""
+    sizes, device = inputs.sizes, inputs.device
+    dtype = torch.float32 if inputs.dtype == torch.float64 else inputs.dtype
+    (hidden,) = inputs.some((sizes.tokens, 64), 1, dtype)
+    (weight,) = inputs.some((sizes.vocab, 64), 1, dtype)
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, sizes.vocab, (sizes.tokens,), generator=generator).to(device)
+
+    def work() -> list[Tensor]:
+        with torch.no_grad():
+            chunks = LogitChunks(hidden, weight, labels, TPGroup(), sizes.vocab, 0.0)
+            losses, _, _, gradient = chunks.losses(chunks.chunks[0], with_gradient=True)
+        scale = chunks.gradient_scale  # 1 except in fp16
+        return [losses, gradient if scale == 1 else gradient / scale]
+
+    def library() -> list[Tensor]:
+        logits = (hidden @ weight.T).detach().requires_grad_()
+        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), logits)]
+
+    moved = 3 * sizes.tokens * sizes.vocab * hidden.element_size()  # written, read, written
+    return Case("cross entropy of a chunk", work, "torch cross_entropy", library, moved)
+
+
+def embedding_case(inputs: Inputs) -> Case:
+    sizes, device = inputs.sizes, inputs.device
+    (weight,) = inputs.some((sizes.vocab, sizes.hidden), 1)
+    (grad,) = inputs.some((sizes.seq, sizes.hidden), 1)
+    generator = torch.Generator().manual_seed(2)
+    # Frequent tokens repeat, as in text.
+    ids = (torch.rand(sizes.seq, generator=generator) ** 4 * sizes.vocab).long().to(device)
+    weight.main_grad = torch.zeros(weight.shape, device=device)
+
+    def work() -> list[Tensor]:
+        weight.main_grad.zero_()
+        embedding(ids, weight).backward(grad)
+        return [weight.main_grad]
+
+    def library() -> list[Tensor]:
+        weight.main_grad.zero_()
+        return [weight.main_grad.index_add_(0, ids, grad.float())]
+
+    moved = sizes.seq * sizes.hidden * (2 * weight.element_size() + 8) + 4 * weight.numel()
+    return Case("embedding's gradient, cleared before", work, "torch index_add_", library, moved)
+
+
+def norms_case(inputs: Inputs) -> Case:
+    sizes, device = inputs.sizes, inputs.device
+    gradients = [inputs.some((count,), 1, torch.float32)[0].detach() for count in sizes.parameters]
+
+    def work() -> list[Tensor]:
+        return [gradient_norms(gradients, device)]
+
+    def library() -> list[Tensor]:
+        return [torch.nn.utils.get_total_norm(gradients)]
+
+    return Case("norms of gradients", work, "torch get_total_norm", library, 4 * sum(sizes.parameters))
+
+
+def copied_gradient_case(inputs: Inputs) -> Case:
+    sizes, device = inputs.sizes, inputs.device
+    weight, gradient = inputs.some((max(sizes.parameters),), 2)
+    total, norm = (
+        torch.zeros(weight.shape, device=device),
+        torch.zeros((), dtype=torch.float64, device=device),
+    )
+    set_main_grad(weight, total, stays_allocated=False)
+
+    def work() -> list[Tensor]:
+        weight.grad = gradient.detach()
+        move_to_main_grad(weight, norm)
+        return [total, norm * 0.0]
+
+    def library() -> list[Tensor]:
+        return [total.copy_(gradient.detach())]
+
+    moved = total.numel() * (4 + weight.element_size())
+    return Case("norms of copied gradients: finite or not", work, "torch copy_", library, moved)
