@@ -60,7 +60,7 @@ def fused_loss_and_gradients(hidden, weight, labels, upstream, token_weights, vo
     tensor = world_tp_group()
     own = weight.chunk(tensor.size)[tensor.rank].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
-    with mock.patch.object(logit_chunks, "CHUNK_TOKENS", {2: 32, 4: 32}):
+    with mock.patch.object(logit_chunks, "CPU_CHUNK_TOKENS", {2: 32, 4: 32}):
         losses = vocab_parallel_linear_cross_entropy(
             hidden,
             own,

@@ -96,7 +96,7 @@ def test_a_logit_that_is_not_finite_makes_its_row_nan(bad):
 @pytest.mark.parametrize("upstream", ["sum", "any"])
 def test_the_fused_loss_with_kernels_is_that_without(dtype, options, upstream, monkeypatch):
     """Chunks, padding of the vocabulary, and a gradient that is recomputed because it differs per token."""
-    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", {2: 11, 4: 11})
+    monkeypatch.setattr(logit_chunks, "CPU_CHUNK_TOKENS", {2: 11, 4: 11})
     torch.manual_seed(1)
     hidden, weight = torch.randn(25, 24).to(dtype), torch.randn(96, 24).mul(0.5).to(dtype)
     labels = torch.randint(0, 70, (25,))

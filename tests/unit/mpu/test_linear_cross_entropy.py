@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
+from megatron.config.registries import GPUS
 from megatron.mpu import logit_chunks, weight_gradient
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.layout import TPGroup
@@ -27,7 +28,7 @@ UPSTREAM = {
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Makes several chunks, row blocks and parts of a product; the last of each is incomplete."""
-    monkeypatch.setattr(logit_chunks, "CHUNK_TOKENS", {2: 11, 4: 11})
+    monkeypatch.setattr(logit_chunks, "CPU_CHUNK_TOKENS", {2: 11, 4: 11})
     monkeypatch.setattr(logit_chunks, "CPU_WORK_BYTES", 3 * 4 * ROWS)
     monkeypatch.setattr(logit_chunks, "CPU_PRODUCT_BYTES", 13 * 2 * HIDDEN)
 
@@ -106,12 +107,28 @@ def test_the_full_logits_of_a_large_vocabulary_are_never_allocated():
 
 
 @pytest.mark.parametrize(
-    "columns, tokens", [(62_720, 1024), (125_440, 512), (500_000, 128), (2_000_000, 33), (10**9, 1)]
+    "columns, on_gpu, on_cpu",
+    [
+        (62_720, 4096, 1024),
+        (128_256, 4096, 512),
+        (500_000, 1024, 128),
+        (2_000_000, 256, 33),
+        (8_000_000, 67, 8),
+        (10**9, 1, 1),
+    ],
 )
-def test_a_chunk_has_whole_tiles_of_tokens_unless_one_is_too_large(columns, tokens):
-    sizes = logit_chunks.chunk_sizes(4096, columns, 14336, 2, on_cpu=False)
-    assert sizes.tokens == tokens
-    assert logit_chunks.chunk_sizes(100, 512, 64, 2, on_cpu=False).tokens == 100
+def test_a_chunk_has_whole_tiles_of_tokens_unless_one_is_too_large(columns, on_gpu, on_cpu):
+    for is_cpu, tokens in ((False, on_gpu), (True, on_cpu)):
+        assert logit_chunks.chunk_sizes(8192, columns, 14336, 2, on_cpu=is_cpu).tokens == tokens
+        assert logit_chunks.chunk_sizes(100, 512, 64, 2, on_cpu=is_cpu).tokens == 100
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_gradient_of_the_head_takes_a_tenth_of_the_time_of_the_products(gpu):
+    """The time of its memory traffic on each kind of GPU, at the rates of the data sheets."""
+    device = GPUS.load(gpu)
+    products = 6 * logit_chunks.chunk_sizes(8192, 128_256, 4096, 2, on_cpu=False).tokens
+    assert 8 / device.bandwidth <= 0.105 * products / device.peak_flops["fp16"]
 
 
 def test_given_logits_in_fp32_are_not_copied_and_16_bit_ones_once():
@@ -187,7 +204,7 @@ def test_no_second_gradient_of_the_head_is_allocated():
     tokens, rows, width = 2048, 62_720, 14_336
     steps = make_steps((tokens, rows, width), torch.bfloat16, torch.device("meta"))
     gradient = 2 * tokens * width / MIB
-    assert peak_mib(steps["fused"], torch.device("meta")) - gradient <= 0.3 * 1024
+    assert peak_mib(steps["fused"], torch.device("meta")) - gradient <= 0.6 * 1024
 
 
 def test_a_gradient_that_differs_from_the_one_given_in_advance_is_refused():
