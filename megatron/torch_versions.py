@@ -57,8 +57,8 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
         "torch.nn.Parameter()": "_is_param",
         "torch.UntypedStorage": "_cdata",
         "torch.ops.aten": (
-            "_fused_rms_norm_backward _scaled_dot_product_efficient_attention "
-            "_scaled_dot_product_flash_attention"
+            "_fused_rms_norm_backward _scaled_dot_product_cudnn_attention "
+            "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
         ),
     },
     "a conversion to DeepSpeed's layer files": {

@@ -53,6 +53,8 @@ def attention_kernels(device):
     bias = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16, device=device.device)
     F.scaled_dot_product_attention(query, query, query, is_causal=True)
     F.scaled_dot_product_attention(query, query, query, bias)
+    wide = torch.empty(2, 4, 64, 192, dtype=torch.bfloat16, device=device.device)
+    F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)
     return [name for name in device.trace.outside.operations if "attention" in name]
 
 
@@ -84,7 +86,7 @@ CASES = {
     "resize_": (resized_storage, [4096, 0, 4096]),
     "attention": (
         attention_kernels,
-        ["_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"],
+        [f"_scaled_dot_product_{name}_attention" for name in ("cudnn", "efficient", "flash")],
     ),
     "rms_norm": (rms_norm_memory, (16 * 1024 + 512, torch.bfloat16, torch.Size([512]))),
     "silu": (silu_operations, ["silu", "silu_backward"]),

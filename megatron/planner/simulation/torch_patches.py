@@ -125,6 +125,9 @@ def _resize_(original: Callable, simulated: SimulatedDevice) -> Callable:
     return resize_
 
 
+_MAX_CUDNN_HEAD = 128
+
+
 @dataclass(frozen=True)
 class _CausalLowerRight:
     """Replaces `torch.nn.attention.bias.CausalBias`, a class of tensors that cannot be fake tensors."""
@@ -135,7 +138,9 @@ class _CausalLowerRight:
 
 def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Runs the kernel that PyTorch chooses on CUDA: the memory-efficient kernel with a bias or for fp32,
-    otherwise flash attention."""
+    FlashAttention for a mask aligned to the lower right, for wide heads and for deterministic algorithms,
+    otherwise cuDNN's, which PyTorch 2.11 and newer prefer on Hopper and Blackwell. On other GPUs this kernel
+    has the rate of the one that PyTorch chooses there (`megatron.planner.rates`)."""
 
     def attention(
         query: Tensor,
@@ -149,11 +154,16 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if query.device.type != NAME:
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
-        if isinstance(attn_mask, _CausalLowerRight):
+        lower_right = isinstance(attn_mask, _CausalLowerRight)
+        if lower_right:
             attn_mask, is_causal = None, True
         if attn_mask is None and query.dtype != torch.float32:
-            flash = aten._scaled_dot_product_flash_attention
-            return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            wide = query.shape[-1] > _MAX_CUDNN_HEAD or query.shape[-1] % 8
+            if lower_right or wide or torch.are_deterministic_algorithms_enabled():
+                flash = aten._scaled_dot_product_flash_attention
+                return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+            cudnn = aten._scaled_dot_product_cudnn_attention
+            return cudnn(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         needs_backward = torch.is_grad_enabled() and query.requires_grad
