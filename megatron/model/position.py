@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -267,13 +268,7 @@ class RotaryEmbedding:
         if self.dim < heads.shape[-1]:
             rotated, rest = heads[..., : self.dim], heads[..., self.dim :]
             return torch.cat((self._rotate(rotated, cosine, sine), rest), dim=-1)
-        dtype, heads = heads.dtype, heads.float()
-        if self.interleaved:
-            turned = torch.stack((-heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
-        else:
-            first, second = heads.chunk(2, dim=-1)
-            turned = torch.cat((-second, first), dim=-1)
-        return (heads * cosine + turned * sine).to(dtype)
+        return _Rotation.apply(heads, cosine, sine, self.interleaved)
 
     @not_compiled  # fills its cache outside of compiled graphs
     def _angles(self, seq: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -298,6 +293,30 @@ class RotaryEmbedding:
         if positions is None:
             self._cache = {key: table}
         return table
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotates pairs of elements in fp32, and rounds once, forward and backward. The inverse rotation has the
+    negative sine. Autograd's operations would keep and move more fp32 tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+        ctx.tables = cosine, sine, interleaved
+        return _rotated(heads, cosine, sine, interleaved, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _rotated(grad, *ctx.tables, -1), None, None, None
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, sign: int) -> Tensor:
+    if interleaved:
+        turned = torch.stack((-heads[..., 1::2], heads[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = heads.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    # The tables are fp32, and with them the products and the sum.
+    return torch.add(heads * cosine, turned * sine, alpha=sign, out=torch.empty_like(turned))
 
 
 @dataclass(frozen=True)
