@@ -174,19 +174,19 @@ measure() {
 }
 
 curves() {
-    phase "$1" "$2" "$PYTHON" -m tests.support.device_curves "${3:-$1}" --out "$out" --work "$work" --seconds @seconds "${tiny[@]}"
+    phase "$1" "$2" "$PYTHON" -m tests.support.device_curves "$1" --out "$out" --work "$work" --seconds @seconds "${tiny[@]}"
 }
 
 # sanitizer TOOL: small cases of each kernel. Without PyTorch's cache of memory each tensor is an allocation of its own.
 sanitizer() {
     local program=${COMPUTE_SANITIZER:-}
     wanted sanitizer || return 0
-    [ -n "$program" ] || program=$(command -v compute-sanitizer || find /usr/local/cuda*/bin -name compute-sanitizer 2>/dev/null | head -n 1)
+    [ -n "$program" ] || program=$(command -v compute-sanitizer || ls -d /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
     if [ -z "$program" ] && [ -z "$dry_run" ]; then
         add_phase "sanitizer-$1" 0 "compute-sanitizer was not found"
         return
     fi
-    phase "sanitizer-$1" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${interpreter[@]}" "${program:-compute-sanitizer}" \
+    phase "sanitizer-$1" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${interpreter[@]}" "${program:-compute-sanitizer}" \
         --tool "$1" --error-exitcode 9 "$PYTHON" benchmarks/kernel_speed.py check --small --out "$work/sanitizer"
 }
 
