@@ -92,6 +92,16 @@ def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
     assert "| loss | 0 | FAILED: exit code 7, see logs/loss.log |" in (out / "table.md").read_text()
 
 
+@pytest.mark.full  # 16 s of waiting
+def test_the_end_of_the_budget_is_no_failure(tmp_path: Path) -> None:
+    """The running phase is ended, and later ones do not start."""
+    stub = stub_python(tmp_path, 'case "$*" in *memory*) sleep 300 ;; esac')
+    done = gpu_script("--budget", 16, "--phases", "loss host", "--out", tmp_path / "out", PYTHON=stub)
+    assert done.returncode == 0
+    loss = "not complete when the budget ended, see logs/loss.log"
+    assert verdicts(tmp_path / "out") == {"loss": loss, "host": "no time was left"}
+
+
 @pytest.mark.parametrize("broken", ["gpu_environment", "smoke"])
 def test_it_stops_if_the_program_does_not_start(broken: str, tmp_path: Path) -> None:
     stub = stub_python(tmp_path, f'case "$*" in *{broken}*) echo "no {broken}"; exit 1 ;; esac')
@@ -193,7 +203,7 @@ def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
     sanitizer.write_text('#!/bin/bash\n[ "$1 $3" = "--tool --error-exitcode" ] || exit 2\nexec "${@:5}"\n')
     sanitizer.chmod(0o755)
     out = tmp_path / "out"
-    done = gpu_script("--device", "cpu", "--budget", 900, "--out", out, COMPUTE_SANITIZER=str(sanitizer))
+    done = gpu_script("--device", "cpu", "--budget", 3000, "--out", out, COMPUTE_SANITIZER=str(sanitizer))
     assert done.returncode == 0, done.stdout
     found = verdicts(out)
     assert {name.partition("-")[0] for name in found} == set(PHASES) and set(found.values()) == {"ok"}
