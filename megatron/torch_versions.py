@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -119,6 +120,7 @@ def _minor(package: str) -> tuple[int, ...]:
         return ()
 
 
+@cache
 def launches_directly() -> bool:
     """Returns whether `kernels.operators.Launch` may call the compiled kernels of the installed Triton."""
     return _minor("triton") in DIRECT_LAUNCH

@@ -40,7 +40,8 @@ _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-# cuBLAS computes fp32 products in TF32 with these, whatever the program sets; some container images set them.
+# Variables that ask for fp32 products in TF32; some container images set them. cuBLAS obeys the first one
+# whatever the program sets. The second one changes PyTorch's default, which the program changes back.
 TF32_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 # CUDA's major version -> the lowest driver (NVIDIA, "CUDA Compatibility", minor version compatibility).
@@ -102,7 +103,12 @@ def check_gpus(
     import torch
 
     built_for, gpus = torch.version.cuda, list(devices.glob("nvidia[0-9]*"))
-    wants_cpu = "DS_ACCELERATOR" in env or env.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    wants_cpu = env.get("DS_ACCELERATOR", "cuda") != "cuda"
+    wants_cpu = wants_cpu or env.get("CUDA_VISIBLE_DEVICES") in (
+        "",
+        "-1",
+        "NoDevFiles",
+    )  # the last one is Slurm's
     if built_for is None or not gpus or wants_cpu or torch.cuda.is_available():
         return
     least = MIN_DRIVER.get(built_for.partition(".")[0])
@@ -112,7 +118,8 @@ def check_gpus(
         f"PyTorch {torch.__version__} cannot use the {len(gpus)} NVIDIA GPU(s) of {node_name(env)}: CUDA "
         f"{built_for} needs {f'driver {least} or newer' if least else 'a newer driver'}, found "
         f"{found[1] if found else 'an unknown one'}. Update the driver, install PyTorch for an older CUDA "
-        "(docs/cluster.md), request a GPU (srun --gpus-per-task=1), or set DS_ACCELERATOR=cpu to use the CPU."
+        "(docs/cluster.md), request a GPU (srun --gpus-per-task=1), start the container with GPUs (apptainer "
+        "--nv), or set DS_ACCELERATOR=cpu to use the CPU."
     )
 
 

@@ -102,7 +102,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     disable_shm_comm_jit()
     set_default_group_timeout(_MAX_WAIT)
     set_max_connections(config.parallel)  # pretrain_gpt.py has already called it, benchmarks have not
-    _use_exact_products()
+    use_exact_products()
     if config.training.deterministic_mode:
         _use_deterministic_algorithms()
     accelerator = get_accelerator()
@@ -117,7 +117,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     return rank
 
 
-def _use_exact_products() -> None:
+def use_exact_products() -> None:
     """Makes products in fp32 IEEE products, and cuBLAS add the parts of 16-bit products (split-K) in fp32.
 
     How a product is split depends on its shape, so on the layout. A library that was imported may have

@@ -330,7 +330,10 @@ def run(argv: Sequence[str]) -> None:
         preparation.end()
         size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
         if evaluation is not None and world_size == 1:
+            from megatron.cluster.processes import use_exact_products
+
             check_gpus()
+            use_exact_products()
             evaluation.run(load_model(checkpoint, verify=verify), size)
             return
         if launched == 1:
@@ -345,7 +348,7 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     import torch.distributed as dist
 
     from megatron.checkpoint.lineage.start import share_checkpoint
-    from megatron.cluster.preflight import check_kernels
+    from megatron.cluster.preflight import check_attention, check_kernels
     from megatron.cluster.processes import init_distributed
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.build import load_distributed_model
@@ -353,7 +356,7 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
     leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
     with announce_errors():  # rank 0 prints that another rank has no device
         rank = init_distributed(config)
-    for note in check_kernels(required=False):
+    for note in check_kernels(required=False) + check_attention(config):
         if rank == 0:
             print(note, file=sys.stderr, flush=True)
     # A run may have saved a newer checkpoint since rank 0 read this one.

@@ -138,10 +138,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = read_prompts(arguments)
 
     from megatron.cluster.devices import check_gpus
-    from megatron.cluster.processes import configure_logging
+    from megatron.cluster.processes import configure_logging, use_exact_products
 
     configure_logging(LoggingConfig())
     check_gpus()
+    use_exact_products()
     from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 
     sampling = read_sampling(arguments)

@@ -76,8 +76,8 @@ def flight_record() -> bytes:
         record = pickle.loads(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))
         # Without a call, a recorder has no list of calls.
         entries = [*merged.get("entries", ()), *record.get("entries", ())]
-        groups = {key: {**merged.get(key, {}), **record[key]} for key in ("pg_config", "pg_status")}
-        merged = {**record, **groups, "entries": sorted(entries, key=lambda x: x["time_created_ns"])}
+        groups = {key: {**merged.get(key, {}), **record.get(key, {})} for key in ("pg_config", "pg_status")}
+        merged = {**record, **groups, "entries": sorted(entries, key=lambda x: x.get("time_created_ns", 0))}
     return pickle.dumps(merged)
 
 

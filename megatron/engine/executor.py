@@ -79,7 +79,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def is_first_stage(self) -> bool:
         """Returns whether the current pass runs stage 0; between passes, whether this rank holds stage 0."""
-        # DeepSpeed's `__init__` would send a message to each neighbor in the default group.
+        # Entry 22 of `engine.workarounds`: a first and last stage has no neighbors.
         return not self._is_built or self._runs_stage(0)
 
     def is_last_stage(self) -> bool:
@@ -159,6 +159,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         if following is not None:
             buffers["inputs"][following] = _leaves(x.detach() for x in outputs)
         elif not has_loss:
+            stage, rows = self._stages[model_chunk_id], self.micro_batch_size
+            self.module.check_stage_output(stage, outputs, rows, self._seq_length)
             buffers["messages"][buffer_id] = self._split_off(outputs)
         if torch.is_grad_enabled():
             buffers["outputs"][buffer_id] = outputs

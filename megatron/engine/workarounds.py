@@ -51,6 +51,9 @@ workaround, in tests/distributed/test_optimizer.py unless another file is named.
 21. The pipeline's grid creates a tensor-parallel group of its own. With NCCL a group that is used has a
    communicator, whose buffers take hundreds of MB on each device. The grid gets the model's group instead.
    tests/simulated/test_layouts.py
+22. At its start the pipeline engine sends a message to each neighbor in the default group, which with NCCL
+   makes a communicator for each pair of ranks. `engine.executor` calls each rank the first and the last stage
+   until then. tests/simulated/test_layouts.py
 """
 
 from datetime import timedelta

@@ -90,8 +90,8 @@ class Launch:
         if variant is not None:
             variant(*tensors, *self._arguments)
         elif 0 not in self.grid:
-            current = not first.is_cuda or first.device.index == torch.cuda.current_device()
-            assert current, f"Triton launches on the current device, which is not {first.device}"
+            is_current = not first.is_cuda or first.device.index == torch.cuda.current_device()
+            assert is_current, f"Triton launches on the current device, which is not {first.device}"
             variant = self.kernel[self.grid](*tensors, **self.numbers, **self.options)
             # Triton's interpreter returns None.
             if variant is not None and not addresses % 16 and launches_directly():

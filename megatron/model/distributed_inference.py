@@ -186,7 +186,7 @@ class DistributedGPT:
                 if stage < last or layer_index < self._final_norm:
                     layer_io = function(layer_io)
             if stage < last and self._rank_of_stage[stage + 1] != own:
-                self._send(layer_io, stage)
+                self._send(layer_io, stage, *padded.shape)
         if self._rank_of_stage[last] != own:
             return None
         assert isinstance(layer_io, Tensor)
@@ -197,8 +197,9 @@ class DistributedGPT:
         per_stage = self.layout.ranks_per_stage
         return self._rank_of_stage[stage] * per_stage + self.layout.rank % per_stage
 
-    def _send(self, layer_io: LayerIO, stage: int) -> None:
+    def _send(self, layer_io: LayerIO, stage: int, rows: int, length: int) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)
+        self.module.check_stage_output(stage, tensors, rows, length)
         self._exchange(dist.isend, [tensor.contiguous() for tensor in tensors], stage + 1)
 
     def _receive(self, stage: int, rows: int, length: int) -> LayerIO:

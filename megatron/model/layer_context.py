@@ -121,14 +121,18 @@ class LayerContext:
         return self.config.data.reset_attention_mask or self.resets_rotary_positions
 
     def input_specs(self, layer_index: int, batch: int, seq: int) -> list[TensorSpec]:
-        """Returns the shape and dtype of each tensor that a layer of the layer list receives; of a layer
-        after the embedding, up to the head. batch, seq: size of the micro-batch's tokens."""
+        """Returns the shape and dtype of each tensor that a layer receives. layer_index: its index in
+        `pipeline_layers`, after the embedding, up to the head. batch, seq: size of the micro-batch's
+        tokens."""
         config, final_norm = self.config, final_norm_of(self.config.model.num_layers)
         is_sharded = self.sequence_parallel and layer_index < final_norm
         own_seq = seq // self.cp_group.size // (self.tp_group.size if is_sharded else 1)
         seq_first = is_sharded or FIRST_TRANSFORMER_LAYER <= layer_index < final_norm
         shape = (own_seq, batch) if seq_first else (batch, own_seq)
-        fp32 = config.precision.fp32_residual_connection and layer_index <= final_norm
+        # A residual that is the norm's output has the parameters' dtype.
+        only_first = config.model.apply_residual_connection_post_layernorm
+        last_fp32 = FIRST_TRANSFORMER_LAYER if only_first else final_norm
+        fp32 = config.precision.fp32_residual_connection and layer_index <= last_fp32
         dtype = torch.float32 if fp32 else PARAMETER_DTYPES[config.precision.name]
         hidden = (*shape, config.model.hidden_size), dtype
         has_ids = self.layers_need_document_ids and layer_index < final_norm

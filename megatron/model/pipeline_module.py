@@ -156,6 +156,12 @@ class GPTModelPipe(PipelineModule):
         seq: size of the micro-batch's tokens."""
         return self.context.input_specs(self.stage_bounds[stage], batch, seq)
 
+    def check_stage_output(self, stage: int, tensors: Sequence[Tensor], batch: int, seq: int) -> None:
+        """Raises RuntimeError if `tensors` are not what the next stage allocates: its rank would wait."""
+        found = [(tuple(x.shape), x.dtype) for x in tensors]
+        if found != (expected := self.stage_input(stage + 1, batch, seq)):
+            raise RuntimeError(f"stage {stage} sends {found}, the next stage expects {expected}")
+
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers by the layer index in their parameters' names."""
         layers = self.layers.values()

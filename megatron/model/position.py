@@ -306,7 +306,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _rotated(grad, *ctx.tables, -1), None, None, None
+        cosine, sine, interleaved = ctx.tables
+        return _rotated(grad, cosine, sine, interleaved, -1), None, None, None
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, sign: int) -> Tensor:

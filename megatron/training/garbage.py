@@ -18,7 +18,7 @@ _INTERVAL = 100
 @contextmanager
 def collections_after_steps() -> Iterator[Callable[[int], None]]:
     """Turns automatic collections off in the block. Yields a function that must be called after each step
-    with the number of steps that the block has taken."""
+    with the number of steps that this process has taken."""
     was_enabled, is_frozen = gc.isenabled(), False
 
     def after_step(num_steps: int) -> None:

@@ -63,8 +63,8 @@ def run(
     fingerprint = found.fingerprint or run_fingerprint(config, length, vocab, stamp)
     notes = [*notes, *found.notes]
     with watchdog.phase(Phase.PREFLIGHT):
-        notes += check_kernels(config.training.require_kernels) + check_attention(config)
-        notes += [*preflight(config, fingerprint), *processes.device_notes(config)]
+        notes += check_kernels(config.training.require_kernels) + preflight(config, fingerprint)
+        notes += check_attention(config) + processes.device_notes(config)
     with watchdog.phase(Phase.LOAD):
         if objects is not None:
             objects.connect(node)

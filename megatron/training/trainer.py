@@ -1,5 +1,6 @@
 """The training loop."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -382,6 +383,7 @@ class Trainer:
             results = run_tasks(
                 self.engine, self.tasks, stop_requested, self.watchdog.heartbeat, self.metrics.print
             )
+        gc.collect()  # the harness leaves cycles, and automatic collections are off
         if results is None:
             self.metrics.print(f"the tasks at iteration {state.iteration} were stopped")
             return

@@ -142,6 +142,7 @@ def wrong_inputs(row: Row, changes: dict[str, dict[str, Any]]) -> list[str]:
 
 
 DOCUMENTS = {"data": {"reset_attention_mask": True}}
+AFTER_NORM = {"model": {"apply_residual_connection_post_layernorm": True}}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,10 @@ DOCUMENTS = {"data": {"reset_attention_mask": True}}
     [
         (Row(), {}),
         (Row(precision="bf16"), {**DOCUMENTS, "precision": {"bf16": True, "fp32_residual_connection": True}}),
+        (
+            Row(precision="bf16"),
+            {**AFTER_NORM, "precision": {"bf16": True, "fp32_residual_connection": True}},
+        ),
         (Row(tp=2, precision="fp16"), {"parallel": {"sequence_parallel": True}}),
         (Row(cp=2), DOCUMENTS),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron import torch_versions
-from megatron.kernels import triton_kernels
+from megatron.kernels import operators, triton_kernels
 from megatron.kernels.operators import Launch, first_order, keep_input, take_input
 
 NUMBERS = {"width": 3, "BLOCK": 64}
@@ -69,6 +69,7 @@ def test_an_unknown_triton_launches_each_time(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, installed: str, then: str
 ) -> None:
     monkeypatch.setattr(torch_versions, "version", lambda package: installed)
+    monkeypatch.setattr(operators, "launches_directly", torch_versions.launches_directly.__wrapped__)
     launch = Launch("triton_kernels.add_rows_kernel", (2, 5), {}, **NUMBERS)
     for _ in range(3):
         launch(torch.zeros(40), torch.zeros(40))

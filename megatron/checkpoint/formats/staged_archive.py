@@ -9,9 +9,10 @@ whole storage, which may be the state of all parameters, to a pinned buffer of i
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -38,9 +39,14 @@ def without_checksums() -> AbstractContextManager[None]:
 def save_archive(value: Any, file: Any) -> None:
     """Writes the archive of torch.save, without checksums, to a file-like object."""
     pickling = _Pickling()
-    with skip_data(), without_checksums():
-        archive: Any = _ArchiveFile(file, iter(pickling.storages))  # torch uses few methods of its file
-        torch.save(value, archive, pickle_module=pickling)
+    archive: Any = _ArchiveFile(file, pickling.storages)  # torch uses few methods of its file
+    try:
+        with skip_data(), without_checksums():
+            torch.save(value, archive, pickle_module=pickling)
+    except RuntimeError as error:  # torch's writer replaces an error of the file by one of its own
+        raise archive.error or error from None
+    if archive.num_written != len(pickling.storages):
+        raise RuntimeError(f"torch.save wrote {archive.num_written} of {len(pickling.storages)} storages")
 
 
 class _Pickling:
@@ -51,13 +57,13 @@ class _Pickling:
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
-        seen = set[int]()
+        seen = set[int]()  # as in torch.save, by the address of the storage in C++
 
         def note_storage(_: pickle.Pickler, value: Any) -> Any:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                if storage.nbytes() and id(storage) not in seen:  # the list keeps it alive, and so its id
-                    seen.add(id(storage))
+                if storage.nbytes() and storage._cdata not in seen:
+                    seen.add(storage._cdata)
                     self.storages.append(storage)
             return NotImplemented  # pickled as usual
 
@@ -67,20 +73,40 @@ class _Pickling:
 class _ArchiveFile:
     """The file-like object that torch.save writes to."""
 
-    def __init__(self, file: Any, storages: Iterator[torch.UntypedStorage]) -> None:
-        self._storages = storages
-        self.write: Callable[[Any], int] = file.write
+    def __init__(self, file: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+        """storages: filled by torch.save before it writes the first of them."""
+        self._file, self._storages = file, storages
         self.flush: Callable[[], None] = file.flush
+        self.num_written = 0
+        self.error: Exception | None = None
+        """The first error of `write` or `seek`."""
+
+    def write(self, data: Any) -> int:
+        with self._keep_error():
+            written: int = self._file.write(data)
+        return written
 
     def seek(self, num_bytes: int, _: int) -> None:
         """Writes the bytes of the next storage; called by torch to leave room for them."""
-        storage = next(self._storages)
+        with self._keep_error():
+            self._write_storage(self._storages[self.num_written], num_bytes)
+        self.num_written += 1
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+            raise
+
+    def _write_storage(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         if storage.nbytes() != num_bytes:
             raise RuntimeError(f"torch.save writes {num_bytes:,} bytes, expected {storage.nbytes():,}")
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         pieces = _buffers().pieces(content) if is_staged(storage.device) else [content]
         for piece in pieces:
-            self.write(piece.numpy().data)
+            self._file.write(piece.numpy().data)
 
 
 class StagingBuffers:
@@ -88,13 +114,13 @@ class StagingBuffers:
     piece to the other."""
 
     def __init__(self, piece_bytes: int) -> None:
-        from deepspeed.accelerator import (
-            get_accelerator,
-        )  # tools need no device, and the import takes seconds
+        # Tools need no device, and the import takes seconds.
+        from deepspeed.accelerator import get_accelerator
 
         self._accelerator = get_accelerator()
         pin = self._accelerator.pin_memory
         self._buffers = [pin(torch.empty(piece_bytes, dtype=torch.uint8)) for _ in range(2)]
+        self._lock = threading.Lock()
 
     def pieces(self, content: Tensor) -> Iterator[Tensor]:
         """Yields the bytes of a flat tensor in host memory, in order. A piece is valid until the next one."""
@@ -109,17 +135,22 @@ class StagingBuffers:
                 event.synchronize()
             return piece
 
-        for index, source in enumerate(content.split(len(self._buffers[0]))):
-            target = self._buffers[index % 2][: len(source)]
-            with accelerator.stream(stream):
-                target.copy_(source, non_blocking=True)
-                event = None if stream is None else accelerator.Event()
-                if event is not None:
-                    event.record()
-            copying.append((target, event))
-            if len(copying) == 2:
+        with self._lock:
+            try:
+                for index, source in enumerate(content.split(len(self._buffers[0]))):
+                    target = self._buffers[index % 2][: len(source)]
+                    with accelerator.stream(stream):
+                        target.copy_(source, non_blocking=True)
+                        event = None if stream is None else accelerator.Event()
+                        if event is not None:
+                            event.record()
+                    copying.append((target, event))
+                    if len(copying) == 2:
+                        yield oldest()
                 yield oldest()
-        yield oldest()
+            finally:
+                while copying:  # after an error: the next copies must not meet these
+                    oldest()
 
 
 @cache

@@ -150,12 +150,7 @@ class BackgroundWriter:
         for fragments, save in contents:
             table = [(f.name, f.state_name, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
             self._send("table", table)
-            try:
-                save(_RingFile(self, fragments))
-            except RuntimeError as error:  # torch's archive after an OSError of its file
-                if not self._problem:
-                    raise
-                raise OSError(self._problem) from error
+            save(_RingFile(self, fragments))
         self._send("close")
 
     def end_save(self) -> None:

@@ -154,9 +154,9 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if query.device.type != NAME:
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
-        lower_right = isinstance(attn_mask, _CausalLowerRight)
-        if lower_right:
-            attn_mask, is_causal = None, True
+        lower_right = False
+        if isinstance(attn_mask, _CausalLowerRight):
+            attn_mask, is_causal, lower_right = None, True, True
         if attn_mask is None and query.dtype != torch.float32:
             wide = query.shape[-1] > _MAX_CUDNN_HEAD or query.shape[-1] % 8
             if lower_right or wide or torch.are_deterministic_algorithms_enabled():

@@ -100,8 +100,16 @@ def test_an_error_of_the_file_is_not_hidden(piece_bytes: int | None) -> None:
             return super().write(data)
 
     staged = all_tensors_staged(piece_bytes) if piece_bytes is not None else nullcontext()
-    with staged, pytest.raises((OSError, RuntimeError)):
+    with staged, pytest.raises(OSError, match="^disk full$"):
         save_archive(torch.zeros(5000), Full())
+
+
+def test_an_archive_without_the_bytes_of_a_tensor_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a torch that leaves the bytes out in another way than by `seek`."""
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda value, file, **options: save(value, io.BytesIO(), **options))
+    with pytest.raises(RuntimeError, match="wrote 0 of 1 storages"):
+        save_archive({"empty": torch.empty(0), "a": torch.zeros(3)}, io.BytesIO())
 
 
 class Streams(CPU_Accelerator):
@@ -141,3 +149,8 @@ def test_the_next_piece_is_copied_while_the_host_takes_one(monkeypatch: pytest.M
     assert found == content.tolist()
     order = "copy 0, copy 1, wait 0, take, copy 2, wait 1, take, wait 2, take"
     assert ", ".join(accelerator.calls) == f"after the stream of training, {order}"
+    accelerator.calls.clear()
+    pieces = StagingBuffers(4).pieces(content)
+    next(pieces)
+    pieces.close()  # as after an error of the file: no copy may end later
+    assert accelerator.calls[-3:] == ["copy 4", "wait 3", "wait 4"]

@@ -26,7 +26,7 @@ from megatron.cluster.devices import (
     set_library_defaults,
     set_max_connections,
 )
-from megatron.cluster.processes import _check_backend, _use_deterministic_algorithms, _use_exact_products
+from megatron.cluster.processes import _check_backend, _use_deterministic_algorithms, use_exact_products
 from megatron.config import ParallelConfig
 from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
@@ -118,7 +118,7 @@ def test_products_are_ieee_products_whatever_allowed_others_before() -> None:
     torch.set_float32_matmul_precision("medium")
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
     try:
-        _use_exact_products()
+        use_exact_products()
         assert (torch.get_float32_matmul_precision(), matmul.fp32_precision) == ("highest", "ieee")
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
         assert not matmul.allow_bf16_reduced_precision_reduction
