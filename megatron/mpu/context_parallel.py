@@ -69,8 +69,7 @@ class _GatherKeysAndValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None]:
-        grads = _reduce_scatter(torch.stack((grad_key, grad_value), dim=1), ctx.cp_group)
-        key, value = grads.to(grad_key.dtype).unbind(1)
+        key, value = _reduce_scatter((grad_key, grad_value), ctx.cp_group)
         return key, value, None
 
 
@@ -88,11 +87,16 @@ def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
     return torch.cat((by_rank[:, 0], by_rank[:, 1].flip(0))).flatten(0, 1)
 
 
-def _reduce_scatter(x: Tensor, cp_group: CPGroup) -> Tensor:
-    """[seq, ...] -> [seq / CP, ...] of the sum over the ranks, in fp32: a sum in 16 bits would round after
-    each addition."""
-    first, second = x.unflatten(0, (2, cp_group.size, -1))
-    by_rank = torch.stack((first, second.flip(0)), dim=1).float()
-    own = by_rank.new_empty(x.shape[0] // cp_group.size, *x.shape[1:])
+def _reduce_scatter(values: Sequence[Tensor], cp_group: CPGroup) -> Sequence[Tensor]:
+    """[seq, ...] -> [seq / CP, ...] of the sums over the ranks. The sums are fp32: in 16 bits each addition
+    would round."""
+    shape, dtype = values[0].shape, values[0].dtype
+    chunk = shape[0] // (2 * cp_group.size)
+    by_rank = values[0].new_empty(cp_group.size, 2, chunk, len(values), *shape[1:], dtype=torch.float32)
+    for index, value in enumerate(values):
+        first, second = value.unflatten(0, (2, cp_group.size, chunk))
+        by_rank[:, 0, :, index] = first
+        by_rank[:, 1, :, index] = second.flip(0)
+    own = by_rank.new_empty(2 * chunk, len(values), *shape[1:])
     reduce_scatter_single(own.view(-1), by_rank.view(-1), group=cp_group.group)
-    return own
+    return own.to(dtype).unbind(1)

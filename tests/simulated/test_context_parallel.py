@@ -9,9 +9,9 @@ from megatron.planner.simulation.stages import simulate_stages
 from megatron.planner.simulation.world import find_stages
 from tests.simulated.layouts import GROUPS, LLAMA, config_of
 
-LONG = f"--bf16 --seq-length 8192 --max-position-embeddings 8192 {LLAMA} {GROUPS} --micro-batch-size 1"
-# Keys and values of a layer: 8192 tokens of 4 groups with heads of 32 elements, in 16 bits.
-GATHERED_BYTES = 2 * 8192 * 4 * 32 * 2
+LONG = f"--bf16 --seq-length 131072 --max-position-embeddings 131072 {LLAMA} {GROUPS} --micro-batch-size 1"
+# Keys and values of a layer: 131072 tokens of 4 groups with heads of 32 elements, in 16 bits.
+GATHERED_BYTES = 2 * 131072 * 4 * 32 * 2
 
 
 def planned(config):
