@@ -3,7 +3,8 @@
 # make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out
 # make test-all  set up, then run the full matrix (about 85 minutes on two cores)
 # make test-newest  set up, then run a part of the tests with the newest torch of NEWEST_TORCH (5 GB of packages)
-# make setup   only make the virtual environment .venv, with PyTorch for CPUs; GPU=1: PyPI's PyTorch, for CUDA (README)
+# make setup   only make the virtual environment .venv, with PyTorch for CPUs; GPU=1: PyPI's PyTorch, for CUDA (README);
+#              GPU=0: for CPUs again
 # make wheelhouse PYTHON_VERSION=3.12  collect in wheelhouse/ what nodes without a network install with
 #              make setup WHEELHOUSE=wheelhouse (docs/cluster.md)
 # make lint    set up, then format check, lint and types
@@ -12,23 +13,36 @@
 PYTHON ?= python3
 # The processes among which the test files are shared out.
 TEST_PROCESSES ?= 2
-# What the extras of pyproject.toml install beside the package; eval: the tasks of tools/evaluate.py and their tests.
-ifneq ($(WHEELHOUSE)$(filter wheelhouse,$(MAKECMDGOALS)),)
-EXTRAS ?= bitsandbytes
-endif
-EXTRAS ?= dev,bitsandbytes
 VENV := .venv
-STAMP := $(VENV)/.installed-$(EXTRAS)$(GPU:%=-%)
+# A finished setup records its GPU, EXTRAS and WHEELHOUSE, and later commands keep them: `make train` keeps CUDA's torch.
+# EXTRAS are what pyproject.toml installs beside the package; eval: the tasks of tools/evaluate.py and their tests.
+ifeq ($(WHEELHOUSE)$(filter wheelhouse,$(MAKECMDGOALS)),)
+-include $(VENV)/settings.mk
+EXTRAS ?= dev,bitsandbytes
+endif
+EXTRAS ?= bitsandbytes
+override GPU := $(filter-out 0,$(GPU))
+STAMP := $(VENV)/.installed-$(EXTRAS)
+TORCH_STAMP := $(VENV)/.torch-$(or $(GPU),cpu)
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt \
 	$(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
 # Succeeds if the environment sees a torch that setup keeps, an image's for example.
 SEES_TORCH = $(VENV)/bin/python -c 'import importlib.util, sys; torch = importlib.util.find_spec("torch"); \
 	sys.exit(not torch or not "$(WHEELHOUSE)" and torch.origin.startswith(sys.prefix))'
+# pip prefers a CPU build in its find-links (2.13.0+cpu) to the release. torch cannot be imported yet.
+CHECK_CUDA = $(VENV)/bin/python -c 'import importlib.util, runpy, sys; torch = importlib.util.find_spec("torch"); \
+	build = runpy.run_path(torch.submodule_search_locations[0] + "/version.py"); \
+	sys.exit(not build["cuda"] and "error: GPU=$(GPU): expected a PyTorch with CUDA, found " + build["__version__"] \
+	+ ". Remove this build from the find-links of pip (pip config list), or choose GPU=0.")'
 PYTORCH := https://download.pytorch.org/whl
-ifdef GPU
-INSTALL_TORCH = $(PIP) --no-deps --force-reinstall torch $(if $(filter-out 1,$(GPU)),--index-url $(PYTORCH)/$(GPU))
+TORCH_PIP = $(PIP) --no-deps $(if $(wildcard $(TORCH_STAMP)),,--force-reinstall) torch
+ifdef WHEELHOUSE
+INSTALL_TORCH = $(TORCH_PIP) 2>/dev/null || { echo "error: neither $(WHEELHOUSE) nor $(PYTHON) has PyTorch. If a virtual \
+	environment of the image has it, set VENV=/opt/venv to its folder, otherwise run: make wheelhouse TORCH=1" >&2; exit 1; }
+else ifdef GPU
+INSTALL_TORCH = $(TORCH_PIP) $(if $(filter-out 1,$(GPU)),--index-url $(PYTORCH)/$(GPU))
 else # PyPI's torch for Linux has gigabytes of CUDA: a file in one of pip's find-links is preferred to PyTorch's index.
-INSTALL_TORCH = $(PIP) --no-deps --no-index torch 2>/dev/null || $(PIP) --no-deps torch --index-url $(PYTORCH)/cpu
+INSTALL_TORCH = $(TORCH_PIP) --no-index 2>/dev/null || $(TORCH_PIP) --index-url $(PYTORCH)/cpu
 endif
 # Files are started in the order of their names, slow ones first. The tests start hundreds of Python processes: bytecode
 # is written once, also where the environment forbids it.
@@ -37,14 +51,20 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCES
 .PHONY: setup wheelhouse train test setup-newest test-newest test-slice test-all lint site
 setup: $(STAMP)
 
-# The stamp is touched last: an installation that was interrupted is taken up again.
-$(STAMP): pyproject.toml constraints.txt
+# Stamps are touched last: an installation that was interrupted is taken up again.
+$(TORCH_STAMP): constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(WHEELHOUSE),--system-site-packages) $(VENV)
 	@sed -E "$$(! $(SEES_TORCH) || echo '/^(torch|triton)==/d')" constraints.txt >$(VENV)/constraints.txt
-	$(PIP) setuptools wheel
+	rm -f $(VENV)/.torch-*
 	! grep -q ^torch== $(VENV)/constraints.txt || $(INSTALL_TORCH)
+	$(if $(GPU),@$(CHECK_CUDA))
+	touch $@
+
+$(STAMP): pyproject.toml $(TORCH_STAMP)
+	$(PIP) setuptools wheel
 	$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
-	touch $(STAMP)
+	printf '%s ?= %s\n' GPU '$(GPU)' EXTRAS '$(EXTRAS)' WHEELHOUSE '$(WHEELHOUSE)' >$(VENV)/settings.mk
+	touch $@
 
 wheelhouse:
 	test -x build/pip/bin/python || $(PYTHON) -m venv build/pip

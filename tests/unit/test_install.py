@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from megatron.cluster import processes
 from megatron.cluster.devices import MIN_DRIVER, check_gpus
 from megatron.config.cli import parse_args
 from megatron.errors import UserError
-from tests.end_to_end.command import ROOT
+from tests.support.make import ROOT, make, run_make
 from tests.unit.config.command_lines import SMALL
 
 # PyTorch's version -> index below https://download.pytorch.org/whl -> cuDNN of that build. Source: "Release
@@ -97,24 +97,91 @@ def test_the_readme_and_the_dockerfile_name_the_driver_of_the_default_build() ->
 # --- make setup ---
 
 
-def setup_commands(**variables: str) -> str:
-    words = [f"{name}={value}" for name, value in variables.items()]
-    command = ["make", "--dry-run", "setup", "VENV=/nonexistent", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.parametrize(
     ("variables", "installs"),
     [
-        ({}, "--no-deps torch --index-url https://download.pytorch.org/whl/cpu"),
-        ({"GPU": "1"}, "--force-reinstall torch"),
-        ({"GPU": "cu126"}, "--force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"),
+        ([], "--force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"),
+        (["GPU=1"], "--force-reinstall torch"),
+        (["GPU=cu126"], "--force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"),
     ],
 )
-def test_setup_installs_the_build_that_was_asked_for(variables: dict[str, str], installs: str) -> None:
-    (line,) = re.findall(r"^.*--no-deps.*$", setup_commands(**variables), re.MULTILINE)
+def test_setup_installs_the_build_that_was_asked_for(variables: list[str], installs: str) -> None:
+    (line,) = re.findall(
+        r"^.*--no-deps.*$", make("--dry-run", "setup", "VENV=/nonexistent", *variables), re.MULTILINE
+    )
     assert line.strip().endswith(installs)
     assert ("--no-index" in line) == (not variables)  # a CPU build from find-links comes first
+
+
+def stub_python(venv: Path, reaction: str) -> str:
+    """Writes a program for an environment's Python, which logs its commands; returns the setting for make."""
+    (venv / "bin").mkdir(parents=True)
+    program = venv / "bin" / "python"
+    program.write_text(f'#!/bin/sh\necho "$@" >>{venv}/log\ncase "$*" in {reaction};; esac\n')
+    program.chmod(0o755)
+    return f"VENV={venv}"
+
+
+SEES_NO_TORCH = "*sys.prefix*) exit 1"
+OTHER_VERSIONS = "--what-if=constraints.txt"
+
+
+@pytest.mark.parametrize(
+    ("before", "command", "torch_of", "extras"),
+    [
+        (["GPU=1"], "", None, None),
+        (["GPU=1"], OTHER_VERSIONS, "--no-deps torch", "dev,bitsandbytes"),
+        (["GPU=1", "GPU=cu126"], "GPU=1", "--no-deps --force-reinstall torch", "dev,bitsandbytes"),
+        (["GPU=1"], "GPU=0", "--no-deps --force-reinstall torch --no-index", "dev,bitsandbytes"),
+        (["GPU=0"], "", None, None),
+        (["GPU=1 EXTRAS=eval"], OTHER_VERSIONS, "--no-deps torch", "eval"),
+        (["GPU=1 EXTRAS=eval"], "EXTRAS=dev", None, "dev"),
+        (["WHEELHOUSE=w"], "", None, None),
+        (["WHEELHOUSE=w"], OTHER_VERSIONS, "--no-index --find-links w --no-deps torch", "bitsandbytes"),
+        (["EXTRAS=dev"], "WHEELHOUSE=w", None, "bitsandbytes"),
+    ],
+)
+def test_later_commands_keep_what_was_set_up(
+    before: list[str], command: str, torch_of: str | None, extras: str | None, tmp_path: Path
+) -> None:
+    venv = stub_python(tmp_path / "venv", SEES_NO_TORCH)
+    for words in before:
+        make("setup", venv, *words.split())
+    log = tmp_path / "venv" / "log"
+    log.unlink()
+    make("setup", venv, *command.split())
+    commands = log.read_text() if log.exists() else ""
+    (torch_line,) = re.findall(r".*--no-deps.*", commands) or [None]
+    assert torch_line == torch_of or torch_line.rstrip().endswith(torch_of)
+    assert re.findall(r"--editable \.\[(.*)\]", commands) == ([extras] if extras else [])
+    wheelhouse = make("--dry-run", "wheelhouse", venv)
+    assert "--extras 'bitsandbytes'" in wheelhouse and ".ci/wheelhouse.py wheelhouse" in wheelhouse
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_build_without_cuda_is_an_error_with_gpu(cuda: str | None, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0+cpu'\ncuda = {cuda!r}\n")
+    venv = stub_python(tmp_path / "venv", f'-c*) exec {sys.executable} "$@"')
+    done = run_make("setup", "GPU=1", venv, PYTHONPATH=str(tmp_path))
+    message = "error: GPU=1: expected a PyTorch with CUDA, found 2.13.0+cpu."
+    assert (done.returncode != 0) == (message in done.stderr) == (cuda is None), done.stderr
+
+
+def test_a_node_without_a_visible_torch_is_told_the_remedies(tmp_path: Path) -> None:
+    venv = stub_python(tmp_path / "venv", f"{SEES_NO_TORCH};; *--no-deps*) exit 1")
+    done = run_make("setup", "WHEELHOUSE=w", venv)
+    assert done.returncode != 0 and "error: neither w nor python3 has PyTorch." in done.stderr
+    assert "VENV=/opt/venv" in done.stderr and "make wheelhouse TORCH=1" in done.stderr
+
+
+def test_the_image_copies_nothing_that_git_ignores() -> None:
+    ignored, left_out = (
+        {line.removeprefix("**/").strip("/") for line in (ROOT / name).read_text().splitlines()}
+        for name in (".gitignore", ".dockerignore")
+    )
+    assert ignored | {".git"} == left_out
 
 
 # --- GPUs that cannot be used ---

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import ROOT
+from tests.support.make import ROOT, make
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -84,6 +84,7 @@ def collect(index: Path, folder: Path, *words: str) -> tuple[set[str], str]:
     return {path.name.split("-")[0].replace("_", "-") for path in folder.iterdir()}, done.stdout
 
 
+@pytest.mark.full
 def test_the_wheelhouse_has_what_the_package_requires_but_no_torch(index: Path, tmp_path: Path) -> None:
     words = ("--python-version", "3.11", "--extras", "bitsandbytes")
     names, printed = collect(index, tmp_path, *words)
@@ -92,6 +93,7 @@ def test_the_wheelhouse_has_what_the_package_requires_but_no_torch(index: Path, 
     assert len(list(tmp_path.glob("regex-*-cp311-cp311-*.whl"))) == 1
 
 
+@pytest.mark.full
 def test_the_wheelhouse_is_for_the_nodes_python_and_extras(index: Path, tmp_path: Path) -> None:
     """Markers are evaluated for the node's Python, and compiled wheels are for it."""
     words = ("--python-version", "3.12", "--extras", "bitsandbytes,objectstore", "--torch")
@@ -100,18 +102,47 @@ def test_the_wheelhouse_is_for_the_nodes_python_and_extras(index: Path, tmp_path
     assert [path.name.split("-")[2] for path in tmp_path.glob("regex-*")] == ["cp312"]
 
 
+# Replaces pip: prints the command, the wheels that the script has written, and the markers' values.
+PIP = """import os, platform, sys
+options = "--find-links", "--wheel-dir"
+(folder,) = [word for option, word in zip(sys.argv, sys.argv[1:]) if option in options]
+print(*sys.argv[1:], *sorted(os.listdir(folder)), platform.python_version(), platform.machine())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "builds", "downloads"),
+    [
+        (
+            ("--python-version", "3.11", "--extras", "bitsandbytes"),
+            r"deepspeed torch-\S+\+node\S+ triton-",
+            rf"--python-version 3\.11 .*{ROOT}\[bitsandbytes\] torch-\S+\+node\S+ triton-\S+ 3\.11\.0 x86_64",
+        ),
+        (
+            ("--python-version", "3.12", "--extras", "eval", "--torch", "--machine", "aarch64"),
+            r"deepspeed rouge-score sqlitedict word2number [\d.]+ ",
+            rf"--python-version 3\.12 .*_2_28_aarch64.*{ROOT}\[eval\] 3\.12\.0 aarch64",
+        ),
+    ],
+    ids=["beside torch", "with torch, for Arm"],
+)
+def test_pip_is_asked_for_the_nodes_wheels(
+    words: tuple[str, ...], builds: str, downloads: str, tmp_path: Path
+) -> None:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(PIP)
+    command = [sys.executable, ".ci/wheelhouse.py", str(tmp_path), *words]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    wheel, download, _ = subprocess.check_output(command, cwd=ROOT, env=env, text=True).splitlines()
+    assert wheel.startswith("wheel ") and re.search(builds, wheel)
+    assert download.startswith("download ") and re.search(downloads, download)
+
+
 def test_a_wheelhouse_for_no_python_version_is_refused() -> None:
     command = [sys.executable, ".ci/wheelhouse.py", "unused", "--python-version", "312"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "PYTHON_VERSION 312: expected a version such as 3.12" in done.stderr
-
-
-def make(*words: str, folder: Path = ROOT, **env: str) -> str:
-    done = subprocess.run(
-        ["make", *words], cwd=folder, capture_output=True, text=True, env={**os.environ, **env}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_make_collects_the_wheelhouse_without_the_environment_of_the_run() -> None:
