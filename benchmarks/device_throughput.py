@@ -8,7 +8,7 @@
 Each row is written to FOLDER/rows.jsonl when it begins and when it ends, so a crash loses one row: the next
 start continues with the next row. --tiny has small models, for a CPU. Weights are made on the device; a run
 makes them on the CPU, 10 s for 1.3 billion. FOLDER/profile-ROW.txt has the kernels of a step and the gaps
-between them.
+between them, FOLDER/trace.json.gz the trace of the first profile.
 
 MFU has three values. `mfu` counts Megatron's FLOPs, with the attention to all tokens
 (megatron/model/flops.py); `mfu_palm` counts PaLM's 6 N + 12 L h s per token; `mfu_causal` counts half of
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import add_row, benchmark_parser, read_rows
+from benchmarks.machine import add_row, benchmark_parser, device_is_lost, read_rows
 from benchmarks.plain_model import Model, plain_step
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ WARM_UP, TIMED = 2, 4
 """Steps of each row."""
 MICRO_BATCHES = 4
 """Of each step."""
+NO_TIME = "no time was left"
 GAP_US = 20
 """A device that is idle for longer between two kernels has waited for the host."""
 
@@ -100,6 +101,11 @@ class Row:
         return self.implementation in FLAGS
 
     @property
+    def expected_s(self) -> float:
+        """A guess of the time that the row takes on a GPU."""
+        return 50.0 if self.profiled or self.implementation.endswith("compile") else 20.0
+
+    @property
     def samples(self) -> int:
         """The samples of a step."""
         return MICRO_BATCHES * self.micro_batch
@@ -119,8 +125,8 @@ ROWS = {
     ],
     "llama": [
         Row("llama-1b", "ours", 4, profiled=True),
-        Row("llama-1b", "plain-compile", 4),
         Row("llama-8b-8-layers", "ours", 1, min_mfu=0.55),
+        Row("llama-1b", "plain-compile", 4),
     ],
     "rest": [
         Row("gpt-125m", "ours", 16, profiled=True),
@@ -182,39 +188,35 @@ def run_rows(rows: list[Row], arguments: argparse.Namespace) -> int:
     from megatron.config import LoggingConfig
     from tests.support.measured_worlds import connect
 
+    deadline, failed = time.monotonic() + arguments.seconds, False
     set_library_defaults()
     configure_logging(LoggingConfig(log_level="info"))
     connect(rows[0].config())
-    done = [{name: row[name] for name in rows[0].key} for row in read_rows(arguments.out, "throughput")]
-    deadline, longest, failed = time.monotonic() + arguments.seconds, 0.0, 0
+    done = [
+        {name: row[name] for name in rows[0].key}
+        for row in read_rows(arguments.out, "throughput")
+        if row.get("error") != NO_TIME
+    ]
     for row in rows:
         gc.collect()
         if row.key in done:
             continue
-        begin = time.monotonic()
-        if begin + longest > deadline:
-            print(f"no time is left for {row}", flush=True)
+        if time.monotonic() + row.expected_s > deadline:
+            add_row(arguments.out, "throughput", **row.key, error=NO_TIME)
             continue
         add_row(arguments.out, "throughput", **row.key, error="the process ended during this row")
         try:
-            add_row(arguments.out, "throughput", **row.key, **measure(row, arguments.out))
+            columns = measure(row, arguments.out)
+            add_row(arguments.out, "throughput", **row.key, **columns)
+            failed |= "profile_error" in columns
         except Exception as error:
             traceback.print_exc()
             problem = f"{type(error).__name__}: {str(error)[:200]}"
             add_row(arguments.out, "throughput", **row.key, error=problem)
-            if is_fatal(error):
+            if device_is_lost():
                 return 3
-            failed = 1
-        longest = max(longest, time.monotonic() - begin)
-    return failed
-
-
-def is_fatal(error: Exception) -> bool:
-    """Returns whether the device cannot be used any more in this process, as after an illegal memory
-    access."""
-    import torch
-
-    return isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError)
+            failed = True
+    return int(failed)
 
 
 def measure(row: Row, folder: Path) -> dict[str, Any]:
@@ -246,8 +248,9 @@ def measure(row: Row, folder: Path) -> dict[str, Any]:
     if row.profiled:
         try:
             found |= profile(step, folder / f"profile-{row.name}-{row.implementation}")
-        except Exception:  # a driver may forbid profiles
+        except Exception as error:  # a driver may forbid profiles
             traceback.print_exc()
+            found["profile_error"] = f"{type(error).__name__}: {str(error)[:200]}"
     return found
 
 
@@ -333,16 +336,25 @@ def device_values(
 
 def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
     """Profiles a step; returns the share of its time in which the device is busy, its kernels and its long
-    gaps. Writes the kernels to PATH.txt and a trace to PATH.json.gz. On a CPU its operations take the place
-    of the kernels."""
+    gaps. Writes the kernels to PATH.txt, and a trace unless the folder has one. On a CPU its operations take
+    the place of the kernels."""
     import torch
+    from deepspeed.accelerator import get_accelerator
     from torch.autograd import DeviceType
 
+    accelerator = get_accelerator()
+    with torch.profiler.profile():  # the first profile loads libraries, which would be a long gap
+        torch.ones(1, device=accelerator.current_device_name())
+        accelerator.synchronize()
     with torch.profiler.profile() as profiler:
         step()
     events = [event for event in profiler.events() if not event.is_user_annotation]
-    kernels = [event for event in events if event.device_type != DeviceType.CPU]
-    kernels = kernels or [event for event in events if event.cpu_parent is None]
+    if accelerator.device_name() == "cpu":
+        kernels = [event for event in events if event.cpu_parent is None]
+    else:
+        kernels = [event for event in events if event.device_type != DeviceType.CPU]
+        if not kernels:
+            raise RuntimeError("the profile has no kernels")
     totals: dict[str, list[float]] = {}
     for event in kernels:
         totals.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
@@ -352,7 +364,8 @@ def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
     for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
         lines.append(f"{sum(times):9.3f} ms {1000 * sum(times) / busy:6.1%} {len(times):5} x  {name[:150]}")
     path.with_name(f"{path.name}.txt").write_text("\n".join(lines) + "\n")
-    profiler.export_chrome_trace(f"{path}.json.gz")
+    if not (trace := path.with_name("trace.json.gz")).exists():
+        profiler.export_chrome_trace(str(trace))
     return {"busy": busy / (busy + sum(gaps)), "long_gaps_ms": long_gaps_ms, "kernels": len(kernels)}
 
 

@@ -17,10 +17,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.devices import set_library_defaults
+from megatron.model.attention_canary import AttentionCase, sdpa_backend
 
 PACKAGES = ("triton", "transformers", "numpy", "bitsandbytes")
 # Name -> sequence length, query heads, key heads, head size.
@@ -54,7 +54,7 @@ def main() -> None:
             "attention back ends",
             shape=name,
             sizes=str(shape),
-            sdpa=sdpa_backend(shape, dtype, device),
+            sdpa=sdpa_backend(AttentionCase(*shape, dtype), device),
         )
 
 
@@ -97,20 +97,6 @@ def driver() -> str:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         return f"unknown ({type(error).__name__})"
-
-
-def sdpa_backend(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> str:
-    """Returns the back end of causal `scaled_dot_product_attention` for these sizes."""
-    choose = getattr(torch, "_fused_sdp_choice", None)  # the only way to learn it: it is not documented
-    if choose is None:
-        return "unknown"
-    seq, heads, groups, head_dim = shape
-    query, key, value = (
-        torch.ones(1, count, seq, head_dim, dtype=dtype, device=device, requires_grad=True)
-        for count in (heads, groups, groups)
-    )
-    chosen = choose(query, key, value, None, 0.0, True, scale=None, enable_gqa=groups < heads)
-    return SDPBackend(chosen).name
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
     python benchmarks/kernel_speed.py time      each kernel, its reference and a library's function; attention
     python benchmarks/kernel_speed.py tiles     times of the attention kernels with other tiles
 
-On a GPU, `check` takes a minute, `time` three, `tiles` two. --small has small tensors. On a machine without a
-GPU small tensors are computed in triton's interpreter:
+On a GPU, `check` takes a minute, `time` three, `tiles` two. --small has small tensors. A row that the folder
+of --out has is not computed again, so after an error of the device, exit code 3, the next start continues. On
+a machine without a GPU small tensors are computed in triton's interpreter:
 
     TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py check --small
 
@@ -28,6 +29,7 @@ in another order.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -45,7 +47,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.kernel_cases import Case, Inputs, Sizes, cases
-from benchmarks.machine import add_row, benchmark_parser, describe_machine
+from benchmarks.machine import add_row, benchmark_parser, describe_machine, device_is_lost, read_rows
 from megatron.cluster.launch import temporary_environment
 from megatron.kernels import attention
 from megatron.kernels.attention import AttentionMask, Tiles, flash_attention
@@ -56,6 +58,7 @@ TIMED = Sizes(2048, 40, 128, 50304, 1024, (5120, 5120 * 5120, 4 * 5120 * 5120) *
 CHECKED = Sizes(1024, 8, 64, 50304, 512, (7, 5000, 3_000_001))
 SMALL = Sizes(40, 2, 16, 100, 24, (7, 5000, 300))
 HEAD_DIMS = (64, 128, 80, 96)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Largest error of a kernel that is right, by dtype. 16-bit values are rounded to 8 or 11 bits.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Kernel -> tiles (queries, keys, warps, stages) that are compared with those of a run.
@@ -92,7 +95,11 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("mode", choices=("check", "time", "tiles"))
     parser.add_argument("--small", action="store_true", help="small tensors")
-    parser.add_argument("--out", type=Path, default=Path("runs/kernels"), help="folder of rows.jsonl")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="check: only this one (default: all, at the same time)"
+    )
+    new = Path(f"runs/kernels/{time.strftime('%m%d-%H%M%S')}")
+    parser.add_argument("--out", type=Path, default=new, help="folder of rows.jsonl (default: a new one)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.small:
@@ -101,8 +108,15 @@ def main() -> None:
     if reason is not None:
         parser.error(f"the kernels are not used: {reason}")
     print(describe_machine(), flush=True)
-    mode = {"check": check, "time": compare_times, "tiles": compare_tiles}[arguments.mode]
-    sys.exit(mode(Target(arguments.out, device, arguments.small)))
+    target = Target(arguments.out, device, arguments.small)
+    if arguments.mode == "check":
+        if arguments.dtype:
+            sys.exit(check(target, DTYPES[arguments.dtype]))
+        command = [sys.executable, *sys.argv, "--out", str(arguments.out), "--dtype"]
+        names = [name for name in DTYPES if device.type != "cpu" or name != "bf16"]  # see `low_dtype`
+        processes = [subprocess.Popen([*command, name]) for name in names]
+        sys.exit(max(abs(process.wait()) for process in processes))
+    sys.exit((compare_times if arguments.mode == "time" else compare_tiles)(target))
 
 
 @contextmanager
@@ -119,21 +133,20 @@ def kernels_or_references(setting: str) -> Iterator[None]:
 # --- Errors ---
 
 
-def check(target: Target) -> int:
-    """Adds a row for each kernel, dtype and head size; returns 1 if an error is above its bound."""
+def check(target: Target, dtype: torch.dtype) -> int:
+    """Adds a row for each kernel and head size; returns 1 if an error is above its bound."""
     right = True
-    for dtype in (target.low_dtype, torch.float16) if target.small else BOUNDS:
-        for head_dim in (SMALL.head_dim,) if target.small else HEAD_DIMS:
-            inputs = target.inputs(SMALL if target.small else replace(CHECKED, head_dim=head_dim), dtype)
-            exact = replace(inputs, dtype=torch.float64, rounded_to=dtype)
-            for case, exact_case in zip(cases(inputs), cases(exact), strict=True):
-                if (
-                    inputs.sizes is SMALL
-                    or head_dim == HEAD_DIMS[0]
-                    or case.name.startswith(("attention", "split"))
-                ):
-                    name = {"kernel": case.name, "dtype": str(dtype).split(".")[-1], "head_dim": head_dim}
-                    right &= try_row(target, "kernels", name, partial(errors, case, exact_case, dtype))
+    for head_dim in (SMALL.head_dim,) if target.small else HEAD_DIMS:
+        inputs = target.inputs(SMALL if target.small else replace(CHECKED, head_dim=head_dim), dtype)
+        exact = replace(inputs, dtype=torch.float64, rounded_to=dtype)
+        for case, exact_case in zip(cases(inputs), cases(exact), strict=True):
+            if (
+                inputs.sizes is SMALL
+                or head_dim == HEAD_DIMS[0]
+                or case.name.startswith(("attention", "split"))
+            ):
+                name = {"kernel": case.name, "dtype": str(dtype).split(".")[-1], "head_dim": head_dim}
+                right &= try_row(target, "kernels", name, partial(errors, case, exact_case, dtype))
     return int(not right)
 
 
@@ -150,14 +163,17 @@ def errors(case: Case, exact: Case, dtype: torch.dtype) -> dict[str, Any]:
 def try_row(target: Target, table: str, name: dict[str, Any], work: Callable[[], dict[str, Any]]) -> bool:
     """Adds a row with the columns that `work` returns, or its error; returns whether the row is right. After
     an error of the device the process ends, since later results would be its consequence."""
+    for row in read_rows(target.folder, table):
+        if name.items() <= row.items():
+            return row.get("verdict", "ok") == "ok"
     try:
         columns = work()
-    except torch.AcceleratorError:
-        raise
     except Exception as problem:
         traceback.print_exc()
         columns = {"verdict": f"FAILED: {problem!r}"[:150]}
     add_row(target.folder, table, **name, **columns)
+    if columns.get("verdict", "ok") != "ok" and device_is_lost():
+        sys.exit(3)
     return columns.get("verdict", "ok") == "ok"
 
 

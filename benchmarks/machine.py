@@ -53,6 +53,18 @@ def read_rows(folder: Path, table: str) -> list[dict[str, Any]]:
     return found
 
 
+def device_is_lost() -> bool:
+    """Returns whether the device cannot be used any more in this process, as after an illegal memory access.
+    Triton and cuBLAS raise a plain RuntimeError for it."""
+    from deepspeed.accelerator import get_accelerator
+
+    try:
+        get_accelerator().synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def peak_bytes_of(command: Sequence[str], **options: Any) -> int:
     """Runs a command. Returns the largest sum of the resident memory of its processes, sampled every 10 ms;
     pages that processes share count in each. Exits the program if the command fails. options: of `Popen`."""
@@ -82,7 +94,7 @@ def _processor() -> str:
 def _commit() -> str:
     """Returns the commit of this checkout, or $COMMIT for a copy without its history."""
     root = Path(__file__).resolve().parent
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or os.environ.get("COMMIT", "unknown")
+    with suppress(OSError, subprocess.CalledProcessError):
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    return os.environ.get("COMMIT", "unknown")

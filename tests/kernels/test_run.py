@@ -62,7 +62,9 @@ def test_the_benchmark_compares_every_kernel_with_its_reference(
         assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms", "split", "gated"}
         assert {row["verdict"] for row in rows} == {"ok"}
         of_fp32 = [row["error"] for row in rows if row["dtype"] == "float32"]
-        assert 2 * len(of_fp32) == len(rows) and max(of_fp32) < 1e-6 and any(of_fp32)
+        assert 2 * len(of_fp32) == len(rows) and max(of_fp32) < 1e-6
+        # The tables of rotary positions are fp32, but the reference computes with them in fp64.
+        assert all(row["error"] > 0 for row in rows if row["kernel"].startswith(("split", "attention")))
     else:
         assert len(rows) == {"time": 5, "tiles": 6}[mode]
         assert max(row["difference"] for row in rows) < 1e-6

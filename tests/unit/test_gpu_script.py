@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -38,7 +39,7 @@ def gpu_script(*flags: object, **settings: str) -> subprocess.CompletedProcess[s
         env={**os.environ, "PYTHON": sys.executable, **settings},
         capture_output=True,
         text=True,
-        timeout=HANG_TIMEOUT_S,
+        timeout=3 * HANG_TIMEOUT_S,
     )
 
 
@@ -50,6 +51,13 @@ def stub_python(folder: Path, body: str) -> str:
     return str(stub)
 
 
+def log_of(folder: Path, phase: str) -> str:
+    with tarfile.open(folder / "logs.tar.gz") as archive:
+        file = archive.extractfile(f"./{phase}/{phase}.log")
+        assert file is not None
+        return file.read().decode()
+
+
 def verdicts(folder: Path) -> dict[str, str]:
     return {row["phase"]: row["verdict"] for row in read_rows(folder, "phases")}
 
@@ -58,7 +66,14 @@ def verdicts(folder: Path) -> dict[str, str]:
 def test_every_phase_is_a_command_that_parses(device: str) -> None:
     done = gpu_script("--dry-run", "--device", device, COMPUTE_SANITIZER="compute-sanitizer")
     assert done.returncode == 0, done.stderr
-    commands = re.findall(r"^(\S+): timeout \d+ (.*)$", done.stdout, re.MULTILINE)
+    found = re.findall(r"^(\S+): timeout (\d+) (.*)$", done.stdout, re.MULTILINE)
+    commands = [(name, command) for name, _, command in found]
+    limits = {name: int(limit) for name, limit, _ in found}
+    if (
+        device == "cuda"
+    ):  # each of these phases has 10 s more than it should need, versions and smoke have 95 s more
+        first = ("versions", "smoke", "kernels", "curves", "gpt", "llama", "ranks", "resume")
+        assert sum(limits[name] - 10 for name in first) - 2 * 85 - 55 < 480
     names = [name.partition("-")[0] for name, _ in commands]
     helpers = {"plan", "prewarm"} if device == "cuda" else {"plan"}
     assert list(dict.fromkeys(name for name in names if name not in helpers)) == PHASES
@@ -85,11 +100,50 @@ def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert verdicts(out) == {
         "versions": "ok",
-        "loss": "FAILED: exit code 7, see logs/loss.log",
-        "host": "FAILED: exit code 139, see logs/host.log",
+        "loss": "FAILED: exit code 7, see loss.log",
+        "host": "FAILED: exit code 139, see host.log",
     }
-    assert (out / "logs" / "loss.log").read_text() == "broken\n"
-    assert "| loss | 0 | FAILED: exit code 7, see logs/loss.log |" in (out / "table.md").read_text()
+    assert sorted(file.name for file in out.iterdir()) == ["logs.tar.gz", "rows.jsonl", "table.md"]
+    assert log_of(out, "loss") == "broken\n"
+    assert re.search(
+        r"\| loss \| \d+ \| FAILED: exit code 7, see loss.log \|", (out / "table.md").read_text()
+    )
+
+
+def test_a_later_run_replaces_only_the_results_of_its_phases(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    body = 'case "$*" in *memory*) echo broken; exit 7 ;; *host_time*) echo first ;; esac'
+    gpu_script("--phases", "loss host", "--out", out, PYTHON=stub_python(tmp_path, body))
+    done = gpu_script("--phases", "loss", "--out", out, PYTHON=stub_python(tmp_path, ""))
+    assert done.returncode == 0
+    assert verdicts(out) == {"loss": "ok", "host": "ok"} and len(read_rows(out, "phases")) == 2
+    assert (log_of(out, "loss"), log_of(out, "host")) == ("", "first\n")
+
+
+def test_a_trace_is_a_result_unless_it_is_large(tmp_path: Path) -> None:
+    for size, kept in ((1 << 20, True), (16 << 20, False)):
+        stub = stub_python(
+            tmp_path, f'case "$*" in *" gpt "*) head -c {size} /dev/zero >"$4/trace.json.gz" ;; esac'
+        )
+        out = tmp_path / str(size)
+        gpu_script("--phases", "gpt", "--out", out, PYTHON=stub)
+        assert (out / "trace.json.gz").exists() == kept
+        assert (out / "logs.tar.gz").stat().st_size < 10_000
+
+
+def test_a_plan_that_fails_is_a_failure(tmp_path: Path) -> None:
+    stub = stub_python(tmp_path, 'case "$*" in *" plan "*) exit 1 ;; esac')
+    done = gpu_script("--phases", "gpt", "--out", tmp_path / "out", PYTHON=stub)
+    assert done.returncode == 1
+    assert verdicts(tmp_path / "out") == {"gpt": "ok", "plan": "FAILED: see plan.log"}
+
+
+def test_a_slow_start_does_not_stop_the_script(tmp_path: Path) -> None:
+    """124 is the exit code of `timeout`, and of curves that ended at their limit."""
+    stub = stub_python(tmp_path, 'case "$*" in *environment*|*" smoke"*) exit 124 ;; esac')
+    done = gpu_script("--phases", "versions smoke loss", "--out", tmp_path / "out", PYTHON=stub)
+    assert done.returncode == 1
+    assert list(verdicts(tmp_path / "out")) == ["versions", "smoke", "smoke-pytorch", "loss"]
 
 
 @pytest.mark.full  # 16 s of waiting
@@ -98,7 +152,7 @@ def test_the_end_of_the_budget_is_no_failure(tmp_path: Path) -> None:
     stub = stub_python(tmp_path, 'case "$*" in *memory*) sleep 300 ;; esac')
     done = gpu_script("--budget", 16, "--phases", "loss host", "--out", tmp_path / "out", PYTHON=stub)
     assert done.returncode == 0
-    loss = "not complete when the budget ended, see logs/loss.log"
+    loss = "not complete when the budget ended, see loss.log"
     assert verdicts(tmp_path / "out") == {"loss": loss, "host": "no time was left"}
 
 
@@ -128,7 +182,7 @@ def test_measurements_continue_after_a_crash_of_their_process(tmp_path: Path) ->
         f'case "$*" in *" gpt "*) [ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 3; }} ;; esac',
     )
     gpu_script("--phases", "gpt", "--out", tmp_path / "out", PYTHON=stub)
-    assert verdicts(tmp_path / "out") == {"gpt": "FAILED: exit code 3, see logs/gpt.log", "gpt-again": "ok"}
+    assert verdicts(tmp_path / "out") == {"gpt": "FAILED: exit code 3, see gpt.log", "gpt-again": "ok"}
 
 
 def test_a_script_that_is_killed_ends_what_it_started_and_leaves_its_table(tmp_path: Path) -> None:
@@ -149,7 +203,7 @@ def test_a_script_that_is_killed_ends_what_it_started_and_leaves_its_table(tmp_p
     while grandchild.exists() and b"sleep" in grandchild.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "| loss | 0 | ok |" in (tmp_path / "out" / "table.md").read_text()
+    assert re.search(r"\| loss \| \d+ \| ok \|", (tmp_path / "out" / "table.md").read_text())
 
 
 def test_wheels_of_absent_packages_are_installed(tmp_path: Path) -> None:
@@ -409,12 +463,12 @@ def test_the_table_of_the_gpu_script_judges_targets() -> None:
     crashed = {"model": "b", "implementation": "ours", "micro_batch": 8, "error": "the process ended"}
     first, second, third = gpu_table.throughput([{**ours, "error": "first try"}, ours, plain, crashed], plans)
     assert first["verdict"] == (
-        "tokens/s >= 45,500; MISSED: MFU >= 50%; MISSED: not slower than the compiled loop; "
+        "tokens/s >= 45,500; MISSED: Megatron-LM's MFU >= 50%; MISSED: not slower than the compiled loop; "
         "memory within 3% of the plan"
     )
-    assert (first["/ compiled"], first["planned GiB"], first["MFU, %"]) == (0.92, 41.0, 45.0)
+    assert (first["/ compiled"], first["planned GiB"], first["Megatron-LM's MFU, %"]) == (0.92, 41.0, 45.0)
     assert second["verdict"] == "" and second["/ compiled"] is None
-    assert third["verdict"] == "FAILED: the process ended"
+    assert third["verdict"] == "no result: the process ended"
     assert gpu_table.throughput([ours], [plans[0] | {"peak_gib": 42.0}])[0]["verdict"].endswith(
         "MISSED: memory within 3% of the plan"
     )
