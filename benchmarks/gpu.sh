@@ -97,7 +97,11 @@ end() { kill -KILL -- "-$1" "$1" 2>/dev/null; }
 at_exit() {
     local group
     for group in $current "${helpers[@]}"; do end "$group"; done
-    [ -n "$dry_run" ] || write_table
+    if [ -z "$dry_run" ]; then
+        write_table
+        cat "$out/table.md"
+        echo "results: $out/table.md, after $SECONDS s"
+    fi
     rm -rf "$work"
 }
 trap at_exit EXIT
@@ -278,7 +282,4 @@ if [ -n "${plan:-}" ] && ! wait "$plan"; then
     add_phase plan 0 "FAILED: see plan.log"
     failed=1
 fi
-write_table
-cat "$out/table.md"
-echo "results: $out/table.md, after $SECONDS s"
 exit "$failed"

@@ -15,6 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from benchmarks import device_throughput, gpu_table
 from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
@@ -58,6 +60,11 @@ def log_of(folder: Path, phase: str) -> str:
         return file.read().decode()
 
 
+def is_sleeping(pid_file: Path) -> bool:
+    process = Path("/proc", pid_file.read_text().strip(), "cmdline")
+    return process.exists() and b"sleep" in process.read_bytes()
+
+
 def verdicts(folder: Path) -> dict[str, str]:
     return {row["phase"]: row["verdict"] for row in read_rows(folder, "phases")}
 
@@ -69,11 +76,9 @@ def test_every_phase_is_a_command_that_parses(device: str) -> None:
     found = re.findall(r"^(\S+): timeout (\d+) (.*)$", done.stdout, re.MULTILINE)
     commands = [(name, command) for name, _, command in found]
     limits = {name: int(limit) for name, limit, _ in found}
-    if (
-        device == "cuda"
-    ):  # each of these phases has 10 s more than it should need, versions and smoke have 95 s more
-        first = ("versions", "smoke", "kernels", "curves", "gpt", "llama", "ranks", "resume")
-        assert sum(limits[name] - 10 for name in first) - 2 * 85 - 55 < 480
+    if device == "cuda":  # versions and smoke should need 55 s, each other phase 10 s less than its limit
+        phases = ("kernels", "curves", "gpt", "llama", "ranks", "resume")
+        assert 55 + sum(limits[name] - 10 for name in phases) < 480
     names = [name.partition("-")[0] for name, _ in commands]
     helpers = {"plan", "prewarm"} if device == "cuda" else {"plan"}
     assert list(dict.fromkeys(name for name in names if name not in helpers)) == PHASES
@@ -91,9 +96,12 @@ def test_every_phase_is_a_command_that_parses(device: str) -> None:
 
 
 def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
-    """Each phase that ran is in the table with its verdict, also if a process was killed."""
+    """Each phase that ran is in the table with its verdict, also if a process was killed. Nothing that a phase
+    started outlives it."""
     stub = stub_python(
-        tmp_path, 'case "$*" in *memory*) echo broken; exit 7 ;; *host_time*) kill -SEGV $$ ;; esac'
+        tmp_path,
+        f'case "$*" in *memory*) sleep 300 & echo $! >{tmp_path}/pid; echo broken; exit 7 ;; '
+        "*host_time*) kill -SEGV $$ ;; esac",
     )
     out = tmp_path / "out"
     done = gpu_script("--phases", "versions loss host", "--out", out, PYTHON=stub)
@@ -103,6 +111,7 @@ def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
         "loss": "FAILED: exit code 7, see loss.log",
         "host": "FAILED: exit code 139, see host.log",
     }
+    assert not is_sleeping(tmp_path / "pid")
     assert sorted(file.name for file in out.iterdir()) == ["logs.tar.gz", "rows.jsonl", "table.md"]
     assert log_of(out, "loss") == "broken\n"
     assert re.search(
@@ -199,8 +208,7 @@ def test_a_script_that_is_killed_ends_what_it_started_and_leaves_its_table(tmp_p
         time.sleep(0.05)
     script.send_signal(signal.SIGTERM)
     assert script.wait(HANG_TIMEOUT_S) == 143
-    grandchild = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
-    while grandchild.exists() and b"sleep" in grandchild.read_bytes():
+    while is_sleeping(tmp_path / "pid"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert re.search(r"\| loss \| \d+ \| ok \|", (tmp_path / "out" / "table.md").read_text())
@@ -411,25 +419,50 @@ def test_gaps_between_kernels_of_the_gpu_script() -> None:
 
 
 def test_rows_of_the_gpu_script_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row whose process died is not repeated, and an error in a row does not stop the next one."""
+    """A row whose process died is not repeated, a row that had no time is, and an error in a row does not stop
+    the next one, unless the device is lost."""
     rows = TINY_ROWS["gpt"]
     measured = []
 
     def measure(row: Row, _folder: Path) -> dict[str, float]:
         measured.append(row.implementation)
         if row.implementation == "plain":
-            raise RuntimeError("broken")
+            broken()
         return {"tokens_per_s": 1.0}
 
     monkeypatch.setattr(device_throughput, "measure", measure)
     monkeypatch.setattr("tests.support.measured_worlds.connect", lambda config: None)
     add_row(tmp_path, "throughput", **rows[0].key, error="the process ended during this row")
-    arguments = device_throughput.argparse.Namespace(out=tmp_path, seconds=100.0)
+    arguments = device_throughput.argparse.Namespace(out=tmp_path, seconds=10.0)
+    assert device_throughput.run_rows(rows, arguments) == 0 and not measured
+    assert [row["error"] for row in read_rows(tmp_path, "throughput")[1:]] == ["no time was left"] * 2
+    arguments.seconds = 1000.0
     assert device_throughput.run_rows(rows, arguments) == 1
     assert measured == ["plain-compile", "plain"]
     last = {row["implementation"]: row for row in read_rows(tmp_path, "throughput")}
     assert last["ours"]["error"].startswith("the process ended")
     assert last["plain"]["error"] == "RuntimeError: broken" and last["plain-compile"]["tokens_per_s"] == 1.0
+    arguments.out = tmp_path / "lost"
+    monkeypatch.setattr(get_accelerator(), "synchronize", broken)
+    assert device_throughput.run_rows(rows[::-1], arguments) == 3
+    assert [row["error"] for row in read_rows(arguments.out, "throughput")][1:] == ["RuntimeError: broken"]
+
+
+def broken() -> None:
+    raise RuntimeError("broken")
+
+
+def test_a_profile_without_kernels_of_a_gpu_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> float:
+        return float(torch.ones(2).sum())
+
+    assert device_throughput.profile(step, tmp_path / "profile")["kernels"] > 0
+    assert (tmp_path / "trace.json.gz").stat().st_size > 0
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda: "cuda")
+    with pytest.raises(RuntimeError, match="the profile has no kernels"):
+        device_throughput.profile(step, tmp_path / "profile")
 
 
 def test_the_table_of_the_gpu_script_judges_targets() -> None:
@@ -473,5 +506,7 @@ def test_the_table_of_the_gpu_script_judges_targets() -> None:
         "MISSED: memory within 3% of the plan"
     )
     assert gpu_table.throughput([{**ours, "mfu": None}], plans)[0]["verdict"] is None
+    other = gpu_table.throughput([{**ours, "micro_batch": 4, "profile_error": "no kernels"}, plain], plans)[0]
+    assert other["/ compiled"] is None and "MISSED: profile (no kernels)" in other["verdict"]
     markdown = gpu_table.markdown([{"run": "x", "verdict": "ok", "difference": 1.23456e-5}, {"run": "a|b"}])
     assert markdown.splitlines()[2:] == ["| x | 1.235e-05 | ok |", "| a/b | - | - |"]
