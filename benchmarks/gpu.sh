@@ -90,13 +90,13 @@ if [ "$device" = cpu ]; then
     patience=4 # of the limits: a CPU may be busy with other work
     loss=(loss --tokens 64 --vocab 1024 --hidden 64 --rounds 1) host=(--rounds 1 --calls 1)
 fi
-failed=0 current="" helpers=()
+failed=0
 
 # end GROUP: kills all processes of a phase or helper, also those that outlived `timeout`.
 end() { kill -KILL -- "-$1" "$1" 2>/dev/null; }
 at_exit() {
     local group
-    for group in $current "${helpers[@]}"; do end "$group"; done
+    for group in $(jobs -pr); do end "$group"; done
     if [ -z "$dry_run" ]; then
         write_table
         cat "$out/table.md"
@@ -112,9 +112,8 @@ left() { echo $((budget - SECONDS)); }
 wanted() { [[ " $phases " == *" $1 "* ]]; }
 log_of() { echo "$results/${1%%-*}/$1.log"; }
 add_phase() {
-    local row='{"table": "phases", "phase": "%s", "seconds": %s, "verdict": "%s"}\n'
     mkdir -p "$results/${1%%-*}"
-    printf "$row" "$@" >>"$results/${1%%-*}/rows.jsonl"
+    printf '{"table": "phases", "phase": "%s", "seconds": %s, "verdict": "%s"}\n' "$@" >>"$results/${1%%-*}/rows.jsonl"
 }
 
 # write_table: writes the files of $out anew.
@@ -154,10 +153,8 @@ phase() {
         return 0
     fi
     start "$name" "$limit" "${@/@seconds/$((limit - 10))}"
-    current=$started
-    wait "$current" || code=$?
-    end "$current"
-    current=""
+    wait "$started" || code=$?
+    end "$started"
     case $code in
         0) ;;
         124 | 137) verdict="FAILED: ended after its limit of $limit s" ;;
@@ -178,7 +175,6 @@ phase() {
 helper() {
     [ -z "$dry_run" ] || { printf '%s: timeout %s %s\n' "$1" "$2" "${*:3}" && return; }
     start "$1" $(($2 * patience < $(left) ? $2 * patience : $(left))) "${@:3}"
-    helpers+=("$started")
 }
 
 # give_up NAME CODE: ends the script, unless the phase only needed more than its time.

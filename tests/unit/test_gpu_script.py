@@ -96,7 +96,7 @@ def test_every_phase_is_a_command_that_parses(device: str) -> None:
 
 
 def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
-    """Each phase that ran is in the table with its verdict, also if a process was killed. Nothing that a phase
+    """Each phase that ran is in the table with its verdict, also if a process was killed. Nothing that it
     started outlives it."""
     stub = stub_python(
         tmp_path,
@@ -419,7 +419,7 @@ def test_gaps_between_kernels_of_the_gpu_script() -> None:
 
 
 def test_rows_of_the_gpu_script_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row whose process died is not repeated, a row that had no time is, and an error in a row does not stop
+    """A row whose process died is not repeated, a row without time is. An error in a row does not stop
     the next one, unless the device is lost."""
     rows = TINY_ROWS["gpt"]
     measured = []
