@@ -125,8 +125,8 @@ ROWS = {
     ],
     "llama": [
         Row("llama-1b", "ours", 4, profiled=True),
-        Row("llama-1b", "plain-compile", 4),
         Row("llama-8b-8-layers", "ours", 1, min_mfu=0.55),
+        Row("llama-1b", "plain-compile", 4),
     ],
     "rest": [
         Row("gpt-125m", "ours", 16, profiled=True),

@@ -1,19 +1,28 @@
 #!/usr/bin/env bash
 # Measures and checks this program on one GPU, in phases in the order of their value. Needs no network and no data.
 #
-#   benchmarks/gpu.sh                                  about 8 minutes; writes runs/gpu/table.md, rows.jsonl and logs
+#   benchmarks/gpu.sh                                  about 8 minutes; writes to runs/gpu
 #   benchmarks/gpu.sh --budget 300 --out FOLDER        ends after 300 seconds
 #   benchmarks/gpu.sh --phases "versions smoke gpt"    only these phases
 #   benchmarks/gpu.sh --device cpu --budget 300        all phases with tiny models: a test of this script
 #   benchmarks/gpu.sh --dry-run                        prints the commands of the phases
 #
-# Each phase has a limit, and a phase that fails or exceeds it does not stop the others; the exit code is then 1. After
-# each phase the results so far are in FOLDER, so a run that is killed leaves them. If versions or smoke fails, the
-# program does not start on this machine, and the script stops. The Python is $PYTHON, by default that of .venv if it
-# exists, else python3. $COMMIT names the commit of a copy without its history.
+# Each phase has a limit, and a phase that fails or exceeds it does not stop the others; the exit code is then 1. If
+# versions or smoke fails, the program does not start on this machine, and the script stops. FOLDER has at most four
+# files, which are complete after each phase, so a run that is killed leaves them. A later run replaces only the results
+# of its own phases.
+#
+#   table.md       all results as tables
+#   rows.jsonl     all results, one a line
+#   logs.tar.gz    PHASE/NAME.log, loss curves, profiles by kernel
+#   trace.json.gz  a step of GPT 1.3B, for chrome://tracing, if it has less than 15 MB
+#
+# The Python is $PYTHON, by default that of .venv if it exists, else python3. $COMMIT names the commit of a copy without
+# its history.
 #
 # A machine with only Python 3.12, PyTorch, Triton and no network needs two commands. The first runs where a network is,
-# the second on the machine; it installs the packages that the machine lacks into a folder of its own:
+# the second on the machine; it installs the packages that the machine lacks into a folder of its own. Only their wheels
+# need to be copied to the machine:
 #
 #   make wheelhouse PYTHON_VERSION=3.12
 #   benchmarks/gpu.sh --wheelhouse wheelhouse
@@ -70,6 +79,7 @@ if [ -z "${PYTHON:-}" ]; then
     [ ! -x .venv/bin/python ] || PYTHON=$PWD/.venv/bin/python
 fi
 work=$(mktemp -d)
+results=$work/results # PHASE -> its rows.jsonl and logs
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$work/inductor}
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$work/triton}
@@ -80,12 +90,18 @@ if [ "$device" = cpu ]; then
     patience=4 # of the limits: a CPU may be busy with other work
     loss=(loss --tokens 64 --vocab 1024 --hidden 64 --rounds 1) host=(--rounds 1 --calls 1)
 fi
-failed=0 current="" helpers=()
+failed=0
 
-# at_exit: ends what runs. `timeout` forwards the signal to its process group.
+# end GROUP: kills all processes of a phase or helper, also those that outlived `timeout`.
+end() { kill -KILL -- "-$1" "$1" 2>/dev/null; }
 at_exit() {
-    [ -z "$current" ] || kill "$current" 2>/dev/null
-    [ "${#helpers[@]}" = 0 ] || kill "${helpers[@]}" 2>/dev/null
+    local group
+    for group in $(jobs -pr); do end "$group"; done
+    if [ -z "$dry_run" ]; then
+        write_table
+        cat "$out/table.md"
+        echo "results: $out/table.md, after $SECONDS s"
+    fi
     rm -rf "$work"
 }
 trap at_exit EXIT
@@ -94,16 +110,30 @@ trap 'exit 130' INT
 
 left() { echo $((budget - SECONDS)); }
 wanted() { [[ " $phases " == *" $1 "* ]]; }
-add_phase() { printf '{"table": "phases", "phase": "%s", "seconds": %s, "verdict": "%s"}\n' "$@" >>"$out/rows.jsonl"; }
-write_table() { "$PYTHON" benchmarks/gpu_table.py "$out" >"$out/table.md.new" && mv "$out/table.md.new" "$out/table.md"; }
+log_of() { echo "$results/${1%%-*}/$1.log"; }
+add_phase() {
+    mkdir -p "$results/${1%%-*}"
+    printf '{"table": "phases", "phase": "%s", "seconds": %s, "verdict": "%s"}\n' "$@" >>"$results/${1%%-*}/rows.jsonl"
+}
 
-# start NAME SECONDS COMMAND...: starts the command with a limit, its output in logs/NAME.log. The command and all that
+# write_table: writes the files of $out anew.
+write_table() {
+    local name
+    for name in $known plan; do cat "$results/$name/rows.jsonl" 2>/dev/null; done >"$work/rows.jsonl"
+    "$PYTHON" benchmarks/gpu_table.py "$work" >"$work/table.md"
+    tar -czf "$work/logs.tar.gz" -C "$results" --exclude=trace.json.gz .
+    find "$results/gpt" -name trace.json.gz -size -15000k -exec cp {} "$work" \; 2>/dev/null
+    for name in rows.jsonl table.md logs.tar.gz trace.json.gz; do
+        [ ! -s "$work/$name" ] || { cp "$work/$name" "$out/.new" && mv "$out/.new" "$out/$name"; }
+    done
+}
+
+# start NAME SECONDS COMMAND...: starts the command with a limit, its output in PHASE/NAME.log. The command and all that
 # it starts are one process group, which `timeout` ends: with SIGTERM, which a run takes as a request to save, then with
 # SIGKILL.
 start() {
-    local name=$1 limit=$2
-    shift 2
-    timeout -k 5 "$limit" "$@" >>"$out/logs/$name.log" 2>&1 &
+    mkdir -p "$results/${1%%-*}"
+    timeout -k 5 "$2" "${@:3}" >"$(log_of "$1")" 2>&1 &
     started=$!
 }
 
@@ -123,16 +153,15 @@ phase() {
         return 0
     fi
     start "$name" "$limit" "${@/@seconds/$((limit - 10))}"
-    current=$started
-    wait "$current" || code=$?
-    current=""
+    wait "$started" || code=$?
+    end "$started"
     case $code in
         0) ;;
         124 | 137) verdict="FAILED: ended after its limit of $limit s" ;;
-        *) verdict="FAILED: exit code $code, see logs/$name.log" ;;
+        *) verdict="FAILED: exit code $code, see $name.log" ;;
     esac
     if [ "$code" != 0 ] && [ "$(left)" -lt 12 ]; then
-        verdict="not complete when the budget ended, see logs/$name.log"
+        verdict="not complete when the budget ended, see $name.log"
     elif [ "$code" != 0 ]; then
         failed=1
     fi
@@ -145,42 +174,52 @@ phase() {
 # helper NAME SECONDS COMMAND...: a command that runs beside the phases.
 helper() {
     [ -z "$dry_run" ] || { printf '%s: timeout %s %s\n' "$1" "$2" "${*:3}" && return; }
-    start "$1" $(($2 * patience)) "${@:3}"
-    helpers+=("$started")
+    start "$1" $(($2 * patience < $(left) ? $2 * patience : $(left))) "${@:3}"
 }
 
+# give_up NAME CODE: ends the script, unless the phase only needed more than its time.
 give_up() {
-    write_table
-    tail -n 15 "$out/logs/$1.log"
+    [[ $2 =~ ^(124|137)$ ]] && return
+    tail -n 15 "$(log_of "$1")"
     echo "stopped: $1 failed, so the program does not start on this machine; the other phases did not run"
     exit 1
 }
 
 # install: unpacks the wheels of packages that this Python does not have.
 install() {
-    mapfile -t wheels < <("$PYTHON" - "$wheelhouse" <<'END'
+    local found wheels
+    found=$("$PYTHON" - "$wheelhouse" <<'END'
 import importlib.metadata, pathlib, re, sys
-have = {re.sub("[-_.]+", "-", d.metadata["Name"]).lower() for d in importlib.metadata.distributions()}
+have = {re.sub("[-_.]+", "-", d.metadata["Name"] or "").lower() for d in importlib.metadata.distributions()}
 for wheel in sorted(pathlib.Path(sys.argv[1]).glob("*.whl")):
     if re.sub("[-_.]+", "-", wheel.name.split("-")[0]).lower() not in have:
         print(wheel)
 END
-    )
-    [ "${#wheels[@]}" = 0 ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "${wheels[@]}"
+    ) || return
+    mapfile -t wheels <<<"$found"
+    [ -z "$found" ] || "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --target "$work/site" "${wheels[@]}"
 }
 
-# measure NAME SECONDS: the rows of benchmarks/device_throughput.py. After a crash of the process it continues.
-measure() {
-    local end=$((SECONDS + $2)) attempt
+# continued NAME SECONDS COMMAND...: a phase that is started again after a crash, and then continues.
+continued() {
+    local until=$((SECONDS + $2)) attempt
     for attempt in "" -again -again2; do
-        phase "$1$attempt" $((end - SECONDS)) "$PYTHON" benchmarks/device_throughput.py "$1" --out "$out" \
-            --seconds @seconds "${tiny[@]}"
+        phase "$1$attempt" $((until - SECONDS)) "${@:3}"
         [ $? -gt 1 ] || return 0 # 1: rows failed, but the process reached its end
     done
 }
 
+measure() {
+    continued "$1" "$2" "$PYTHON" benchmarks/device_throughput.py "$1" --out "$results/$1" --seconds @seconds "${tiny[@]}"
+}
+
+kernels() {
+    continued "$1" "$2" "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py "${@:3}" --out "$results/$1" "${small[@]}"
+}
+
 curves() {
-    phase "$1" "$2" "$PYTHON" -m tests.support.device_curves "$1" --out "$out" --work "$work" --seconds @seconds "${tiny[@]}"
+    phase "$1" "$2" "$PYTHON" benchmarks/device_curves.py "$1" --out "$results/${1%%-*}" --work "$work" \
+        --seconds @seconds "${tiny[@]}"
 }
 
 # sanitizer TOOL: small cases of each kernel. Without PyTorch's cache of memory each tensor is an allocation of its own.
@@ -193,50 +232,50 @@ sanitizer() {
         return
     fi
     phase "sanitizer-$1" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${interpreter[@]}" "${program:-compute-sanitizer}" \
-        --tool "$1" --error-exitcode 9 "$PYTHON" benchmarks/kernel_speed.py check --small --out "$work/sanitizer"
+        --tool "$1" --error-exitcode 9 "$PYTHON" benchmarks/kernel_speed.py check --small --dtype fp16 --out "$work/$1"
 }
 
 if [ -z "$dry_run" ]; then
-    mkdir -p "$out/logs"
-    rm -f "$out/rows.jsonl" "$out"/logs/*.log "$out"/curves/*.log
-    out=$(cd "$out" && pwd)
+    mkdir -p "$out" "$results/install"
+    [ ! -f "$out/logs.tar.gz" ] || tar -xzf "$out/logs.tar.gz" -C "$results"
+    for name in $phases; do rm -rf "${results:?}/$name"; done
     if [ -n "$wheelhouse" ]; then
-        install >"$out/logs/install.log" 2>&1 || give_up install
+        install >"$(log_of install)" 2>&1 || give_up install 1
         export PYTHONPATH=$PYTHONPATH:$work/site
         echo "== install: $SECONDS s"
     fi
 fi
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) || true
 
-phase versions 60 "$PYTHON" benchmarks/gpu_environment.py --out "$out" || give_up versions
-if ! curves smoke 90; then
-    curves smoke-pytorch 60 || give_up smoke-pytorch
-fi
-phase kernels 90 "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py check --out "$out" "${small[@]}"
 if wanted gpt || wanted llama || wanted rest; then
+    rm -rf "$results/plan"
     helper plan 200 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/device_throughput.py plan \
-        --card "${card:-}" --out "$out" "${tiny[@]}"
+        --card "${card:-}" --out "$results/plan" "${tiny[@]}"
+    plan=${started:-}
 fi
+phase versions 150 "$PYTHON" benchmarks/gpu_environment.py --out "$results/versions" || give_up versions $?
+curves smoke 150 || curves smoke-pytorch 60 || give_up smoke-pytorch $?
+kernels kernels 50 check
 if wanted curves && wanted gpt && [ "$device" = cuda ]; then # the compiler fills its caches while the curves use little of the GPU
     helper prewarm 150 "$PYTHON" benchmarks/device_throughput.py prewarm --out "$out"
     prewarm=${started:-}
 fi
-curves curves 120
-[ -z "${prewarm:-}" ] || kill "$prewarm" 2>/dev/null
+curves curves 85
+[ -z "${prewarm:-}" ] || end "$prewarm"
 measure gpt 120
-measure llama 100
-curves ranks 75
-curves resume 75
+measure llama 90
+curves ranks 60
+curves resume 40
 sanitizer memcheck
 sanitizer racecheck
-phase tiles 90 "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py tiles --out "$out" "${small[@]}"
+kernels tiles 90 tiles
 measure rest 300
-phase times 180 "${interpreter[@]}" "$PYTHON" benchmarks/kernel_speed.py time --out "$out" "${small[@]}"
+kernels times 180 time
 phase loss 90 "$PYTHON" benchmarks/memory.py "${loss[@]}"
 phase host 90 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/host_time.py "${host[@]}"
 [ -z "$dry_run" ] || exit 0
-wait # for the plan
-write_table
-cat "$out/table.md"
-echo "results: $out/table.md, after $SECONDS s"
+if [ -n "${plan:-}" ] && ! wait "$plan"; then
+    add_phase plan 0 "FAILED: see plan.log"
+    failed=1
+fi
 exit "$failed"

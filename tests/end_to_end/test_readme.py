@@ -254,7 +254,7 @@ DOCS_FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--global-batch-size", "32"]
 # Words of a command of the pages -> part of what it prints.
 PRINTED = {
     "memory.py loss": "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16",
-    "gpu.sh": "benchmarks/device_throughput.py gpt --out runs/gpu",
+    "gpu.sh": "benchmarks/device_throughput.py gpt --out",
     "--compare": "another.log",
     "tools/job_report.py": "lm loss",
     "inspect_checkpoint": "tied_modules.embed.word_embeddings.weight",

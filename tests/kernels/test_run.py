@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
-from benchmarks.kernel_speed import largest_error
+from benchmarks.kernel_speed import Target, largest_error, try_row
 from benchmarks.machine import read_rows
 from tests.end_to_end.command import ROOT, environment, pretrain
 
@@ -62,7 +63,9 @@ def test_the_benchmark_compares_every_kernel_with_its_reference(
         assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms", "split", "gated"}
         assert {row["verdict"] for row in rows} == {"ok"}
         of_fp32 = [row["error"] for row in rows if row["dtype"] == "float32"]
-        assert 2 * len(of_fp32) == len(rows) and max(of_fp32) < 1e-6 and any(of_fp32)
+        assert 2 * len(of_fp32) == len(rows) and max(of_fp32) < 1e-6
+        # The tables of rotary positions are fp32, but the reference computes with them in fp64.
+        assert all(row["error"] > 0 for row in rows if row["kernel"].startswith(("split", "attention")))
     else:
         assert len(rows) == {"time": 5, "tiles": 6}[mode]
         assert max(row["difference"] for row in rows) < 1e-6
@@ -74,3 +77,22 @@ def test_a_kernel_with_wrong_results_is_found() -> None:
     assert largest_error([torch.tensor([3.0, 4.5]), torch.zeros(2)], exact) == pytest.approx(0.1)
     assert largest_error([torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.2])], exact) == pytest.approx(0.2)
     assert math.isnan(largest_error([torch.tensor([torch.nan, 4.0]), torch.ones(2)], exact))
+
+
+def test_the_benchmark_continues_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises a plain RuntimeError, and later operations fail too. The next process has the row."""
+    target, calls = Target(tmp_path, torch.device("cpu"), small=True), []
+
+    def fail() -> dict[str, object]:
+        calls.append(None)
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    assert not try_row(target, "kernels", {"kernel": "a"}, fail)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(get_accelerator(), "synchronize", fail)
+        try_row(target, "kernels", {"kernel": "b"}, fail)
+    assert end.value.code == 3
+    calls.clear()
+    assert not try_row(target, "kernels", {"kernel": "b"}, fail) and not calls
+    assert try_row(target, "kernels", {"kernel": "c"}, lambda: {"verdict": "ok"})
+    assert [row["verdict"][:6] for row in read_rows(tmp_path, "kernels")] == ["FAILED", "FAILED", "ok"]

@@ -1,9 +1,9 @@
 """Loss curves of small models on a device, compared with curves of one CPU process in fp32.
 
-    python -m tests.support.device_curves curves --out FOLDER         14 variants, at the same time on a GPU
-    python -m tests.support.device_curves ranks --out FOLDER          several ranks that share the device
-    python -m tests.support.device_curves resume --out FOLDER         a save in the background, and its resume
-    .venv/bin/python -m tests.support.device_curves golden            rewrites tests/golden/device_curves.json
+    python benchmarks/device_curves.py curves --out FOLDER         14 variants, at the same time on a GPU
+    python benchmarks/device_curves.py ranks --out FOLDER          several ranks that share the device
+    python benchmarks/device_curves.py resume --out FOLDER         a save in the background, and its resume
+    .venv/bin/python benchmarks/device_curves.py golden            rewrites tests/golden/device_curves.json
 
 --tiny has smaller models, for a CPU. The token files are made from integers alone, so their digest, which the
 golden file has too, is equal on every machine. Regenerate the golden file only for a change that is meant to
@@ -32,7 +32,7 @@ from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 from tests.support.forked import launch_variables
 from tests.support.ports import free_ports
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_FILE = ROOT / "tests" / "golden" / "device_curves.json"
 VOCAB, DOCUMENTS, DOCUMENT_TOKENS = 4096, 600, 300
 
