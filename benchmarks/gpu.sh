@@ -202,10 +202,10 @@ END
 
 # continued NAME SECONDS COMMAND...: a phase that is started again after a crash, and then continues.
 continued() {
-    local until=$((SECONDS + $2)) attempt
+    local until=$((SECONDS + $2 * patience)) attempt
     for attempt in "" -again -again2; do
-        phase "$1$attempt" $((until - SECONDS)) "${@:3}"
-        [ $? -gt 1 ] || return 0 # 1: rows failed, but the process reached its end
+        phase "$1$attempt" $(((until - SECONDS) / patience)) "${@:3}"
+        case $? in 0 | 1 | 124) return 0 ;; esac # 1: rows failed, but the process reached its end
     done
 }
 

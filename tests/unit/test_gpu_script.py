@@ -380,6 +380,25 @@ def test_curves_end_at_the_limit_of_the_gpu_script(tmp_path: Path, monkeypatch: 
     assert codes == [[1, -signal.SIGKILL], [-signal.SIGKILL]]
 
 
+def test_curves_that_are_terminated_end_their_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Running(device_curves.Running):
+        @property
+        def has_ended(self) -> bool:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return False
+
+    process = subprocess.Popen(["sleep", "300"])
+    monkeypatch.setattr(device_curves, "start", lambda name, case, *_: Running(name, case, [process]))
+    monkeypatch.setattr(sys, "argv", ["device_curves", "smoke", "--out", str(tmp_path)])
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            device_curves.main()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert end.value.code == 143 and process.poll() == -signal.SIGKILL
+
+
 # --- Speed ---
 
 
