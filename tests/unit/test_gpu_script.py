@@ -179,7 +179,7 @@ def test_it_stops_if_the_program_does_not_start(broken: str, tmp_path: Path) -> 
 
 
 def test_it_continues_with_pytorchs_operations(tmp_path: Path) -> None:
-    stub = stub_python(tmp_path, 'case "$*" in *"curves smoke --out"*) exit 1 ;; esac')
+    stub = stub_python(tmp_path, 'case "$*" in *"curves.py smoke --out"*) exit 1 ;; esac')
     done = gpu_script("--phases", "smoke loss", "--out", tmp_path / "out", PYTHON=stub)
     assert done.returncode == 1
     assert list(verdicts(tmp_path / "out")) == ["smoke", "smoke-pytorch", "loss"]
