@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 from benchmarks import device_throughput, gpu_table
 from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
-from benchmarks.machine import add_row, read_rows
+from benchmarks.machine import add_row, describe_machine, read_rows
 from megatron.cluster.launch import temporary_environment
 from megatron.config import read_command_line
 from megatron.pipeline.stages import plan_stages
@@ -230,6 +230,15 @@ def test_wheels_of_absent_packages_are_installed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     wheels = [word for word in (tmp_path / "installed").read_text().split() if word.endswith(".whl")]
     assert wheels == [str(tmp_path / "wheels" / "absent_package-1.0-py3-none-any.whl")]
+    stub = stub_python(tmp_path, 'case "$*" in "- "*) exit 1 ;; esac')
+    done = gpu_script("--wheelhouse", tmp_path / "wheels", "--out", tmp_path / "out", PYTHON=stub)
+    assert done.returncode == 1 and "stopped: install failed" in done.stdout
+
+
+def test_a_machine_without_git_has_the_commit_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("COMMIT", "abc")
+    assert describe_machine().endswith(", commit abc")
 
 
 @pytest.mark.parametrize(
