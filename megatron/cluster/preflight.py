@@ -137,7 +137,8 @@ def check_attention(config: Config) -> list[str]:
         return []
     kernel, problem = _attention_of_ranks(case)
     if problem is None:
-        return [f"causal attention by PyTorch's {kernel} agrees with fp32 operations"]
+        part = " within a chunk" if config.parallel.context_parallel_size > 1 else ""
+        return [f"causal attention{part} by PyTorch's {kernel} agrees with fp32 operations"]
     torch.backends.cuda.enable_cudnn_sdp(False)
     other, remaining = _attention_of_ranks(case)
     if remaining is not None:
