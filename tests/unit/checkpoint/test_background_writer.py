@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.formats.staged_archive import save_archive
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -95,7 +96,7 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
         if moment == "in the middle":
             os.kill(writer.process.pid, signal.SIGSTOP)
             os.kill(writer.process.pid, signal.SIGKILL)
-        torch.save(large, file)
+        save_archive(large, file)
 
     if moment == "before":
         os.kill(writer.process.pid, signal.SIGKILL)

@@ -102,7 +102,7 @@ def test_flops_are_those_that_pytorch_counts(options):
 @pytest.mark.parametrize(
     "options, kernels",
     [
-        ("--bf16 --attention-dropout 0", "flash"),
+        ("--bf16 --attention-dropout 0", "cudnn"),
         ("--attention-dropout 0", "efficient"),
         ("--bf16 --attention-dropout 0.1", "attention_"),
         ("--bf16 --attention-dropout 0 --position-embedding-type alibi", "attention_"),
