@@ -95,15 +95,15 @@ def explained_full_disk(path: Path) -> Iterator[None]:
 def _lock(root: Path) -> int:
     """Creates a mirror's folder, and returns the descriptor of a shared lock on it."""
     while True:
-        root.mkdir(mode=0o700, exist_ok=True)
-        if root.lstat().st_uid != os.getuid():
-            raise PermissionError(13, "it belongs to another user", str(root))
+        with suppress(FileExistsError):
+            os.mkdir(root, 0o700)
         with suppress(FileNotFoundError):  # a start that removes unused mirrors was faster
+            if root.lstat().st_uid != os.getuid():
+                raise PermissionError(13, "it belongs to another user", str(root))
             descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), (root / _LOCK).lstat()):
-                    return descriptor
+            if _is_lock(root, descriptor):
+                return descriptor
             os.close(descriptor)
 
 
@@ -117,7 +117,16 @@ def _remove_if_unused(root: Path) -> None:
         descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            removed = root.rename(root.with_name(f"{MIRROR}{os.getuid()}-{secrets.token_hex(8)}"))
-            shutil.rmtree(removed, ignore_errors=True)
+            if _is_lock(root, descriptor):  # else the mirror has been removed, and may have been created again
+                removed = root.rename(root.with_name(f"{MIRROR}{os.getuid()}-{secrets.token_hex(8)}"))
+                shutil.rmtree(removed, ignore_errors=True)
         finally:
             os.close(descriptor)
+
+
+def _is_lock(root: Path, descriptor: int) -> bool:
+    """Returns whether an open lock file is the present one of a mirror."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), (root / _LOCK).lstat())
+    except FileNotFoundError:
+        return False

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,20 @@ def test_a_mirror_is_shared_by_the_ranks_of_a_job_and_removed_by_the_last_or_by_
             assert not dead.exists() and first.exists()
         text = f"saved {first}/s3/bucket/run/global_step3 in 1 s: '{first}/s3/b'"
         assert as_urls(text) == "saved s3://bucket/run/global_step3 in 1 s: 's3://b'"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_ranks_that_start_and_end_at_any_time_share_or_remove_mirrors(tmp_path: Path) -> None:
+    env = {"SLURM_TMPDIR": str(tmp_path), "WORLD_SIZE": "2"}
+
+    def start_and_end(rank: int) -> None:
+        for start in range(300):
+            with hold_mirror(f"n{(rank + start) % 3}", env) as root:
+                (root / f"rank{rank}").write_bytes(b"")
+                (root / f"rank{rank}").unlink()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(start_and_end, range(6)))
     assert [*tmp_path.iterdir()] == []
 
 
