@@ -116,7 +116,7 @@ add_phase() {
     printf '{"table": "phases", "phase": "%s", "seconds": %s, "verdict": "%s"}\n' "$@" >>"$results/${1%%-*}/rows.jsonl"
 }
 
-# write_table: writes the files of $out anew.
+# write_table: replaces the files of $out.
 write_table() {
     local name
     for name in $known plan; do cat "$results/$name/rows.jsonl" 2>/dev/null; done >"$work/rows.jsonl"

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.devices import set_library_defaults
+from megatron.cluster.processes import use_exact_products
 from megatron.model.attention_canary import AttentionCase, sdpa_backend
 
 PACKAGES = ("triton", "transformers", "numpy", "bitsandbytes")
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     folder = parser.parse_args().out
     set_library_defaults()
+    use_exact_products()
     facts: dict[str, object] = {
         "machine": describe_machine(),
         "Python": platform.python_version(),

@@ -8,6 +8,7 @@ that others can write to, a link could point to any of your files.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import resource
@@ -258,3 +259,34 @@ def rename_synced(source: Path, target: Path) -> None:
     sync_file(target.parent)
     if source.parent != target.parent:
         sync_file(source.parent)
+
+
+def create_locked(path: str) -> BinaryIO:
+    """Creates a file, and locks it until it is closed, so that no process removes it as a leftover. A file
+    system without locks is accepted. Raises OSError."""
+    while True:
+        file = open(path, "xb")
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if is_path_of(path, file.fileno()):
+            return file
+        file.close()  # another process has removed it before it was locked
+
+
+@contextmanager
+def locked_leftover(path: str) -> Iterator[None]:
+    """Holds the lock of a file that another process has created. Raises OSError if that process runs."""
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_path_of(path, file.fileno()):
+            raise FileNotFoundError(errno.ENOENT, "removed or replaced by another process", path)
+        yield
+
+
+def is_path_of(path: Path | str, descriptor: int) -> bool:
+    """Returns whether the path leads to an open file: other processes may have removed or replaced it before
+    this process locked it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

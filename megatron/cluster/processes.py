@@ -117,6 +117,13 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     return rank
 
 
+def use_device_alone() -> None:
+    """Prepares the device for a model of a process without other ranks. Raises UserError for GPUs that cannot
+    be used."""
+    check_gpus()
+    use_exact_products()
+
+
 def use_exact_products() -> None:
     """Makes products in fp32 IEEE products, and cuBLAS add the parts of 16-bit products (split-K) in fp32.
 

@@ -295,7 +295,7 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-    from megatron.cluster.devices import check_gpus, set_library_defaults
+    from megatron.cluster.devices import set_library_defaults
     from megatron.cluster.launch import init_from_slurm_env, world_size_of
 
     arguments = build_parser().parse_args(argv)
@@ -303,7 +303,7 @@ def run(argv: Sequence[str]) -> None:
     set_library_defaults()
     check_arguments(arguments)
 
-    from megatron.cluster.processes import configure_logging, is_main_process
+    from megatron.cluster.processes import configure_logging, is_main_process, use_device_alone
 
     configure_logging(LoggingConfig())
     from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
@@ -330,10 +330,7 @@ def run(argv: Sequence[str]) -> None:
         preparation.end()
         size = arguments.micro_batch_size or checkpoint.config.batch.micro_batch_size
         if evaluation is not None and world_size == 1:
-            from megatron.cluster.processes import use_exact_products
-
-            check_gpus()
-            use_exact_products()
+            use_device_alone()
             evaluation.run(load_model(checkpoint, verify=verify), size)
             return
         if launched == 1:

@@ -137,12 +137,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_folder("--load", arguments.load)
     prompts = read_prompts(arguments)
 
-    from megatron.cluster.devices import check_gpus
-    from megatron.cluster.processes import configure_logging, use_exact_products
+    from megatron.cluster.processes import configure_logging, use_device_alone
 
     configure_logging(LoggingConfig())
-    check_gpus()
-    use_exact_products()
+    use_device_alone()
     from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 
     sampling = read_sampling(arguments)

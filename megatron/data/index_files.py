@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import UserError, is_access_error
-from megatron.files import open_regular
+from megatron.files import create_locked, locked_leftover, open_regular
 from megatron.mapped_file import map_open_file
 
 _LEFTOVER = re.compile(r"\.(npy|json)\.[0-9a-f]{32}\.tmp$")
@@ -82,9 +81,7 @@ def replaced_file(path: str) -> Iterator[BinaryIO]:
     Raises OSError."""
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
-        with open(temporary, "xb") as file:
-            with suppress(OSError):  # until the file is renamed: no process holds the lock of a leftover
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with create_locked(temporary) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -101,6 +98,5 @@ def remove_leftovers(folder: str) -> None:
         for name in os.listdir(folder):
             if _LEFTOVER.search(name):
                 path = os.path.join(folder, name)
-                with suppress(OSError), open(path, "rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with suppress(OSError), locked_leftover(path):
                     os.remove(path)

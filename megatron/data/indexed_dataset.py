@@ -19,7 +19,6 @@ GPT data has one sequence per document. The sample order counts sequences, as in
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import hashlib
 import os
@@ -36,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import UserError, stop_at_access_error
-from megatron.files import open_regular, sync_file
+from megatron.files import create_locked, locked_leftover, open_regular, sync_file
 from megatron.mapped_file import advise_random, map_file, read_ahead
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -357,9 +356,8 @@ class IndexedDatasetBuilder:
         self.num_tokens = 0
         _remove_leftovers(self.prefix)
         with write_errors(index_path(self.prefix)):
-            self._index_file: BinaryIO = open(self._temporary_index, "xb")
-            # Held until the last rename: the temporary files of a process that died are not locked.
-            fcntl.flock(self._index_file, fcntl.LOCK_EX)
+            # Open until the last rename: the temporary files of a process that died are not locked.
+            self._index_file = create_locked(self._temporary_index)
         with write_errors(data_path(self.prefix)):
             self._file: BinaryIO = open(self._temporary_data, "xb")
 
@@ -469,8 +467,7 @@ class IndexedDatasetBuilder:
 def _remove_leftovers(prefix: str) -> None:
     """Removes temporary files of builders that died."""
     for index in glob.glob(f"{glob.escape(index_path(prefix))}.*.tmp"):
-        with suppress(OSError), open(index, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError), locked_leftover(index):
             suffix = index.removeprefix(index_path(prefix))
             with suppress(FileNotFoundError):
                 os.remove(data_path(prefix) + suffix)

@@ -118,8 +118,8 @@ def _reference(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple
 
 
 def _largest_error(found: Tensor, expected: Tensor) -> float:
-    """Returns the largest error of a row, a token's vector of a head, relative to the row, or to the mean row
-    where that is larger: the first tokens' gradients of the query are nearly 0."""
+    """Returns the largest error of a row (a token's vector of a head), relative to the row's norm or to the
+    mean norm, whichever is larger: the first tokens' gradients of the query are nearly 0."""
     sizes = expected.norm(dim=-1)
     usual = sizes.square().mean().sqrt().clamp(min=_SMALLEST_ROW)
     return ((found.float() - expected).norm(dim=-1) / sizes.maximum(usual)).max().item()

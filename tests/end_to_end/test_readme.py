@@ -254,6 +254,7 @@ DOCS_FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--global-batch-size", "32"]
 # Words of a command of the pages -> part of what it prints.
 PRINTED = {
     "memory.py loss": "16384 tokens, 62592 rows of the vocabulary, hidden 2048, bf16",
+    "DRY_RUN=1": "--nnodes 128",
     "gpu.sh": "benchmarks/device_throughput.py gpt --out",
     "--compare": "another.log",
     "tools/job_report.py": "lm loss",
@@ -275,6 +276,9 @@ PRINTED = {
 
 def test_every_page_has_a_command() -> None:
     assert all(commands_in(f"docs/{name}") for name in [*(page.name for page in PAGES), *RUN_ELSEWHERE])
+    commands = [command for page in PAGES for command in commands_in(f"docs/{page.name}")]
+    training = [command for command in commands if not any(words in command for words in PRINTED if words)]
+    assert all("pretrain_gpt.py" in command for command in training), "PRINTED has no row for a command"
 
 
 @pytest.mark.gate(rows=1)  # test_documented_commands.py parses them all

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.errors import UserError, one_line
+from megatron.files import is_path_of
 
 
 def check_space(folder: Path, needed: int, flag: str) -> None:
@@ -78,7 +79,7 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_name_of(path, lock):  # the process with the lock has ended and deleted the file
+            if not is_path_of(path, lock):  # the process with the lock has ended and deleted the file
                 raise BlockingIOError
         except BlockingIOError as error:
             raise UserError(
@@ -96,13 +97,6 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
             path.unlink(missing_ok=True)
     finally:
         os.close(lock)
-
-
-def _is_name_of(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:

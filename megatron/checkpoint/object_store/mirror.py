@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.errors import UserError
+from megatron.files import is_path_of
 from megatron.object_urls import MIRROR
 
 _LOCK = "lock"
@@ -102,7 +103,7 @@ def _lock(root: Path) -> int:
                 raise PermissionError(13, "it belongs to another user", str(root))
             descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if _is_lock(root, descriptor):
+            if is_path_of(root / _LOCK, descriptor):
                 return descriptor
             os.close(descriptor)
 
@@ -117,16 +118,8 @@ def _remove_if_unused(root: Path) -> None:
         descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_lock(root, descriptor):  # else the mirror has been removed, and may have been created again
+            if is_path_of(root / _LOCK, descriptor):
                 removed = root.rename(root.with_name(f"{MIRROR}{os.getuid()}-{secrets.token_hex(8)}"))
                 shutil.rmtree(removed, ignore_errors=True)
         finally:
             os.close(descriptor)
-
-
-def _is_lock(root: Path, descriptor: int) -> bool:
-    """Returns whether an open lock file is the present one of a mirror."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), (root / _LOCK).lstat())
-    except FileNotFoundError:
-        return False

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 
 from megatron import files
 from megatron.data import indices
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.index_files import remove_leftovers, write_array
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, _remove_leftovers
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.errors import UserError
 from tests.unit.data.token_files import index_request, numbered_documents, write_documents
@@ -206,3 +208,25 @@ def test_too_few_tokens_are_refused_with_numbers(request_: IndexRequest) -> None
     short = IndexRequest(request_.dataset, "valid", range(0, 2), 1, 5, 1234)
     with pytest.raises(UserError, match=r"valid split has 5 tokens in 2 documents.* 6 .*--seq-length"):
         prepare_sample_index(short)
+
+
+def test_no_file_that_a_process_writes_is_removed_as_a_leftover(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        for value in range(150):
+            write_array(str(tmp_path / f"{number}.npy"), np.arange(value))
+            with IndexedDatasetBuilder(tmp_path / f"set{number}", np.uint16) as builder:
+                builder.add_documents(np.arange(4, dtype=np.uint16), [4])
+                builder.finalize()
+
+    with ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(write, number) for number in range(2)]
+        while not all(writer.done() for writer in writers):
+            remove_leftovers(str(tmp_path))
+            _remove_leftovers(str(tmp_path / "set0"))
+        for writer in writers:
+            writer.result()
+    assert sorted(os.listdir(tmp_path)) == [
+        "0.npy",
+        "1.npy",
+        *(f"set{n}.{end}" for n in (0, 1) for end in ("bin", "idx")),
+    ]

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron import files
 from megatron.commands import preprocess_data
 from megatron.data import indexed_dataset, preprocessing, text_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -183,14 +184,15 @@ class FullDisk(io.FileIO):
 def test_a_full_disk_is_one_sentence_that_names_the_file(
     jsonl: str, tmp_path: Path, flags: Any, monkeypatch: pytest.MonkeyPatch, full: str, free: int
 ) -> None:
-    def open_on_full_disk(path: str, mode: str) -> Any:
-        if f".{full}." not in path:
-            return open(path, mode)
+    def open_on_full_disk(path: Any, mode: str = "r", **arguments: Any) -> Any:
+        if f".{full}." not in str(path) or "b" not in mode or "r" in mode:
+            return open(path, mode, **arguments)
         file = FullDisk(path, mode.replace("b", ""))
         file.free = free
         return io.BufferedWriter(file)
 
-    monkeypatch.setattr(indexed_dataset, "open", open_on_full_disk, raising=False)
+    for module in (indexed_dataset, files):
+        monkeypatch.setattr(module, "open", open_on_full_disk, raising=False)
     expected = rf"cannot write {tmp_path}/out_text_document.{full}: No space left on device: free"
     with pytest.raises(UserError, match=expected):
         preprocess([jsonl], str(tmp_path / "out"), ["text"], flags)
