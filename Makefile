@@ -77,7 +77,7 @@ train: setup
 test: setup
 	$(PYTEST)
 
-# --- the newest torch: an environment with its packages, and with those of $(VENV) for the rest ---
+# --- the newest torch: an environment with its packages, and for the rest the packages of $(VENV) ---
 NEWEST_TORCH ?= 2.14.1
 NEWEST := .venv-torch-$(NEWEST_TORCH)
 # What depends on torch and Triton: the API, private names, kernels, and the collectives of each kind of parallelism.

@@ -60,8 +60,8 @@ FP32, BF16 = 1e-4, 2e-3
 class Case:
     """A run. bound: largest relative difference of a loss from the golden curve. equal_to: a case whose
     losses must be equal to the digit. after: a case that must have ended before. saves, loads: whether it
-    uses the checkpoint folder; a run that saves ends at half of the iterations. only_on_gpu: it is the same
-    as another on a CPU, or too slow there."""
+    uses the checkpoint folder; a run that saves ends at half of the iterations. only_on_gpu: on a
+    CPU it would repeat another case, or be too slow."""
 
     model: str
     flags: str = ""

@@ -49,7 +49,7 @@ PLANNED_CARD = "h100-80gb"
 WARM_UP, TIMED = 2, 4
 """Steps of each row."""
 MICRO_BATCHES = 4
-"""Of each step."""
+"""Micro-batches of each step."""
 NO_TIME = "no time was left"
 GAP_US = 20
 """A device that is idle for longer between two kernels has waited for the host."""
@@ -211,8 +211,7 @@ def run_rows(rows: list[Row], arguments: argparse.Namespace) -> int:
             failed |= "profile_error" in columns
         except Exception as error:
             traceback.print_exc()
-            problem = f"{type(error).__name__}: {str(error)[:200]}"
-            add_row(arguments.out, "throughput", **row.key, error=problem)
+            add_row(arguments.out, "throughput", **row.key, error=begin_of(error))
             if device_is_lost():
                 return 3
             failed = True
@@ -250,8 +249,12 @@ def measure(row: Row, folder: Path) -> dict[str, Any]:
             found |= profile(step, folder / f"profile-{row.name}-{row.implementation}")
         except Exception as error:  # a driver may forbid profiles
             traceback.print_exc()
-            found["profile_error"] = f"{type(error).__name__}: {str(error)[:200]}"
+            found["profile_error"] = begin_of(error)
     return found
+
+
+def begin_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def figures(row: Row, seconds: float) -> dict[str, Any]:
@@ -324,7 +327,7 @@ def own_step(row: Row) -> Callable[[], float]:
 def device_values(
     spec: Any, seed: int, name: str, tp_group: Any, elements: range | None = None
 ) -> torch.Tensor:
-    """Returns initial values that are made on the device, which differ from those of a run."""
+    """Returns initial values, made on the device. A run with the same seed has other initial values."""
     import torch
     from deepspeed.accelerator import get_accelerator
 

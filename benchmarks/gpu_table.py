@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.machine import read_rows
 
 MAX_MEMORY_ERROR = 0.03
-"""Of the planned peak memory."""
+"""Largest relative error of the planned peak memory."""
 # Tables that are printed as they are; the others are for `throughput`.
 TABLES = (
     *("phases", "losses", "kernels", "kernel times", "attention times", "attention back ends", "tiles"),

@@ -19,8 +19,8 @@ time: sizes are from a layer of a 13B model: sequence 2048, hidden size 5120, 40
 bf16. Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the
 cache of the GPU between calls. `rate` counts the bytes that must be read and written once. For attention it
 counts the FLOPs of the causal half, including those that document masks skip; the backward pass counts 2.5
-times the forward pass. A second table compares the implementations of attention without dropout, which
-compute the same.
+times the forward pass. A second table compares the implementations of attention without dropout,
+which compute equal values.
 
 tiles: causal attention with dropout 0.1 in bf16, heads of 64 and 128. A run never searches: another tile adds
 in another order.

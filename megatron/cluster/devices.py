@@ -44,6 +44,8 @@ _DETERMINISTIC = {
 # whatever the program sets. The second one changes PyTorch's default, which the program changes back.
 TF32_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+# Values of CUDA_VISIBLE_DEVICES without a device; Slurm sets the last one.
+_NO_DEVICE = ("", "-1", "NoDevFiles")
 # CUDA's major version -> the lowest driver (NVIDIA, "CUDA Compatibility", minor version compatibility).
 MIN_DRIVER = {"12": 525, "13": 580}
 
@@ -103,12 +105,7 @@ def check_gpus(
     import torch
 
     built_for, gpus = torch.version.cuda, list(devices.glob("nvidia[0-9]*"))
-    wants_cpu = env.get("DS_ACCELERATOR", "cuda") != "cuda"
-    wants_cpu = wants_cpu or env.get("CUDA_VISIBLE_DEVICES") in (
-        "",
-        "-1",
-        "NoDevFiles",
-    )  # the last one is Slurm's
+    wants_cpu = env.get("DS_ACCELERATOR", "cuda") != "cuda" or env.get("CUDA_VISIBLE_DEVICES") in _NO_DEVICE
     if built_for is None or not gpus or wants_cpu or torch.cuda.is_available():
         return
     least = MIN_DRIVER.get(built_for.partition(".")[0])

@@ -4,8 +4,8 @@ The gradient of W in y = x W^T is dy^T x, a product of 16-bit matrices. Autograd
 second kernel adds it to `main_grad`, the fp32 sum over all micro-batches. Where the device supports it, one
 product adds to the fp32 sum (Megatron-LM: gradient accumulation fusion). The product is
 `aten::addmm.dtype_out`, which torch has on CUDA since 2.11 or earlier. `fuses_accumulation` decides for
-linear layers. `supports_fused_accumulation` decides for the LM head, which adds to a
-sum of the fused loss (`logit_chunks`).
+linear layers. `supports_fused_accumulation` decides for the LM head, which adds to a sum of the fused loss
+(`logit_chunks`).
 
 Autograd then gets None for the weight. The weight's hooks still run, because buckets count gradients.
 """

@@ -101,11 +101,15 @@ def _lock(root: Path) -> int:
         with suppress(FileNotFoundError):  # a start that removes unused mirrors was faster
             if root.lstat().st_uid != os.getuid():
                 raise PermissionError(13, "it belongs to another user", str(root))
-            descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            descriptor = _open_lock(root)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if is_path_of(root / _LOCK, descriptor):
                 return descriptor
             os.close(descriptor)
+
+
+def _open_lock(root: Path) -> int:
+    return os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _remove_if_unused(root: Path) -> None:
@@ -115,7 +119,7 @@ def _remove_if_unused(root: Path) -> None:
         status = root.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             return
-        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = _open_lock(root)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_path_of(root / _LOCK, descriptor):
