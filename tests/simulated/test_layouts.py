@@ -27,7 +27,9 @@ from megatron.planner.simulation.world import find_stages, simulated_micro_batch
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import LAYOUTS, MORE, config_of
 
-gate = pytest.mark.gate(rows=2, also=["context-2-tensor-2-sequence", "pipeline-2-window-pattern"])
+gate = pytest.mark.gate(
+    rows=2, also=["context-2-tensor-2-sequence", "pipeline-2-window-pattern", "zero-bubble-4-neox"]
+)
 
 
 @cache

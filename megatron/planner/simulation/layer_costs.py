@@ -120,7 +120,9 @@ class _ObservedModel(GPTModelPipe):
         self.entries.append((positions, _specs(outputs)))
         hidden, _ = split_layer_io(outputs)
         if hidden.requires_grad and hidden is not split_layer_io(inputs)[0]:
-            hidden.register_hook(lambda gradient: self.recorder.begin("backward", index))
+            # After the tensor's hooks: a hook of the next layer copies the gradient.
+            assert hidden.grad_fn is not None
+            hidden.grad_fn.register_prehook(lambda gradients: self.recorder.begin("backward", index))
         return outputs
 
     def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:

@@ -189,14 +189,7 @@ class _Parts:
         seconds = (*(kind for kind in different if kind != last), last)
         kinds = (*head, *firsts, *seconds, *((last,) if prefetches else ()))
         if count <= len(kinds):
-            # The model's last group also makes the gradient of the transposed hidden state contiguous, and a
-            # stage's first group computes shared tensors. A group that is both is recorded alone, unless the
-            # model's first layer receives another dtype than the others.
-            is_first_and_last = count == 1 and rest == 0 and begins + many - 1 in entries
-            after_norm = config.model.apply_residual_connection_post_layernorm
-            dtypes_differ = config.precision.fp32_residual_connection and after_norm
-            alone = is_first_and_last and not dtypes_differ
-            fewest = min(many // per_group, 4 if prefetches else 1 if alone else 2)
+            fewest = min(many // per_group, 4 if prefetches else 2)
             kinds = (*stage, *(last,) * (fewest - count))
         few = len(kinds) * per_group + rest
         recorded = "".join(kinds) + letters[len(letters) - rest :]
