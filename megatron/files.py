@@ -276,7 +276,8 @@ def create_locked(path: str) -> BinaryIO:
 @contextmanager
 def locked_leftover(path: str) -> Iterator[None]:
     """Holds the lock of a file that another process has created. Raises OSError if that process runs."""
-    with open(path, "rb") as file:
+    # NFS gives exclusive locks only to a process that may write.
+    with os.fdopen(_open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not is_path_of(path, file.fileno()):
             raise FileNotFoundError(errno.ENOENT, "removed or replaced by another process", path)
@@ -284,9 +285,11 @@ def locked_leftover(path: str) -> Iterator[None]:
 
 
 def is_path_of(path: Path | str, descriptor: int) -> bool:
-    """Returns whether the path leads to an open file: other processes may have removed or replaced it before
-    this process locked it."""
+    """Returns whether the path is a name of an open file: other processes may have removed or replaced it
+    before this process locked it. A symbolic link to the file is none."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: removed on another node (NFS)
+            raise
         return False

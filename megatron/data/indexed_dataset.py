@@ -454,7 +454,7 @@ class IndexedDatasetBuilder:
             with suppress(OSError):  # on a full disk the flush fails again
                 file.close()
         for path in (self._temporary_data, self._temporary_index):
-            if os.path.exists(path):
+            with suppress(FileNotFoundError):  # renamed, or removed by the next builder as a leftover
                 os.remove(path)
 
     def __enter__(self) -> IndexedDatasetBuilder:

@@ -99,8 +99,11 @@ def _lock(root: Path) -> int:
         with suppress(FileExistsError):
             os.mkdir(root, 0o700)
         with suppress(FileNotFoundError):  # a start that removes unused mirrors was faster
-            if root.lstat().st_uid != os.getuid():
-                raise PermissionError(13, "it belongs to another user", str(root))
+            status = root.lstat()
+            if status.st_uid != os.getuid():
+                raise PermissionError(errno.EACCES, "it belongs to another user", str(root))
+            if not stat.S_ISDIR(status.st_mode):  # a link to a missing folder would be tried forever
+                raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(root))
             descriptor = _open_lock(root)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if is_path_of(root / _LOCK, descriptor):

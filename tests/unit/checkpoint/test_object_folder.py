@@ -240,6 +240,15 @@ def test_a_path_with_a_space_is_refused(tmp_path: Path) -> None:
             pass
 
 
+def test_a_mirror_that_is_not_a_folder_is_not_used(tmp_path: Path) -> None:
+    env = {"SLURM_TMPDIR": str(tmp_path), "WORLD_SIZE": "2"}
+    with hold_mirror("n1", env) as root:
+        pass
+    root.symlink_to(tmp_path / "missing")
+    with pytest.raises(UserError, match="it is not a folder"), hold_mirror("n1", env):
+        pass
+
+
 def test_a_mirror_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"SLURM_TMPDIR": str(tmp_path), "WORLD_SIZE": "2"}
     with hold_mirror("n1", env) as root:

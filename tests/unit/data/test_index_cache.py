@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
@@ -208,6 +209,24 @@ def test_too_few_tokens_are_refused_with_numbers(request_: IndexRequest) -> None
     short = IndexRequest(request_.dataset, "valid", range(0, 2), 1, 5, 1234)
     with pytest.raises(UserError, match=r"valid split has 5 tokens in 2 documents.* 6 .*--seq-length"):
         prepare_sample_index(short)
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "0.npy.tmp"
+    lock, removed = fcntl.flock, []
+
+    def remove_and_lock(file: Any, operation: int) -> None:
+        if not removed:
+            removed.append(path.unlink())
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    with files.create_locked(str(path)) as file:
+        assert len(removed) == 1 and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        with pytest.raises(BlockingIOError), files.locked_leftover(str(path)):
+            pass
 
 
 def test_no_file_that_a_process_writes_is_removed_as_a_leftover(tmp_path: Path) -> None:
