@@ -214,8 +214,10 @@ def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_p
 
     counted("create_dot")
     counted("create_select")
-    seq, batch, heads, head_dim = 130, 1, 2, 16
-    ids = documents_of(batch, seq) if "documents" in kind else None
+    seq, batch, heads, head_dim = 200, 1, 2, 16
+    tokens = torch.ones(batch, seq, dtype=torch.int64)
+    tokens[:, 150::7] = EOD  # the first document has blocks without a forbidden pair
+    ids = document_ids_of(tokens, EOD) if "documents" in kind else None
     masks = AttentionMasks(None, "documents" in kind, 50 if "window" in kind else None)
     mask = AttentionMask(None, *masks.ranges(seq, batch, torch.device("cpu"), ids))
     inputs = [some((seq, batch, heads, head_dim), seed).requires_grad_() for seed in range(3)]
