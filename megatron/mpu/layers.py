@@ -203,12 +203,19 @@ def linear(
     compiled layer on one rank, it is a PyTorch operation. function: `_Linear` if None."""
     if tp_group.size == 1:
         if not torch.is_grad_enabled():
-            return F.linear(x, weight, bias)
+            return _one_product(x, weight, bias)
         if deferred is None:
             if torch.compiler.is_compiling() or not fuses_accumulation(weight):
                 return F.linear(x, weight, bias)
             return _Linear.apply(x, weight, bias, tp_group, None)
     return _apply_linear(function or _Linear, x, weight, bias, deferred, tp_group)
+
+
+def _one_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Runs F.linear as one matrix product. For a weight that requires no gradient, F.linear without a bias
+    runs a batched product, which rounds differently, unless the input has a contiguous tensor's strides:
+    `contiguous` leaves any stride of a dimension of size 1, `view` sets it."""
+    return F.linear(x.contiguous().view(x.shape), weight, bias)
 
 
 # Not compiled: keeps the overlap of collectives with matrix products as it is written. The graph of a
@@ -260,7 +267,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         keep_input(ctx, x)
         ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
-        return F.linear(x, weight, bias)
+        return _one_product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

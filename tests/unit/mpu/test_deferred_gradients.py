@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.deferred_gradients import DeferredGradients, accumulate
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.mpu.layout import TPGroup
 
 
@@ -91,3 +92,31 @@ def test_an_input_without_gradient_and_an_evaluation():
     layers(x).sum().backward()
     accumulate(deferred.take())
     assert layers[0].weight.grad.abs().sum() > 0
+
+
+class Products(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm):
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_way_to_multiply_runs_one_product_also_for_a_transposed_batch_of_one(bias):
+    """A batched product would round differently: evaluation and training, or two schedules, would differ."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 32, 32, generator=generator).transpose(0, 1).contiguous()
+    assert x.stride() == (32, 1024, 1)
+    weight = torch.randn(48, 32, generator=generator).requires_grad_()
+    shift = torch.randn(48, generator=generator) if bias else None
+    outputs, names = [], []
+    for grad_enabled, deferred in [(True, None), (True, DeferredGradients()), (False, None)]:
+        with torch.set_grad_enabled(grad_enabled), Products() as products:
+            outputs.append(linear(x, weight, shift, deferred))
+        names += [products.names]
+    assert names == [["aten.addmm" if bias else "aten.mm"]] * 3
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
