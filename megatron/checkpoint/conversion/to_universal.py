@@ -39,10 +39,17 @@ from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
+from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
 from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, UniversalWriter
-from megatron.checkpoint.formats.writing import PARTIAL, copy_parameter, largest_first, state_bytes
+from megatron.checkpoint.formats.writing import (
+    PARTIAL,
+    copy_parameter,
+    largest_first,
+    state_bytes,
+    verify_files,
+)
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
@@ -79,6 +86,21 @@ class _NativeConversion(UniversalWriter):
             _mark(self.folder / KEPT_FOLDER, name)
             return None
         return copy_parameter(self, name, verify_digests)
+
+
+class UniversalConversion(UniversalWriter):
+    """Writes universal checkpoints: from native ones with `convert`."""
+
+    @classmethod
+    def write_checkpoint(
+        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
+    ) -> Iterator[str]:
+        if not isinstance(reader, NativeReader):
+            yield from super().write_checkpoint(reader, target, workers, verify)
+            return
+        if verify:
+            verify_files(reader)
+        yield from convert(reader, target, workers, verify_digests=verify)
 
 
 def convert(

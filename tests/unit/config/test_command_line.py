@@ -348,7 +348,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         ("--seed", ("--seed", "expected one argument")),
         ("--fp16=1", ("--fp16", "'1'")),
         ("--data-path", ("--data-path", "at least one")),
-        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw, lion, muon, sgd")),
+        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw")),
         ("--position-embedding-type relative", ("--position-embedding-type", "'relative'", "rotary")),
         ("--log-level loud", ("--log-level", "'loud'", "warning")),
         ("--data-impl lazy", ("--data-impl", "'lazy'", "mmap")),
@@ -362,7 +362,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         ("--lr 0", ("--lr", "0.0", "more than 0")),
         ("--seed 4294967296", ("--seed", "4294967296", "at most 4294967295")),
         ("--zero-stage 4", ("--zero-stage", "4", "at most 3")),
-        ("--partition-method balanced", ("--partition-method is 'balanced'", "expected uniform")),
+        ("--partition-method balanced", ("--partition-method is 'balanced'", "expected", "uniform, ")),
         ("--partition-method ''", ("--partition-method is empty",)),
         (
             "--exit-signal SIGKILL",
