@@ -158,11 +158,22 @@ def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "moment"), [("radam", "exp_avg_sq"), ("polar", "momentum_buffer")])
-def test_a_run_trains_and_resumes_with_an_optimizer_that_the_examples_add(
-    name: str, moment: str, copy: Path, data: list[str]
+@pytest.mark.parametrize(
+    ("name", "moment", "model"),
+    [
+        ("radam", "exp_avg_sq", "--position-embedding-type sinusoidal"),
+        (
+            "polar",
+            "momentum_buffer",
+            "--position-embedding-type rotary --window-size 8 --window-pattern W F --rope-with-window-only",
+        ),
+    ],
+)
+def test_a_run_trains_and_resumes_with_an_optimizer_and_positions_that_the_examples_add(
+    name: str, moment: str, model: str, copy: Path, data: list[str]
 ) -> None:
-    flags = ["--optimizer", name, *"--zero-stage 1 --lr-decay-iters 6 --save".split(), str(copy / name)]
+    flags = ["--optimizer", name, *model.split(), *"--zero-stage 1 --lr-decay-iters 6 --save".split()]
+    flags.append(str(copy / name))
     run_copy(copy, data, *flags, sgd=False)
     output = run_copy(copy, data, *flags, "--load", str(copy / name), "--train-iters", "6", sgd=False)
     assert re.search(rf"moments, {moment} +\d+ parameters, equal to the last bit", output)
