@@ -23,9 +23,9 @@ from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.huggingface.exporter import (
     MAX_FILE_BYTES,
     HuggingFaceWriter,
-    max_length_of,
     number_files,
     write_settings,
+    write_tokenizer,
 )
 from megatron.checkpoint.huggingface.family import family_of
 from megatron.checkpoint.huggingface.file_digests import write_digests
@@ -128,12 +128,7 @@ def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, 
 def _write_settings_and_tokenizer(config: Config, temporary: Path, vocab_size: int, eod: int | None) -> None:
     write_settings(config, vocab_size, eod, config.precision.name, temporary)
     if fitting_tokenizer_types(config.data):
-        # Imported only here: transformers' tokenizers take seconds.
-        from megatron.tokenizer import build_tokenizer
-        from megatron.tokenizer.hugging_face import save_as_hugging_face
-
-        kind, max_length = build_tokenizer(config.data).name, max_length_of(config.model)
-        save_as_hugging_face(kind, config.data, temporary, max_length)
+        write_tokenizer(config, config.data, temporary)
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
