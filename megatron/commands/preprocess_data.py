@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,8 +31,9 @@ from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error
 from megatron.object_urls import is_url
+from megatron.text_table import first_few
 from megatron.tokenizer.fast import BACKENDS
-from megatron.tokenizer.flags import add_tokenizer_flags
+from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
 
@@ -66,6 +68,7 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
+    add_parse_special_flag(group, "texts")
     group.add_argument(
         "--tokenizer-backend",
         choices=BACKENDS,
@@ -159,6 +162,18 @@ def speed(progress: Progress, start: float) -> str:
     return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
 
 
+def special_token_report(progress: Progress, parsed: bool) -> Iterator[str]:
+    """Yields what became of the special tokens that texts contain, if any."""
+    for kind, counts in (
+        ("became their ids (--parse-special-tokens)", progress.special_tokens if parsed else {}),
+        ("are ordinary text (--parse-special-tokens: their ids)", {} if parsed else progress.special_tokens),
+        ("became their ids where the tokenizer's model has them as words", progress.indivisible_tokens),
+    ):
+        if counts:
+            named = first_few(f"{count:,} of {token}" for token, count in Counter(counts).most_common())
+            yield f"{sum(counts.values()):,} special tokens in the texts {kind}: {named}"
+
+
 @exit_on_interrupt()
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             workers=arguments.workers,
             skip_bad_lines=arguments.skip_bad_lines,
             backend=arguments.tokenizer_backend,
+            parse_special=arguments.parse_special_tokens,
             report=report,
             note=partial(tqdm.write, file=sys.stdout),
         )
@@ -187,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for key, dropped in progress.empty_documents.items():
         if dropped:
             print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
+    for sentence in special_token_report(progress, arguments.parse_special_tokens):
+        print(sentence, file=sys.stderr)
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
 
 

@@ -21,7 +21,7 @@ class HuggingFaceTokenizer:
 
     name = "PretrainedFromHF"
 
-    def __init__(self, name_or_path: str) -> None:
+    def __init__(self, name_or_path: str, parse_special: bool = False) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -48,6 +48,12 @@ class HuggingFaceTokenizer:
         self.eod: int = tokenizer.eos_token_id
         self.bos: int = self.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.adds_bos: bool = tokenizer.encode("a")[:1] == [self.bos]
+        tokenizer.split_special_tokens = not parse_special
+        self.parse_special = parse_special
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        contents = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens}
+        vocabulary = self.vocabulary()
+        self.special_tokens = {token: vocabulary[token] for token in sorted(contents) if token in vocabulary}
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
