@@ -39,7 +39,13 @@ from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
 from megatron.tokenizer.fast import TextsEncoder, finder_of, texts_encoder
 from megatron.tokenizer.flags import check_parse_special, tokenizer_settings
-from megatron.tokenizer.vocabulary_record import read_record, record_path, vocabulary_digest, write_record
+from megatron.tokenizer.vocabulary_record import (
+    PARSE_SPECIAL_KEY,
+    read_record,
+    record_path,
+    vocabulary_digest,
+    write_record,
+)
 
 BATCHES_IN_FLIGHT_PER_WORKER = 3
 _JSON = json.JSONDecoder()
@@ -184,7 +190,7 @@ def preprocess(
     settings = {
         "append_eod": append_eod,
         "skip_bad_lines": skip_bad_lines,
-        "parse_special_tokens": parse_special,
+        PARSE_SPECIAL_KEY: parse_special,
         "vocabulary_sha256": vocabulary_digest(tokenizer),
     }
     with ExitStack() as stack:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
 from megatron.commands import preprocess_data
+from megatron.commands.merge_datasets import merge
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
 from megatron.errors import UserError
@@ -96,15 +97,12 @@ def write(folder: Path, texts: list[str] = TEXTS) -> str:
     return str(folder / "in.jsonl")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("parse", [False, True])
-def test_preprocessing_counts_and_records_them(
-    parse: bool, workers: int, flags: dict[str, Any], tmp_path: Path
-) -> None:
+def test_preprocessing_counts_and_records_them(parse: bool, flags: dict[str, Any], tmp_path: Path) -> None:
     arguments = ([write(tmp_path)], str(tmp_path / "out"), ["text"], flags["transformers"])
     for _ in range(2):  # a repeated run keeps the files, and a run with the other choice replaces them
         notes: list[str] = []
-        progress = preprocess(*arguments, parse_special=parse, workers=workers, note=notes.append)
+        progress = preprocess(*arguments, parse_special=parse, note=notes.append)
         prefix = str(tmp_path / "out_text_document")
         tokenizer = build_tokenizer(flags["transformers"], parse)
         dataset = IndexedDataset(prefix)
@@ -117,6 +115,26 @@ def test_preprocessing_counts_and_records_them(
         preprocess(*arguments, parse_special=parse, note=notes.append)
         assert "kept" in notes[-1]
         parse = not parse
+
+
+def test_worker_processes_parse_and_count_them(flags: dict[str, Any], tmp_path: Path) -> None:
+    arguments = ([write(tmp_path)], str(tmp_path / "out"), ["text"], flags["gpt2"])
+    progress = preprocess(*arguments, parse_special=True, workers=2)
+    tokenizer = build_tokenizer(flags["gpt2"], parse_special=True)
+    assert progress.special_tokens == {EOD: COUNTS[EOD]}
+    assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [tokenizer.eod]
+
+
+def test_a_merged_data_set_records_the_choice_of_its_parts(flags: dict[str, Any], tmp_path: Path) -> None:
+    for name, parse in (("a", False), ("b", False), ("c", True)):
+        preprocess([write(tmp_path)], str(tmp_path / name), ["text"], flags["gpt2"], parse_special=parse)
+    prefix = {name: str(tmp_path / f"{name}_text_document") for name in "abc"}
+    assert not merge([prefix["a"], prefix["b"]], str(tmp_path / "equal"))
+    (note,) = merge([prefix["a"], prefix["c"]], str(tmp_path / "mixed"))
+    assert "became ids in some of the data sets" in note
+    equal, mixed = (read_record(str(tmp_path / name)) for name in ("equal", "mixed"))
+    assert equal is not None and equal["parse_special_tokens"] is False
+    assert mixed is not None and "parse_special_tokens" not in mixed
 
 
 def run(capsys: pytest.CaptureFixture[str], tokenizer: Any, folder: Path, *more: str) -> str:
