@@ -19,7 +19,6 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -162,18 +161,6 @@ def speed(progress: Progress, start: float) -> str:
     return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
 
 
-def special_token_report(progress: Progress, parsed: bool) -> Iterator[str]:
-    """Yields what became of the special tokens that texts contain, if any."""
-    for kind, counts in (
-        ("became their ids (--parse-special-tokens)", progress.special_tokens if parsed else {}),
-        ("are ordinary text (--parse-special-tokens: their ids)", {} if parsed else progress.special_tokens),
-        ("became their ids where the tokenizer's model has them as words", progress.indivisible_tokens),
-    ):
-        if counts:
-            named = first_few(f"{count:,} of {token}" for token, count in Counter(counts).most_common())
-            yield f"{sum(counts.values()):,} special tokens in the texts {kind}: {named}"
-
-
 @exit_on_interrupt()
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
@@ -203,8 +190,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     for key, dropped in progress.empty_documents.items():
         if dropped:
             print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
-    for sentence in special_token_report(progress, arguments.parse_special_tokens):
-        print(sentence, file=sys.stderr)
+    kind = "are ordinary text (--parse-special-tokens: their ids)"
+    if arguments.parse_special_tokens:
+        kind = "became their ids (--parse-special-tokens)"
+    for counts, result in (
+        (progress.special_tokens, kind),
+        (progress.indivisible_tokens, "became their ids where the tokenizer's model has them as words"),
+    ):
+        if counts:
+            named = first_few(f"{count:,} of {token}" for token, count in counts.most_common())
+            print(f"{counts.total():,} special tokens in the texts {result}: {named}", file=sys.stderr)
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
 
 

@@ -50,10 +50,11 @@ class HuggingFaceTokenizer:
         self.adds_bos: bool = tokenizer.encode("a")[:1] == [self.bos]
         tokenizer.split_special_tokens = not parse_special
         self.parse_special = parse_special
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        contents = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens}
-        vocabulary = self.vocabulary()
-        self.special_tokens = {token: vocabulary[token] for token in sorted(contents) if token in vocabulary}
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        if library := getattr(tokenizer, "backend_tokenizer", None):
+            added = library.get_added_tokens_decoder()
+            special |= {token.content: number for number, token in added.items() if token.special}
+        self.special_tokens: dict[str, int] = special
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())

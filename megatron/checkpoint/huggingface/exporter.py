@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -67,10 +68,10 @@ def write_hugging_face(
     files. Returns what the weights were compared with.
 
     precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. tokenizer: its flags; None: none is
-    written. verify: compare the weights with
-    their digests if the checkpoint has any. Only one file of weights at a time is in memory. The folder
-    appears complete and synced, or not at all. Raises UserError if no family can express the model, files are
-    damaged, `output` exists or cannot be written, or the disk is too full.
+    written. verify: compare the weights with their digests if the checkpoint has any. Only one file of
+    weights at a time is in memory. The folder appears complete and synced, or not at all. Raises UserError if
+    no family can express the model, files are damaged, `output` exists or cannot be written, or the disk is
+    too full.
     """
     config = checkpoint.config
     family_of(config.model)  # rejects other models before anything is written
@@ -143,10 +144,10 @@ def write_settings(
 def token_ids(folder: Path) -> dict[str, dict[str, Any]]:
     """Returns the ids of special tokens in the settings of a model: file -> setting -> id, or list of ids."""
     found = {}
-    for name in filter(lambda name: (folder / name).is_file(), _FILES_WITH_IDS):
-        content = read_json(folder / name)
-        ids = {key: content.get(key) for key in _TOKEN_IDS} if isinstance(content, dict) else {}
-        found[name] = {key: value for key, value in ids.items() if type(value) in (int, list)}
+    for name in _FILES_WITH_IDS:
+        with suppress(OSError, ValueError, AttributeError):  # transformers does not need the second file
+            content = read_json(folder / name)
+            found[name] = {key: content[key] for key in _TOKEN_IDS if type(content.get(key)) in (int, list)}
     return found
 
 

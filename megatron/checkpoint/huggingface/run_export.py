@@ -118,17 +118,13 @@ def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, 
     stages = config.parallel.pipeline_model_parallel_size
     check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
     try:
-        _write_settings_and_tokenizer(config, temporary, vocab_size, eod)
+        write_settings(config, vocab_size, eod, config.precision.name, temporary)
+        if fitting_tokenizer_types(config.data):
+            write_tokenizer(config, config.data, temporary)
     except (OSError, UserError):
         raise
     except Exception as error:  # transformers raises many kinds, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
-
-
-def _write_settings_and_tokenizer(config: Config, temporary: Path, vocab_size: int, eod: int | None) -> None:
-    write_settings(config, vocab_size, eod, config.precision.name, temporary)
-    if fitting_tokenizer_types(config.data):
-        write_tokenizer(config, config.data, temporary)
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
