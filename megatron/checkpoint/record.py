@@ -10,6 +10,8 @@ from megatron.config import Config
 
 # In `run.json` of a model or checkpoint of another framework that was converted to a format of this program.
 IMPORTED_KEY = "imported"
+# In `run.json` of an imported Hugging Face model: the ids of special tokens in its settings.
+TOKEN_IDS_KEY = "token_ids"
 RUN_FILE = "run.json"
 # Prefix of a checkpoint that is being written.
 SAVING = "saving-"

@@ -270,7 +270,8 @@ class Evaluation:
         except ImportError as error:
             raise no_harness("--tasks", str(error)) from error
         arguments = self.arguments
-        tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
+        # As the harness's own models do.
+        tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint, parse_special=True)
         length = arguments.seq_length or self.checkpoint.config.model.seq_length
         return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer, length)
 

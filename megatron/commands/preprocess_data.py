@@ -30,8 +30,9 @@ from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error
 from megatron.object_urls import is_url
+from megatron.text_table import first_few
 from megatron.tokenizer.fast import BACKENDS
-from megatron.tokenizer.flags import add_tokenizer_flags
+from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
 
@@ -66,6 +67,7 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
+    add_parse_special_flag(group, "texts")
     group.add_argument(
         "--tokenizer-backend",
         choices=BACKENDS,
@@ -175,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             workers=arguments.workers,
             skip_bad_lines=arguments.skip_bad_lines,
             backend=arguments.tokenizer_backend,
+            parse_special=arguments.parse_special_tokens,
             report=report,
             note=partial(tqdm.write, file=sys.stdout),
         )
@@ -187,6 +190,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     for key, dropped in progress.empty_documents.items():
         if dropped:
             print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
+    kind = "are ordinary text (--parse-special-tokens: their ids)"
+    if arguments.parse_special_tokens:
+        kind = "became their ids (--parse-special-tokens)"
+    for counts, result in (
+        (progress.special_tokens, kind),
+        (progress.indivisible_tokens, "became their ids where the tokenizer's model has them as words"),
+    ):
+        if counts:
+            named = first_few(f"{count:,} of {token}" for token, count in counts.most_common())
+            print(f"{counts.total():,} special tokens in the texts {result}: {named}", file=sys.stderr)
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
 
 

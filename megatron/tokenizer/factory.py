@@ -11,8 +11,9 @@ from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_setting
 TOKENIZER_TYPES = tuple(TOKENIZERS)
 
 
-def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
-    """Builds the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool.
+def build_tokenizer(flags: TokenizerFlags, parse_special: bool = False) -> Tokenizer:
+    """Builds the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool. parse_special: see
+    `Tokenizer`.
 
     Without --tokenizer-type, the given files determine the type. Raises UserError if several types can use
     them, for a missing flag, and for a missing or damaged file.
@@ -23,7 +24,7 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
         for name in TOKENIZERS[tokenizer_type].settings
     ]
     # Only the library of this tokenizer is imported: each library takes seconds to import.
-    tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values)
+    tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values, parse_special=parse_special)
     return tokenizer
 
 

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from megatron.checkpoint.formats.dcp import DcpWriter
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateBlocks, StateReader
 from megatron.checkpoint.huggingface.exporter import write_settings
-from megatron.checkpoint.huggingface.family import FAMILIES, IDENTITY, setting
+from megatron.checkpoint.huggingface.family import FAMILIES, IDENTITY, LM_HEAD, setting
 from megatron.checkpoint.huggingface.reader import HuggingFaceReader
 from megatron.checkpoint.names import is_plain, shown
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.record import TOKEN_IDS_KEY, Checkpoint
 from megatron.errors import UserError
+from megatron.model.layer_list import WORD_EMBEDDINGS
 
 CONFIG_FILE = "config.json"
 _BLOCK = "layers.{block}"
@@ -48,7 +50,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     f"model.{_BLOCK}.mlp.down_proj.weight": (f"{_BLOCK}.feed_forward.w2.weight",),
     f"model.{_BLOCK}.mlp.up_proj.weight": (f"{_BLOCK}.feed_forward.w3.weight",),
     "model.norm.weight": ("norm.weight",),
-    "lm_head.weight": ("lm_head.weight", "output.weight"),
+    LM_HEAD: ("lm_head.weight", "output.weight"),
 }
 _HUGGING_FACE_NAMES = {name: hf_name for hf_name, names in _NAMES.items() for name in names}
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.weight")
@@ -116,7 +118,8 @@ def rows_of_pairs(rows: Tensor, head_dim: int) -> Tensor:
 class TorchtitanWriter(DcpWriter):
     """Writes weights and moments with torchtitan's names, and config.json of the Hugging Face model.
 
-    A parameter that torchtitan divides or orders differently is in memory as a whole.
+    A parameter that torchtitan divides or orders differently is in memory as a whole, and so is a tied
+    embedding: torchtitan's folders also hold it as the LM head, without moments.
     """
 
     def __init__(self, folder: Path, reader: StateReader) -> None:
@@ -129,7 +132,8 @@ class TorchtitanWriter(DcpWriter):
                 f"{' and '.join(setting(field, value) for field, value in needed.items())}; use --format dcp"
             )
         self._model = model
-        names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
+        self._is_tied = not model.untie_embeddings_and_output_weights
+        names = family.names(model.num_layers, not self._is_tied)
         self._parameters = {parameter.megatron: parameter for parameter in names}
 
     def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
@@ -137,6 +141,9 @@ class TorchtitanWriter(DcpWriter):
         keys = [_torchtitan_name(hf_name) for hf_name in parameter.hf]
         for state_name, blocks in states.items():
             if parameter.transform is IDENTITY:
+                if name == WORD_EMBEDDINGS and state_name == VALUES and self._is_tied:
+                    blocks = list(blocks)
+                    self.write_state(_torchtitan_name(LM_HEAD), state_name, shape, blocks)
                 self.write_state(keys[0], state_name, shape, blocks)
                 continue
             full = torch.empty(shape)
@@ -155,8 +162,8 @@ class TorchtitanWriter(DcpWriter):
         """See `ParameterWriter`. The folder has no `run.json`: its weights have other names."""
         self.distcp.finish()
         checkpoint = self.reader.checkpoint
-        config, precision = checkpoint.config, "fp32"
-        write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, self.folder)
+        facts = (checkpoint.vocab_size, checkpoint.eod, "fp32", self.folder)
+        write_settings(checkpoint.config, *facts, recorded=checkpoint.run.get(TOKEN_IDS_KEY))
 
 
 def _torchtitan_name(hf_name: str) -> str:
