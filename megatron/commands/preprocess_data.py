@@ -31,7 +31,7 @@ from megatron.data.text_files import files_of_shard, find_files, parse_shard, si
 from megatron.errors import UserError, exit_on_user_error
 from megatron.object_urls import is_url
 from megatron.text_table import first_few
-from megatron.tokenizer.fast import BACKENDS
+from megatron.tokenizer.backends import BACKENDS
 from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5

@@ -37,7 +37,8 @@ from megatron.data.text_files import MAX_LINE_BYTES, LineBatch, identity_of, rea
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
-from megatron.tokenizer.fast import TextsEncoder, finder_of, texts_encoder
+from megatron.tokenizer.backends import texts_encoder
+from megatron.tokenizer.fast import TextsEncoder, finder_of
 from megatron.tokenizer.flags import check_parse_special, tokenizer_settings
 from megatron.tokenizer.vocabulary_record import (
     PARSE_SPECIAL_KEY,

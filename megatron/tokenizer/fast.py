@@ -16,8 +16,6 @@ import numpy.typing as npt
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 
-# From the fastest, after auto.
-BACKENDS = ("auto", "gigatoken", "words", "reference")
 # Of the first batch of a file this many texts are compared, of each other batch one.
 COMPARED_AT_FIRST = 20
 # Longer texts are compared only up to this number of characters, so that a comparison takes a small part of
@@ -131,28 +129,3 @@ class GigatokenEncoder(ComparedEncoder):
         found = self._fast.encode_batch(list(texts), parallel=False)
         sizes = awkward.to_numpy(awkward.num(found)).astype(np.int64)
         return awkward.to_numpy(awkward.flatten(found)), sizes
-
-
-def texts_encoder(tokenizer: Tokenizer, backend: str) -> TextsEncoder:
-    """Returns the encoder of --tokenizer-backend; of 'auto', the first that supports the tokenizer. Raises
-    UserError if the backend does not support it."""
-    for name in BACKENDS[1:] if backend == "auto" else (backend,):
-        try:
-            return _new_encoder(name, tokenizer)
-        except ValueError as error:
-            if backend != "auto":
-                raise UserError(
-                    f"--tokenizer-backend {backend} does not support this tokenizer ({error}): set "
-                    "--tokenizer-backend reference"
-                ) from error
-    raise AssertionError("the reference supports every tokenizer")
-
-
-def _new_encoder(name: str, tokenizer: Tokenizer) -> TextsEncoder:
-    if name == "gigatoken":
-        return GigatokenEncoder(tokenizer)
-    if name == "words":
-        from megatron.tokenizer.words import WordEncoder
-
-        return WordEncoder(tokenizer)
-    return ReferenceEncoder(tokenizer)

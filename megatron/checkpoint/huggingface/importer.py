@@ -22,6 +22,7 @@ from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
 from megatron.checkpoint.huggingface.family import FAMILIES, LM_HEAD, Family, Parameter, count_non_finite
 from megatron.checkpoint.huggingface.rope import check_numbers
+from megatron.checkpoint.huggingface.torchtitan_names import hugging_face_weights
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.config import (
     BatchConfig,
@@ -225,9 +226,6 @@ def _check_names(
 def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """Returns every weight in a folder by its stored name, but by its Hugging Face name for torchtitan."""
     if format_of(folder) == TORCHTITAN:
-        # Imported only here: that module imports this one.
-        from megatron.checkpoint.formats.torchtitan import hugging_face_weights
-
         head_dim = ModelConfig(**fields).kv_channels
         return {name: StoredWeight(*facts) for name, *facts in hugging_face_weights(folder, head_dim)}
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}

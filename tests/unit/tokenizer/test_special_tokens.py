@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import preprocess
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.fast import texts_encoder
+from megatron.tokenizer.backends import texts_encoder
 from megatron.tokenizer.vocabulary_record import read_record
 from tests.unit.tokenizer.test_tokenizers import slow_gpt2_ids, train_sentence_piece
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary
