@@ -40,7 +40,13 @@ from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
-from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
+from megatron.mpu.parameters import (
+    InitialValues,
+    initial_values,
+    initialize_parameters,
+    spec_of,
+    without_memory,
+)
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 
@@ -89,7 +95,7 @@ class _DeviceLayerSpec(LayerSpec):
         with torch.device(get_accelerator().current_device_name()):
             layer = super().build(log).to(self.dtype)
         for parameter in layer.parameters() if self.is_sharded else ():
-            parameter.untyped_storage().resize_(0)
+            parameter.data = without_memory(parameter)
         return layer
 
 
