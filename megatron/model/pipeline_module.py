@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
+from megatron.deepspeed_names import restrict
 from megatron.model.gpt_model import (
     LMHeadPipe,
     ParallelTransformerLayerPipe,
@@ -99,6 +100,11 @@ class _DeviceLayerSpec(LayerSpec):
         return layer
 
 
+@restrict(
+    "forward get_additional_losses get_tied_weights_and_groups mpu num_pipeline_stages partitions stage_owner "
+    "topology",
+    {},
+)
 class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
@@ -144,7 +150,7 @@ class GPTModelPipe(PipelineModule):
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
         self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
         initialize_parameters(self, training.seed, tp_group, values)
-        self.to(dtype)
+        super().to(dtype)
         if training.compile:
             for layer in self.modules():
                 if isinstance(layer, ParallelTransformerLayerPipe):
@@ -259,7 +265,7 @@ class GPTModelPipe(PipelineModule):
 
     def layer_path(self, folder: str, index: int) -> str:
         """Returns the name that DeepSpeed gives the file of a layer. index: in the list."""
-        return self.ckpt_layer_path(folder, index - self._local_start)
+        return str(super().ckpt_layer_path(folder, index - self._local_start))
 
     def _synchronize_tied_weights(self) -> None:
         # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
