@@ -24,6 +24,7 @@ from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.files import BackgroundFiles
 from megatron.checkpoint.saving.formats import SaveFormat
+from megatron.checkpoint.saving.publishing import with_final_names
 from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
@@ -101,9 +102,8 @@ class BackgroundSave:
         """Returns the outcome. folder, files: of the checkpoint. problem, mismatched: see `SaveOutcome`."""
         num_bytes = sum(facts["bytes"] for facts in (files or {}).values())
         seconds = time.monotonic() - self.started
-        return SaveOutcome(
-            folder, self.state.iteration, problem, num_bytes, seconds, mismatched, self.is_local
-        )
+        why = with_final_names(problem)
+        return SaveOutcome(folder, self.state.iteration, why, num_bytes, seconds, mismatched, self.is_local)
 
     def count_bytes(self, count: int) -> None:
         """Counts copied bytes: the heartbeats of `BackgroundSaves.finish` depend on them."""
@@ -228,7 +228,8 @@ class BackgroundSaves:
             results = self._results(number)
             save.outcome = complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
-            save.outcome = save.ended(save.saving, f"{type(error).__name__}: {error}")
+            folder = save.saving.with_name(with_final_names(save.saving.name))
+            save.outcome = save.ended(folder, f"{type(error).__name__}: {error}")
         self._outcomes.put(save.outcome)
         save.has_ended.set()
 

@@ -73,7 +73,7 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
     writer.close()
 
 
-def test_a_full_disk_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
+def test_a_missing_folder_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
     writer = BackgroundWriter(1 << 16, lambda: None)
     writer.write_file(
         tmp_path / "folder" / "missing.pt", [([], lambda file: torch.save(torch.zeros(10), file))]
