@@ -19,7 +19,6 @@ from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import LogitChunks
-from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.mpu.weight_gradient import weight_gradient
 from megatron.optimizer.flat_group import move_grad

@@ -1,9 +1,10 @@
 """Which public methods of DeepSpeed's engine and pipeline module a caller of this program may use.
 
-This program configures DeepSpeed for fp32 without clipping, and replaces its optimizer, messages and checkpoint
-reader. So many public methods of DeepSpeed would train with other numbers, read weights that are sharded, or
-return settings that the run does not have. A method that is not listed as supported raises one UserError before
-it changes anything, also a method that a newer DeepSpeed adds. DeepSpeed's own code still calls it.
+This program configures DeepSpeed for fp32 without clipping, and replaces its optimizer, messages and
+checkpoint reader. So many public methods of DeepSpeed would train with other numbers, read weights that are
+sharded, or return settings that the run does not have. A method that is not listed as supported raises one
+UserError before it changes anything, also a method that a newer DeepSpeed adds. DeepSpeed's own code still
+calls it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,34 @@ from megatron.errors import UserError
 
 T = TypeVar("T", bound=type)
 
+_STEP = "use train_step(micro_batches, global_batch_size, lr) or evaluate(micro_batches, num_micro_batches)"
+_FILES = (
+    "save and load with megatron.checkpoint.manager.CheckpointManager, convert with "
+    "tools/convert_checkpoint.py or tools/convert_huggingface.py"
+)
 _INSTEAD = {
-    "train_step(micro_batches, global_batch_size, lr) trains a step, evaluate(micro_batches, num_micro_batches) "
-    "returns a loss": "train_batch forward backward step scale no_sync coalesce_grad_reduction deepspeed_io "
-    "allreduce_gradients set_gradient_accumulation_boundary set_train_batch_size set_train_micro_batch_size "
-    "set_dataloader set_dataiterator set_batch_fn set_data_post_process_func clip_fp32_gradients",
-    "CheckpointManager in megatron.checkpoint.manager saves and loads, tools/convert_checkpoint.py and "
-    "tools/convert_huggingface.py write other formats": "save_checkpoint load_checkpoint save_16bit_model "
-    "save_fp16_model module_state_dict load_module_state_dict load_moe_state_dict save_state_dict load_state_dir "
-    "load_state_dict ckpt_prefix ckpt_layer_path ckpt_layer_path_list",
-    "--compile compiles the transformer layers": "compile get_compile_time register_compile_pass "
-    "get_deepcompile_backend get_deepspeed_compile_backend get_autosp_backend get_autotp_backend",
-    "--checkpoint-activations and --checkpoint-num-layers set the recomputation": "set_checkpoint_interval",
-    "the parameters are views of the optimizer's buffers, on their device and in the precision of --fp16 or "
-    "--bf16": "to to_empty cuda cpu type half bfloat16 float double zero_grad requires_grad_",
+    _STEP: (
+        "train_batch forward backward step scale no_sync coalesce_grad_reduction deepspeed_io "
+        "allreduce_gradients set_gradient_accumulation_boundary set_train_batch_size "
+        "set_train_micro_batch_size set_dataloader set_dataiterator set_batch_fn "
+        "set_data_post_process_func clip_fp32_gradients"
+    ),
+    _FILES: (
+        "save_checkpoint load_checkpoint save_16bit_model save_fp16_model module_state_dict "
+        "load_module_state_dict load_moe_state_dict save_state_dict load_state_dir load_state_dict "
+        "ckpt_prefix ckpt_layer_path ckpt_layer_path_list"
+    ),
+    "set --compile, which compiles the transformer layers": (
+        "compile get_compile_time register_compile_pass get_deepcompile_backend "
+        "get_deepspeed_compile_backend get_autosp_backend get_autotp_backend"
+    ),
+    "set --checkpoint-activations and --checkpoint-num-layers": "set_checkpoint_interval",
+    "the parameters must stay views of the optimizer's buffers; set --fp16 or --bf16 for a precision": (
+        "to to_empty cuda cpu type half bfloat16 float double zero_grad requires_grad_"
+    ),
 }
-"""What to use instead -> the unsupported methods, also of `nn.Module`."""
-_GENERAL = "run_config has the settings of the run, and this program replaces the rest of DeepSpeed's optimizer"
+"""What to do instead -> the unsupported methods, also of `nn.Module`."""
+_GENERAL = "this program does not use what it returns or changes; run_config has the settings of the run"
 
 
 def restrict(supported: str, answers: Mapping[str, Callable[[Any], Any]]) -> Callable[[T], T]:
@@ -70,6 +82,6 @@ def _guarded(cls: type, name: str, method: Any, answer: Callable[[Any], Any] | N
             return method(self, *args, **kwargs)
         if answer is not None:
             return answer(self)
-        raise UserError(f"{cls.__name__}.{name}: this method of DeepSpeed is not supported; {instead}")
+        raise UserError(f"{cls.__name__}.{name} is not supported: {instead}")
 
     return call

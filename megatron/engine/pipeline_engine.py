@@ -32,12 +32,11 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 from megatron.shares import share_out
 
-
 # Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
 _SUPPORTED = (
     "autotuning_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail collect_python_gc "
-    "communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch flops_profiler_enabled "
-    "get_additional_losses get_lr get_pipeline_parallel_rank gradient_accumulation_steps "
+    "communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch "
+    "flops_profiler_enabled get_additional_losses get_lr get_pipeline_parallel_rank gradient_accumulation_steps "
     "is_deepcompile_active is_deepcompile_enabled is_first_stage is_gradient_accumulation_boundary "
     "is_last_stage load_universal_checkpoint memory_breakdown optimizer_name random_ltd_enabled "
     "steps_per_print torch_autocast_enabled train train_batch_size train_micro_batch_size_per_gpu "
@@ -67,7 +66,7 @@ _ANSWERS: dict[str, Callable[["GPTEngine"], Any]] = {
     "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
     "zero_optimization_stage": lambda engine: engine.run_config.parallel.zero_stage,
 }
-"""What methods of DeepSpeed's engines return: the run's values, not those with which DeepSpeed is configured."""
+"""Results of methods of DeepSpeed's engines: the run's values, with which DeepSpeed is not configured."""
 
 
 @restrict(_SUPPORTED, _ANSWERS)

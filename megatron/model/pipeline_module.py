@@ -101,8 +101,8 @@ class _DeviceLayerSpec(LayerSpec):
 
 
 @restrict(
-    "forward get_additional_losses get_tied_weights_and_groups mpu num_pipeline_stages partitions stage_owner "
-    "topology",
+    "forward get_additional_losses get_tied_weights_and_groups mpu num_pipeline_stages partitions "
+    "stage_owner topology",
     {},
 )
 class GPTModelPipe(PipelineModule):

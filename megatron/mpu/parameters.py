@@ -133,7 +133,7 @@ def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | N
 
 def without_memory(parameter: torch.Tensor) -> torch.Tensor:
     """Returns data for a parameter whose values are elsewhere (ZeRO-3): of its shape, NaN, with the memory of
-    one element. A write to it raises RuntimeError."""
+    one element. `copy_` to it raises RuntimeError."""
     return parameter.new_full((), math.nan).expand(parameter.shape)
 
 

@@ -21,8 +21,8 @@ autograd saved for the backward pass: they have their contents again once the st
 again. The hooks in `megatron.optimizer.overlap` do this around each layer.
 
 Invariant: parameters are views of the full weights while these are allocated, and hold NaN otherwise
-(`without_memory`): a read of freed memory would end the process. Only full gradients that are always allocated
-are the parameters' `main_grad`.
+(`without_memory`): a read of freed memory would end the process. Only full gradients that are always
+allocated are the parameters' `main_grad`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class FlatGroup:
             self.local_weights = self._make_local_weights(initial_values)
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
         self.full_grads = [self.full_grad(p).view_as(p) for p in self.parameters]
-        for parameter, total in () if shards_gradients else zip(self.parameters, self.full_grads, strict=True):
+        for parameter, total in (
+            () if shards_gradients else zip(self.parameters, self.full_grads, strict=True)
+        ):
             set_main_grad(parameter, total)
         self.local_gradients = self._own_part(self.gradients)
         if shards_gradients:
