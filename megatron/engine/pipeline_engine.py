@@ -34,13 +34,13 @@ from megatron.shares import share_out
 
 # Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
 _SUPPORTED = (
-    "autotuning_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail collect_python_gc "
-    "communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch "
-    "flops_profiler_enabled get_additional_losses get_lr get_pipeline_parallel_rank gradient_accumulation_steps "
-    "is_deepcompile_active is_deepcompile_enabled is_first_stage is_gradient_accumulation_boundary "
-    "is_last_stage load_universal_checkpoint memory_breakdown optimizer_name random_ltd_enabled "
-    "steps_per_print torch_autocast_enabled train train_batch_size train_micro_batch_size_per_gpu "
-    "wall_clock_breakdown was_step_applied zero_grad zero_optimization"
+    "autotuning_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail "
+    "collect_python_gc communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch "
+    "flops_profiler_enabled get_additional_losses get_lr get_pipeline_parallel_rank "
+    "gradient_accumulation_steps is_deepcompile_active is_deepcompile_enabled is_first_stage "
+    "is_gradient_accumulation_boundary is_last_stage load_universal_checkpoint memory_breakdown "
+    "optimizer_name random_ltd_enabled steps_per_print torch_autocast_enabled train train_batch_size "
+    "train_micro_batch_size_per_gpu wall_clock_breakdown was_step_applied zero_grad zero_optimization"
 )
 _ANSWERS: dict[str, Callable[["GPTEngine"], Any]] = {
     "bfloat16_enabled": lambda engine: engine.run_config.precision.bf16,
