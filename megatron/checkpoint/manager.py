@@ -361,8 +361,7 @@ class CheckpointManager:
             failed = self.local.commit(save.saving, run)
         except OSError as error:
             failed = str(error)
-        folder = save.saving.with_name(f"global_step{save.state.iteration}")
-        return save.ended(folder, problem or failed, files)
+        return save.ended(save.saving, problem or failed, files)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.

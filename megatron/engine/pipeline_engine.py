@@ -42,7 +42,7 @@ _SUPPORTED = (
     "optimizer_name random_ltd_enabled steps_per_print torch_autocast_enabled train train_batch_size "
     "train_micro_batch_size_per_gpu wall_clock_breakdown was_step_applied zero_grad zero_optimization"
 )
-_ANSWERS: dict[str, Callable[["GPTEngine"], Any]] = {
+_ANSWERS: dict[str, Callable[[Any], Any]] = {
     "bfloat16_enabled": lambda engine: engine.run_config.precision.bf16,
     "curriculum_learning_enabled": lambda engine: engine.run_config.curriculum is not None,
     "dynamic_loss_scale": lambda engine: engine.optimizer.scaler.dynamic,

@@ -99,11 +99,14 @@ class BackgroundSave:
     def ended(
         self, folder: Path, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
     ) -> SaveOutcome:
-        """Returns the outcome. folder, files: of the checkpoint. problem, mismatched: see `SaveOutcome`."""
+        """Returns the outcome. folder, files: of the checkpoint; the folder may have its temporary name.
+        problem, mismatched: see `SaveOutcome`."""
         num_bytes = sum(facts["bytes"] for facts in (files or {}).values())
         seconds = time.monotonic() - self.started
-        why = with_final_names(problem)
-        return SaveOutcome(folder, self.state.iteration, why, num_bytes, seconds, mismatched, self.is_local)
+        folder, problem = folder.with_name(with_final_names(folder.name)), with_final_names(problem)
+        return SaveOutcome(
+            folder, self.state.iteration, problem, num_bytes, seconds, mismatched, self.is_local
+        )
 
     def count_bytes(self, count: int) -> None:
         """Counts copied bytes: the heartbeats of `BackgroundSaves.finish` depend on them."""
@@ -228,8 +231,7 @@ class BackgroundSaves:
             results = self._results(number)
             save.outcome = complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
-            folder = save.saving.with_name(with_final_names(save.saving.name))
-            save.outcome = save.ended(folder, f"{type(error).__name__}: {error}")
+            save.outcome = save.ended(save.saving, f"{type(error).__name__}: {error}")
         self._outcomes.put(save.outcome)
         save.has_ended.set()
 
