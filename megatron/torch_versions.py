@@ -80,6 +80,7 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
             "_exec_reduce_tied_grads _exec_schedule _exec_send_activations _exec_send_grads "
             "_inference_schedule _loss_stage_global_rank _train_schedule"
         ),
+        f"{_ENGINE}()": "_compute_loss",
         "deepspeed.runtime.pipe.module.PipelineModule": (
             "_build _partition_layers _set_bounds _synchronize_tied_weights"
         ),

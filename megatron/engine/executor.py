@@ -131,6 +131,10 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         """Starts copying what the rank's stages need to the device, from pinned memory."""
         micro_batch, buffers = next(self.data_iterator), self.pipe_buffers
+        if not isinstance(micro_batch, MicroBatch):
+            raise TypeError(
+                f"the iterator yields {type(micro_batch).__name__}: expected megatron.data.loader.MicroBatch"
+            )
 
         def send(x: Tensor) -> Tensor:
             return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
@@ -171,7 +175,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         """Does what DeepSpeed does with the outputs of the last stage."""
         if self.eval_return_logits:
             self.outputs = outputs
-        self.loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
+        labels = self.pipe_buffers["labels"][buffer_id]
+        self.loss = self.module.loss_fn(outputs, labels) if self._compute_loss else outputs
         loss = self.loss.detach()
         self.fwd_outputs.append(loss)
         self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss

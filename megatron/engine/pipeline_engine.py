@@ -1,7 +1,7 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.batch import check_batch_size
 from megatron.data.loader import MicroBatch
+from megatron.deepspeed_names import restrict
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.executor import ScheduleExecutor
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import own_storage
@@ -30,9 +32,49 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 from megatron.shares import share_out
 
+# Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
+_SUPPORTED = (
+    "autotuning_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail "
+    "collect_python_gc communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch "
+    "flops_profiler_enabled get_additional_losses get_lr get_pipeline_parallel_rank "
+    "gradient_accumulation_steps is_deepcompile_active is_deepcompile_enabled is_first_stage "
+    "is_gradient_accumulation_boundary is_last_stage load_universal_checkpoint memory_breakdown "
+    "optimizer_name random_ltd_enabled steps_per_print torch_autocast_enabled train train_batch_size "
+    "train_micro_batch_size_per_gpu wall_clock_breakdown was_step_applied zero_grad zero_optimization"
+)
+_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "bfloat16_enabled": lambda engine: engine.run_config.precision.bf16,
+    "curriculum_learning_enabled": lambda engine: engine.run_config.curriculum is not None,
+    "dynamic_loss_scale": lambda engine: engine.optimizer.scaler.dynamic,
+    "fp16_enabled": lambda engine: engine.run_config.precision.fp16,
+    "get_batch_info": lambda engine: (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    ),
+    "get_data_parallel_rank": lambda engine: engine.layout.dp_rank,
+    "get_data_types": lambda engine: (PARAMETER_DTYPES[engine.run_config.precision.name], torch.float32),
+    "get_global_grad_norm": lambda engine: engine.optimizer.grad_norm if engine.global_steps else None,
+    "get_model_parallel_rank": lambda engine: engine.layout.tp_rank,
+    "get_mom": lambda engine: [g.get("betas", g.get("momentum", 0.0)) for g in engine.optimizer.param_groups],
+    "get_tensor_parallel_rank": lambda engine: engine.layout.tp_rank,
+    "gradient_clipping": lambda engine: engine.run_config.optimizer.clip_grad,
+    "is_compiled": lambda engine: engine.run_config.training.compile,
+    "loss_scale": lambda engine: engine.run_config.precision.loss_scale or 0.0,
+    "zero_cpu_offload": lambda engine: engine.run_config.parallel.cpu_offload,
+    "zero_optimization_partition_gradients": lambda engine: engine.zero_optimization_stage() >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
+    "zero_optimization_stage": lambda engine: engine.run_config.parallel.zero_stage,
+}
+"""Results of methods of DeepSpeed's engines: the run's values, with which DeepSpeed is not configured."""
 
+
+@restrict(_SUPPORTED, _ANSWERS)
 class GPTEngine(ScheduleExecutor):
-    """Trains and evaluates the stages of a `GPTModelPipe`."""
+    """Trains and evaluates the stages of a `GPTModelPipe`.
+
+    Of the methods that it inherits from DeepSpeed, only `_SUPPORTED` and `_ANSWERS` are for callers.
+    """
 
     def __init__(
         self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
@@ -41,6 +83,7 @@ class GPTEngine(ScheduleExecutor):
         self.layout = layout
         self.tp_group = tp_group
         self._heartbeat: Callable[[], None] = _no_heartbeat
+        self._seq_length = config.model.seq_length
         self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
         reuse_tp_group(model.mpu(), tp_group.group)
@@ -83,12 +126,10 @@ class GPTEngine(ScheduleExecutor):
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run_config.model.seq_length
-        # DeepSpeed counts a sample once per context-parallel rank.
-        counted = global_batch_size * self.layout.cp_size
-        if counted != self.train_batch_size():
+        if global_batch_size != self.train_batch_size():
             # After a rollback, the ramp-up may have a batch size that was not checked at startup.
             check_batch_size(self.run_config, global_batch_size)
-            self.set_train_batch_size(counted)
+            super().set_train_batch_size(global_batch_size * self.layout.cp_size)
         self.optimizer.begin_step(
             skips_non_finite,
             skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
@@ -101,7 +142,7 @@ class GPTEngine(ScheduleExecutor):
         if self.pass_times:
             self.pass_times.begin_step()
         with profiler_range(TRAIN_STEP):
-            loss = self.train_batch(micro_batches)
+            loss = super().train_batch(micro_batches)
         self._free_pipe_buffers()
         return loss
 
@@ -120,6 +161,15 @@ class GPTEngine(ScheduleExecutor):
         loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
         self._free_pipe_buffers()
         return loss
+
+    def train_batch_size(self) -> int:
+        """Returns the global batch size. DeepSpeed counts a sample once per context-parallel rank, and checks
+        that number while the engine is built."""
+        return int(super().train_batch_size()) // (self.layout.cp_size if self._is_built else 1)
+
+    def was_step_applied(self) -> bool:
+        """Returns whether the last step changed the weights."""
+        return bool(super().was_step_applied()) and not self.optimizer.skipped
 
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
         """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
@@ -141,7 +191,7 @@ class GPTEngine(ScheduleExecutor):
         before: CheckpointEngine = self.checkpoint_engine  # type: ignore[has-type]
         self.checkpoint_engine = files
         try:
-            self.save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
+            super().save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
         finally:
             self.checkpoint_engine = before
 
@@ -173,10 +223,7 @@ class GPTEngine(ScheduleExecutor):
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Copies DeepSpeed's scripts beside the checkpoint; called by DeepSpeed. A failure must not end the
-        training, which continues if a checkpoint in the background cannot be written."""
-        with suppress(OSError):
-            super()._copy_recovery_script(save_path)
+        """Copies nothing: DeepSpeed's zero_to_fp32.py cannot read a checkpoint of a pipeline."""
 
     def _free_pipe_buffers(self) -> None:
         """Frees the activations of the last micro-batches, which include logits.
@@ -193,7 +240,7 @@ class GPTEngine(ScheduleExecutor):
         self.optimizer.unit_overlap.begin_micro_batch()
         samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
         head_loss: AbstractContextManager[None] = nullcontext()
-        if not self.eval_return_logits:
+        if self._compute_loss and not self.eval_return_logits:
             # DeepSpeed divides the loss by the number of micro-batches before the backward pass.
             head_loss = self.module.fused_head_loss(self.optimizer.scaler.scale / self.micro_batches)
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:

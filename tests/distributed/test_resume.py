@@ -1,6 +1,8 @@
 """A resumed run equals the uninterrupted one; incompatible checkpoints are refused by name."""
 
+import errno
 import json
+import os
 import re
 from dataclasses import asdict, replace
 
@@ -379,6 +381,33 @@ def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
     assert left == {"global_step2", "global_step3", "global_step4", "global_step6"}
 
 
+def sentence_of_a_full_disk(folder, num_bytes):
+    """The error of a save to a disk with so much space."""
+    engine = build_engine(config_of(Row()))
+    manager, write, left = make_manager(engine, folder), os.write, [num_bytes]
+
+    def limited(descriptor, data):
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(descriptor, data[: left[0]])
+        left[0] -= done
+        return done
+
+    os.write = limited
+    try:
+        manager.save(state_after(1))
+    except SaveError as error:
+        return str(error)
+    finally:
+        os.write = write
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 100_000])
+def test_a_full_disk_is_named_with_the_checkpoint(num_bytes, tmp_path):
+    (sentence,) = run_world(1, sentence_of_a_full_disk, tmp_path, num_bytes)
+    assert sentence == f"checkpoint {tmp_path}/global_step1 cannot be written (the disk is full)"
+
+
 def fail_to_save(row, folder, limit):
     """Saves while no file may be longer than `limit` bytes, as on a disk that fills up."""
     import resource
@@ -399,9 +428,9 @@ def fail_to_save(row, folder, limit):
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
-def test_a_full_disk_leaves_the_complete_checkpoints(limit, tmp_path):
+def test_a_limit_of_the_size_leaves_the_complete_checkpoints(limit, tmp_path):
     (sentence,) = run_world(1, fail_to_save, Row(), tmp_path, limit)
-    assert "global_step2 cannot be written" in sentence
+    assert sentence.startswith(f"checkpoint {tmp_path}/global_step2 cannot be written (File too large; ")
     found = find_latest(tmp_path)
     assert found.state.iteration == 1 and re.search(
         r"saving-global_step2\.\w{8} was never finished", found.skip_reason

@@ -25,7 +25,7 @@ LEVELS = (
     ("object_urls", "torch_versions"),
     ("child_processes", "errors", "shares", "text_table", "units"),
     ("config",),
-    ("files", "kernels", "object_store"),
+    ("deepspeed_names", "files", "kernels", "object_store"),
     ("mapped_file",),
     ("mpu", "tokenizer"),
     ("data", "model", "optimizer"),

@@ -24,6 +24,7 @@ from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.files import BackgroundFiles
 from megatron.checkpoint.saving.formats import SaveFormat
+from megatron.checkpoint.saving.publishing import with_final_names
 from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
@@ -98,9 +99,11 @@ class BackgroundSave:
     def ended(
         self, folder: Path, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
     ) -> SaveOutcome:
-        """Returns the outcome. folder, files: of the checkpoint. problem, mismatched: see `SaveOutcome`."""
+        """Returns the outcome. folder, files: of the checkpoint; the folder may have its temporary name.
+        problem, mismatched: see `SaveOutcome`."""
         num_bytes = sum(facts["bytes"] for facts in (files or {}).values())
         seconds = time.monotonic() - self.started
+        folder, problem = folder.with_name(with_final_names(folder.name)), with_final_names(problem)
         return SaveOutcome(
             folder, self.state.iteration, problem, num_bytes, seconds, mismatched, self.is_local
         )

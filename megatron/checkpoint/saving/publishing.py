@@ -39,6 +39,11 @@ def saving_name(name: str) -> str:
     return f"{SAVING}{name}.{secrets.token_hex(4)}"
 
 
+def with_final_names(text: str) -> str:
+    """Returns a message about a save with the checkpoint's final name instead of the temporary one."""
+    return re.sub(rf"{SAVING}(global_step[0-9]+)(\.[0-9a-f]{{8}})?", r"\1", text)
+
+
 def clean_leftovers(folder: Path) -> None:
     """Removes unfinished saves of killed jobs, and finishes or undoes an interrupted replacement. Only the
     owner of the folder may call it. Failures are logged, not raised."""
