@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import (
-    MissingCheckpointError,
     current_path,
     find_latest,
     find_universal,
@@ -28,6 +27,7 @@ from megatron.checkpoint.formats.registry import (
     format_of,
     is_run_format,
 )
+from megatron.checkpoint.latest import MissingCheckpointError
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
