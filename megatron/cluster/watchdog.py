@@ -30,6 +30,7 @@ from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
 from megatron.cluster.node_processes import io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
+from megatron.errors import print_error
 
 
 class Phase(str, Enum):
@@ -263,7 +264,7 @@ class Watchdog:
         reported = self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped)
         if not reported:
             text = f"error: {self.report.rank_and_node}: {problem} (--hang-timeout), at {place}"
-            print(text, file=sys.stderr, flush=True)
+            print_error(text)
         facts = self._ask_device()
         if reported:
             self.report.note(**facts)
