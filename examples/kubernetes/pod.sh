@@ -33,11 +33,9 @@ done
     --nproc-per-node "$GPUS_PER_NODE" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     "$REPO/pretrain_gpt.py" "$@" &
 launcher=$!
-code=0
-while kill -0 "$launcher" 2>/dev/null; do # a signal interrupts the wait
-    wait "$launcher"
-    code=$?
-done
+while wait "$launcher"; kill -0 "$launcher" 2>/dev/null; do :; done # a signal interrupts the wait
+wait "$launcher"
+code=$?
 # torchrun exits with 1 after any failure, and with 0 after a stop. The diagnosis prints the cause and tells them apart.
 compgen -G "$RANK_REPORTS/rank-*.json" >/dev/null || exit "$code"
 "$PYTHON" -m megatron.cluster.diagnosis "$RANK_REPORTS" --processes "$GPUS_PER_NODE"

@@ -139,11 +139,11 @@ def _start_key(env: Mapping[str, str]) -> str:
     if "SLURM_STEP_ID" in env and not has_torch_launcher(env):
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    # The launcher, or the session of the shell. Processes that are started by hand may each have a parent
-    # (timeout, numactl). Process ids are reused, so the start time is a part of the name.
-    starter = os.getppid() if has_torch_launcher(env) else os.getsid(0)
+    # The launcher, or the session of the shell: each process may have a parent of its own (timeout, numactl).
+    # Process ids are reused, so the start time is a part of the name.
+    starter, start = find_launcher(env) or (os.getsid(0), start_of(os.getsid(0)) or "0")
     port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{starter}-{start_of(starter) or '0'}-{port}-{restart}"
+    return f"{starter}-{start}-{port}-{restart}"
 
 
 def _pid_namespace() -> str:

@@ -85,7 +85,8 @@ def check_load_folder(config: Config) -> None:
         raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
     if save is None or not (is_same_path(load, save) or _continuation(config.checkpoint, None)):
         raise UserError(
-            f"--load {load} does not exist: pass an existing folder, or remove --load; to "
+            f"--load {load} {'is a file' if Path(load).is_file() else 'does not exist'}: pass an existing "
+            "folder, or remove --load; to "
             "start from scratch and resume later, pass one folder as both --load and --save"
         )
 

@@ -121,6 +121,19 @@ def test_latest_by_hand_may_be_a_path_from_the_working_folder(run: Path, monkeyp
     assert find_latest(run).folder.name == "global_step3"
 
 
+@pytest.mark.parametrize("bucket", ["bucket", "other"])
+def test_latest_by_hand_in_an_object_store_may_be_a_url(bucket: str, tmp_path: Path) -> None:
+    folder = tmp_path / "object-store-0-0123456789abcdef" / "s3" / "bucket" / "run"
+    folder.parent.mkdir(parents=True)
+    Run(folder, folder).save(3, 6)
+    write(folder / "latest", f"s3://{bucket}/run/global_step3/")
+    if bucket == "bucket":
+        assert find_latest(folder).folder.name == "global_step3"
+        return
+    with pytest.raises(MissingCheckpointError, match="latest holds 's3://other/run/global_step3/'"):
+        find_latest(folder)
+
+
 @pytest.mark.parametrize("text", REJECTED, ids=ascii)
 def test_latest_by_hand_that_is_not_understood_is_quoted(text: str, run: Path) -> None:
     text = write(run / "latest", text)

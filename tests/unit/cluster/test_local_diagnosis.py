@@ -272,13 +272,16 @@ def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected) -> None:
     ],
     ids=str,
 )
-def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path, capsys) -> None:
+def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path, capsys, monkeypatch) -> None:
+    """The summary of each node's launcher shows a cause."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for rank in (4, 5):
         RankReport(str(tmp_path / "r"), str(rank), "n2").end(
             ExitStatus.FAILED, "error: x: KeyError: 1", **facts
         )
     print_diagnosis(tmp_path / "r", 0, prints_errors_of_all=False)
     assert bool(capsys.readouterr().err) is printed
+    assert "KeyError: 1" in (tmp_path / "error.json").read_text()
 
 
 @pytest.mark.parametrize(
