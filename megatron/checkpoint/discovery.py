@@ -269,16 +269,12 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
     one. Raises UserError if there is none, or if it cannot be read. with_files: see `open_checkpoint`."""
     folder = Path(folder)
     if format_of(folder) != UNIVERSAL:
-        latest = folder / LATEST_UNIVERSAL_FILE
         name = read_latest_universal(folder)
-        if not os.path.lexists(latest):
-            raise UserError(
-                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
-                "tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints on any layout"
-            )
         if name is None:
             raise UserError(
-                f"--universal_checkpoint: {latest} is empty or damaged: write a folder's name into it"
+                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE} with a name in it: "
+                "make one with tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints on "
+                "any layout"
             )
         folder = folder / name
     if format_of(folder) != UNIVERSAL:

@@ -69,6 +69,10 @@ def _content(path: Path) -> str:
     except (OSError, HostileFileError) as error:
         if is_access_error(error):
             raise
+        if path.is_dir():
+            raise MissingCheckpointError(
+                f"{path} is a folder, expected a file or a link that names a checkpoint"
+            ) from error
         return ""
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if is_utf16 else "utf-8", errors="replace").translate(_ZERO_WIDTH)

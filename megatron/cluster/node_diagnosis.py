@@ -53,21 +53,21 @@ def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ)
         return
     with suppress(OSError), report.diagnosis_lock:
         assert report.folder is not None
-        if _is_responsible(report, env):
+        if _is_responsible(report):
             if not is_own_failure(report.facts):
                 _wait_for_ranks(report, env)
             print_diagnosis(report.folder, _num_processes(env), _prints_errors_of_all(env))
-            if not has_torch_launcher(env):
-                # The next run of the same shell would use the same folder.
+            if has_torch_launcher(env):
+                (report.folder / _CLAIM_FILE).write_text("printed")
+            else:  # the next run of the same shell would use the same folder
                 _wait_for_ranks(report, env)
                 report.remove_folder()
-            with report.folder_lock():
-                (report.folder / _CLAIM_FILE).write_text("printed")
+                return
         with report.folder_lock():
             _remove_if_last(report, env)
 
 
-def _is_responsible(report: RankReport, env: Mapping[str, str]) -> bool:
+def _is_responsible(report: RankReport) -> bool:
     """Returns whether this rank, which has ended, is the first rank of the node that did not finish."""
     assert report.folder is not None
     with report.folder_lock():

@@ -178,6 +178,14 @@ def test_latest_by_hand_that_links_elsewhere_is_quoted(target: str, run: Path) -
         find_latest(run)
 
 
+def test_a_folder_is_no_latest_by_hand(tmp_path: Path) -> None:
+    Run(tmp_path, tmp_path).save(3, 6)
+    (tmp_path / "latest").unlink()
+    shutil.copytree(tmp_path / "global_step3", tmp_path / "latest")
+    with pytest.raises(MissingCheckpointError, match="latest is a folder, expected a file or a link"):
+        find_latest(tmp_path)
+
+
 def test_checkpoints_on_another_disk_are_understood_in_a_latest_by_hand(tmp_path: Path) -> None:
     Run(tmp_path / "run", tmp_path / "run").save(3, 6)
     (tmp_path / "run" / "global_step3").rename(tmp_path / "moved")
