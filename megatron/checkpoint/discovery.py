@@ -273,8 +273,8 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
         if name is None:
             raise UserError(
                 f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE} with a name in it: "
-                "make one with tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints on "
-                "any layout"
+                "make one with tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints "
+                "on any layout"
             )
         folder = folder / name
     if format_of(folder) != UNIVERSAL:

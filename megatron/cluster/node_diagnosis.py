@@ -44,12 +44,9 @@ def end_rank(report: RankReport, end: ExitStatus, text: str, **facts: Any) -> No
 
 
 def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
-    """Prints the diagnosis if this rank is responsible. The last rank of the node deletes the reports. With
-    RANK_REPORTS it only writes torch's error file. Every rank calls it after `report.end`."""
-    if not report.is_enabled:
-        return
-    if not report.is_temporary:
-        write_error_file(report.facts.get("text", ""))
+    """Prints the diagnosis if this rank is responsible. The last rank of the node deletes the reports. Does
+    nothing with RANK_REPORTS. Every rank calls it after `report.end`."""
+    if not (report.is_temporary and report.is_enabled):
         return
     with suppress(OSError), report.diagnosis_lock:
         assert report.folder is not None
