@@ -9,8 +9,8 @@ REPO=${REPO:-$(cd "$(dirname "$0")/../.." && pwd)}
 PYTHON=${PYTHON:-$REPO/.venv/bin/python}
 [ -x "$PYTHON" ] || PYTHON=python3
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}
-RANK_REPORTS=$(mktemp -d) # how each process of this pod has ended
-export RANK_REPORTS
+LOGS=$(mktemp -d)
+export TORCHELASTIC_ERROR_FILE=$LOGS/error.json # torchrun copies the first error into it, with its exit code
 
 # Kubernetes sends SIGTERM before it ends a pod. The processes stop after their step and save. torchrun does not get the
 # signal: it would kill them after 30 s.
@@ -29,16 +29,16 @@ for ((seconds = 0; seconds < 600; seconds++)); do
     sleep 1
 done
 
-"$PYTHON" -u -m torch.distributed.run --nnodes "$NNODES" --node-rank "$JOB_COMPLETION_INDEX" \
+"$PYTHON" -u -m torch.distributed.run --nnodes "$NNODES" --node-rank "$JOB_COMPLETION_INDEX" --log-dir "$LOGS" \
     --nproc-per-node "$GPUS_PER_NODE" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     "$REPO/pretrain_gpt.py" "$@" &
 launcher=$!
 while wait "$launcher"; kill -0 "$launcher" 2>/dev/null; do :; done # a signal interrupts the wait
 wait "$launcher"
 code=$?
-# torchrun exits with 1 after any failure, and with 0 after a stop. The diagnosis prints the cause and tells them apart.
-compgen -G "$RANK_REPORTS/rank-*.json" >/dev/null || exit "$code"
-"$PYTHON" -m megatron.cluster.diagnosis "$RANK_REPORTS" --processes "$GPUS_PER_NODE"
-verdict=$?
-((code != 0 || verdict != 2)) || exit 75 # stopped before its first step: under Slurm an error
-exit "$verdict"
+# torchrun exits with 1 after any failure, and with 0 after a stop, which the processes note in their error files.
+if ((code != 0)); then
+    ! grep -qs '"errorCode": 2\b' "$TORCHELASTIC_ERROR_FILE" || exit 2
+    exit 1
+fi
+! compgen -G "$LOGS/*/attempt_*/*/error.json" >/dev/null || exit 75
