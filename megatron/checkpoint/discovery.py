@@ -65,14 +65,14 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     """
     folder, damaged = Path(folder), damaged or {}
     check_program(folder)
-    if (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
+    external = _named_by_megatron(folder)
+    folder = external or folder
+    if external is not None or (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
         if str(folder) in damaged:
             raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; pass another checkpoint to --load")
         return open_checkpoint(folder)
     names = saved_names(folder)
     latest, record = read_latest(folder), read_latest_record(folder)
-    if latest is None and not names and (external := _named_by_megatron(folder)) is not None:
-        return open_checkpoint(external)
     lineage, reason = _candidates(folder, latest, record, names)
     skip_reason = [reason] if reason else []
     if latest is not None and not current_path(folder, latest).exists():
@@ -112,9 +112,9 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
 
 def _named_by_megatron(folder: Path) -> Path | None:
     """Returns the checkpoint that Megatron-LM's `latest_checkpointed_iteration.txt` names, and the newest if
-    the file is empty; None without the file."""
+    the file is empty; None without the file, or if this program has saved to the folder since."""
     tracker = folder / TRACKER_FILE
-    if not os.path.lexists(tracker):
+    if not os.path.lexists(tracker) or os.path.lexists(folder / LATEST_FILE) or saved_names(folder):
         return None
     steps = sorted(path.name for path in folder.glob("iter_*") if _MEGATRON_NAME.fullmatch(path.name))
     name = read_latest_file(tracker, ["iter_{:07d}"], _MEGATRON_NAME) or next(reversed(steps), None)
