@@ -231,7 +231,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if "MASTER_PORT" in env:
         _check_port(env)
     else:
-        # Steps may run at the same time.
+        # Steps of a job may run concurrently.
         step = decimal_number(env["SLURM_STEP_ID"]) or 0
         found["MASTER_PORT"] = str(port_of_job(_number(env, "SLURM_JOB_ID"), step))
     return found
