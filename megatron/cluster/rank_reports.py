@@ -116,10 +116,9 @@ class RankReport:
         return "end" in self._facts
 
     @property
-    def ended_well(self) -> bool:
-        """Whether the rank finished, or stopped on request without being sent a signal."""
-        end = self._facts.get("end")
-        return end is ExitStatus.FINISHED or (end is ExitStatus.REQUEUE and "signal" not in self._facts)
+    def facts(self) -> Mapping[str, Any]:
+        """The content of the report."""
+        return self._facts
 
     def note(self, **facts: Any) -> None:
         """Adds facts (`stage`, `signal`, ...) and writes the file."""
@@ -208,6 +207,12 @@ def remove_dead_folders(own: Path) -> None:
             )
             if time.time() - changed > _DEAD_AFTER_S and not is_used:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def ended_well(report: Mapping[str, Any]) -> bool:
+    """Returns whether a rank finished, or stopped on request without being sent a signal."""
+    end = report.get("end")
+    return end == ExitStatus.FINISHED or (end == ExitStatus.REQUEUE and "signal" not in report)
 
 
 def _encoded(facts: dict[str, Any]) -> bytes:

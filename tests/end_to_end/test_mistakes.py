@@ -42,7 +42,7 @@ def test_fp32_is_refused_without_ieee_products(monkeypatch: pytest.MonkeyPatch) 
 def assert_reported_once(run: Run, *parts: str) -> None:
     assert run.exit_code != 0
     (error,) = run.errors
-    assert run.stderr.splitlines()[-1] == error  # after the launcher's traceback
+    assert run.stderr.splitlines()[-1] == error
     for part in parts:
         assert part in error
     # The launcher's SIGTERM may reach a rank that has not come as far as its own mistake.

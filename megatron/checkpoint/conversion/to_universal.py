@@ -34,7 +34,6 @@ from torch import Tensor
 from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import identity_of
-from megatron.checkpoint.discovery import read_name
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
@@ -188,7 +187,7 @@ def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
 def _announce(target: Path) -> None:
     """Ends a conversion: names the checkpoint in `latest_universal`, then removes what only it needed."""
     latest = target.parent / LATEST_UNIVERSAL_FILE
-    if read_name(latest) != target.name:
+    if latest.is_dir() or not latest.is_file() or read_small(latest) != target.name.encode():
         write_atomically(latest, target.name)
     for name in (AVERAGED_FOLDER, KEPT_FOLDER):
         shutil.rmtree(target / name, ignore_errors=True)

@@ -128,6 +128,8 @@ class BackgroundSaves:
         self._engine, self._vocab_size = engine, vocab_size
         self._store, self._heartbeat = store, heartbeat
         self._num_saves = 0
+        self._lost_store = ""
+        """Why a thread of this rank could not use the store; "" if none has failed."""
         self._outcomes: SimpleQueue[SaveOutcome] = SimpleQueue()
 
     def start_writer(self) -> str:
@@ -177,6 +179,7 @@ class BackgroundSaves:
             if written + save.num_copied_bytes != before:
                 before = written + save.num_copied_bytes
                 self._heartbeat()
+        self._check_store()
         dist.barrier()
         if dist.get_rank() == 0:
             save.has_ended.wait()
@@ -195,9 +198,18 @@ class BackgroundSaves:
 
     def take_outcomes(self) -> Iterator[SaveOutcome]:
         """Yields the saves that have ended since the last call: on rank 0 once they are complete, on other
-        ranks after `finish`."""
+        ranks after `finish`. Raises RuntimeError if the store is lost."""
+        self._check_store()
         while not self._outcomes.empty():
             yield self._outcomes.get()
+
+    def _check_store(self) -> None:
+        """Raises RuntimeError if a thread has lost the store, without which no save can be completed."""
+        if self._lost_store:
+            raise RuntimeError(
+                "the store of the processes, which torch's launcher or rank 0 hosts, is lost "
+                f"({self._lost_store})"
+            )
 
     def _finish_files(
         self,
@@ -221,11 +233,15 @@ class BackgroundSaves:
                 problem = problem or one_line(error)
         result = replace(result, files=written.files, problem=problem)
         content: Any = pickle.dumps(result)  # the store accepts bytes, which its annotations do not say
-        self._store.set(f"save {number} {dist.get_rank()}", content)
+        try:
+            self._store.set(f"save {number} {dist.get_rank()}", content)
+            if dist.get_rank() != 0 and save.after_report is not None:
+                save.is_reported.set()
+                save.after_report(save)
+        except dist.DistError as error:  # nobody would see it in a thread
+            self._lost_store = one_line(error)
         save.is_reported.set()
         if dist.get_rank() != 0:
-            if save.after_report is not None:
-                save.after_report(save)
             return
         try:
             results = self._results(number)
