@@ -59,6 +59,7 @@ class WhatIf:
     peak_bytes: float | None
     tokens_per_second: float | None
     reason: str = ""
+    changes_training: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Plan:
     change: Mapping[str, Any] = field(default_factory=dict)
     """Settings that a search has changed: 'section.field' -> value."""
     what_if: tuple[WhatIf, ...] = ()
+    verdict: str = ""
+    """See `megatron.planner.fit.with_verdict`."""
 
     @property
     def prediction(self) -> StepTime:
@@ -106,6 +109,14 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether the most loaded rank fits the device; None if the device is not known."""
         return None if self.device_bytes is None else fits(self.config, self.peak_bytes)
+
+    @property
+    def best_change(self) -> WhatIf | None:
+        """The fastest change that fits and computes the same numbers; None if the plan fits and is faster."""
+        rows = [row for row in self.what_if if row.fits and not row.changes_training]
+        best = max(rows, key=lambda row: row.tokens_per_second or 0, default=None)
+        is_slower = best is not None and (best.tokens_per_second or 0) <= self.tokens_per_second
+        return None if self.fits and is_slower else best
 
     @cached_property
     def communication(self) -> list[CommunicationRow]:
@@ -158,6 +169,8 @@ class Plan:
             "what_if": list(map(asdict, self.what_if)),
             "peak_bytes": self.peak_bytes,
             "fits": self.fits,
+            "verdict": self.verdict,
+            "best_change": self.best_change and self.best_change.change,
         }
 
 
