@@ -29,7 +29,7 @@ def with_verdict(plan: Plan) -> Plan:
     """Returns the plan with `Plan.verdict`: a sentence on whether it fits the device, and if it does not, on
     the flags with which it does; '' if the device is not known."""
     device, largest, reserve = plan.device_bytes, plan.peak_bytes, plan.reserve_bytes
-    if device is None:
+    if device is None or plan.verdict:
         return plan
     config, planned = plan.config, [part.total for part in plan.memory]
     name = config.training.gpu or f"{config.training.device_memory:g} GiB"
@@ -87,7 +87,9 @@ def remedies(plan: Plan) -> list[tuple[Flags, Plan]]:
         fitting += [one for one in options if one[1].fits]
         large = [one for one in options if not one[1].fits]
         fitting.sort(key=lambda one: _seconds_per_token(*one))
-        costs_time = number == 1 and fitting and _seconds_per_token(*fitting[0]) > _seconds_per_token({}, plan)
+        costs_time = (
+            number == 1 and fitting and _seconds_per_token(*fitting[0]) > _seconds_per_token({}, plan)
+        )
         if not large or (fitting and not costs_time):
             break
         chosen, last = min(large, key=lambda one: _cost(last, *one))

@@ -24,7 +24,7 @@ from megatron.planner.network import find_network
 from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation_of
 from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, schedules, search
 from megatron.planner.step_time import time_lines
-from megatron.text_table import format_table
+from megatron.text_table import counted, format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 
@@ -67,7 +67,7 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
         raise ConfigError(_nothing_fits(config, result.too_large))
     best = list(map(with_verdict, result.candidates[:_IN_JSON]))
     text = [
-        f"{result.combinations:,} combinations for {config.parallel.world_size} devices, "
+        f"{result.combinations:,} combinations for {counted(config.parallel.world_size, 'device')}, "
         f"{result.planned} planned in full, {len(result.candidates)} fit",
         search_table(best[: max(top, 10)]),
         *(explain(number, plan, result, words) for number, plan in enumerate(best[:top], 1)),
@@ -104,11 +104,11 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
 
 def _figures(plan: Plan) -> str:
     """Returns the report's lines on the memory and the time of a layout."""
-    return f"memory     {plan.verdict}\n{time_lines(plan.prediction)}"
+    return f"memory     {with_verdict(plan).verdict}\n{time_lines(plan.prediction)}"
 
 
 def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
-    text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
+    text = f"no layout of {counted(config.parallel.world_size, 'device')} of kind {config.training.gpu} fits"
     if planned:
         least = min(planned, key=lambda plan: plan.peak_bytes)
         text += f": the smallest one needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
@@ -215,7 +215,9 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
         changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
     with ThreadPoolExecutor() as pool:  # recording, which takes most of the time, runs in other processes
         rows = [row for row in pool.map(lambda change: _what_if(plan, *change), changes) if row is not None]
-    return tuple(sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -(row.tokens_per_second or 0))))
+    return tuple(
+        sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -(row.tokens_per_second or 0)))
+    )
 
 
 def _what_if(plan: Plan, text: str, change: dict[str, object]) -> WhatIf | None:
@@ -262,7 +264,8 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     world, node = config.parallel.world_size, network.node_size
     if world % node:
         raise ConfigError(
-            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}. Change one of them."
+            f"--recipe nodes: {counted(world, 'device')} cannot be divided by --node-size {node}. Change one of "
+            "them."
         )
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
@@ -353,8 +356,8 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
             return [*steps, (text, whole)]
     raise ConfigError(
-        f"--recipe micro-batch: the model does not fit on {world} devices or any part of them. Add devices, "
-        "or set --checkpoint-activations."
+        f"--recipe micro-batch: the model does not fit on {counted(world, 'device')} or any part of them. Add "
+        "devices, or set --checkpoint-activations."
     )
 
 

@@ -69,9 +69,7 @@ def stage_costs(draw, most_stages: int, even_number: bool = False) -> list[list[
     stages = draw(st.integers(1, most_stages))
     stages *= 1 + even_number
     costs = st.integers(0, draw(st.sampled_from([1, 9, 10**6])))
-    columns = draw(
-        st.lists(st.lists(costs, min_size=stages, max_size=stages), min_size=stages, max_size=8)
-    )
+    columns = draw(st.lists(st.lists(costs, min_size=stages, max_size=stages), min_size=stages, max_size=8))
     if draw(st.booleans()):
         columns = [[column[0]] * stages for column in columns]
     return [
