@@ -19,6 +19,7 @@ from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
 from megatron.planner.step_time import StepTime, planned_step, timeline
+from megatron.text_table import counted
 
 _MOST_EVENTS = 4000
 """Passes that a timeline shows, at most."""
@@ -78,6 +79,22 @@ class Plan:
     what_if: tuple[WhatIf, ...] = ()
     verdict: str = ""
     """See `megatron.planner.fit.with_verdict`."""
+
+    @property
+    def title(self) -> str:
+        """The model and the devices."""
+        model, gpu = self.config.model, self.config.training.gpu
+        devices = (
+            f"{self.config.parallel.world_size} x {gpu}"
+            if gpu
+            else counted(self.config.parallel.world_size, "device")
+        )
+        size = (
+            f"{self.stages.total_parameters / 1e9:.3g} B"
+            if self.stages.total_parameters >= 1e9
+            else f"{self.stages.total_parameters / 1e6:.3g} M"
+        )
+        return f"{size} parameters ({model.num_layers} layers x {model.hidden_size}), {devices}"
 
     @property
     def prediction(self) -> StepTime:
@@ -155,6 +172,7 @@ class Plan:
             {**asdict(part), "rank": rank, "total": part.total} for rank, part in enumerate(self.memory)
         ]
         return {
+            "title": self.title,
             "layout": _layout(self.config),
             "parameters": self.stages.total_parameters,
             "weight_unit": self.stages.partition.unit,

@@ -75,6 +75,7 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
     best[0] = replace(best[0], what_if=what_if(best[0]))
     text.append(f"layout 1: {what_if_table(best[0])}")
     data = {
+        "title": best[0].title,
         "combinations": result.combinations,
         "planned": result.planned,
         "candidates": [{**plan.as_dict(), "flags": replaced(words, plan.change)} for plan in best],
@@ -99,7 +100,7 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     kept = max(
         (plan for plan in whole if plan.fits), key=lambda plan: plan.tokens_per_second, default=whole[-1]
     )
-    return Report("\n\n".join(text), {"steps": data}, kept)
+    return Report("\n\n".join(text), {"title": kept.title, "steps": data}, kept)
 
 
 def _figures(plan: Plan) -> str:
@@ -264,8 +265,8 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     world, node = config.parallel.world_size, network.node_size
     if world % node:
         raise ConfigError(
-            f"--recipe nodes: {counted(world, 'device')} cannot be divided by --node-size {node}. Change one of "
-            "them."
+            f"--recipe nodes: {counted(world, 'device')} cannot be divided by --node-size {node}. Change one "
+            "of them."
         )
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
@@ -356,8 +357,8 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
             return [*steps, (text, whole)]
     raise ConfigError(
-        f"--recipe micro-batch: the model does not fit on {counted(world, 'device')} or any part of them. Add "
-        "devices, or set --checkpoint-activations."
+        f"--recipe micro-batch: the model does not fit on {counted(world, 'device')} or any part of them. "
+        "Add devices, or set --checkpoint-activations."
     )
 
 

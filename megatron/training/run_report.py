@@ -64,8 +64,9 @@ def _layout_lines(config: Config, network: Sequence[str]) -> str:
     micro_batches = config.micro_batches_per_step
     context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     lines = [
-        f"layout     {counted(parallel.world_size, 'process')} = TP {tensor} x {context}PP {stages} x DP {data}, "
-        f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
+        f"layout     {counted(parallel.world_size, 'process')} = TP {tensor} x {context}PP {stages} x DP "
+        f"{data}, ZeRO stage {parallel.zero_stage}"
+        + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x DP {data}",
         _pipeline_line(parallel, micro_batches),
