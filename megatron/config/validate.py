@@ -65,8 +65,9 @@ def check_layout(config: Config) -> None:
         number = "three" if context > 1 else "two"
         raise ConfigError(
             f"{counted(parallel.world_size, 'process')} cannot be divided by --tensor-model-parallel-size "
-            f"{tensor} x {by_context}--pipeline-model-parallel-size {pipeline} = {parallel.ranks_per_replica}: "
-            f"start a multiple of that (--world-size with --dry-run), or change one of the {number}"
+            f"{tensor} x {by_context}--pipeline-model-parallel-size {pipeline} = "
+            f"{parallel.ranks_per_replica}: start a multiple of that (--world-size with --dry-run), or "
+            f"change one of the {number}"
         )
     if context > 1 and config.model.seq_length % parallel.length_multiple:
         raise ConfigError(

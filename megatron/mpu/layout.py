@@ -95,8 +95,8 @@ class ParallelLayout:
             context = f" x --context-parallel-size ({cp_size})" if cp_size > 1 else ""
             raise ConfigError(
                 f"{counted(world_size, 'process')} cannot be divided into groups of {per_replica}: the "
-                f"number of processes must be a multiple of --tensor-model-parallel-size ({tp_size}){context} x "
-                f"--pipeline-model-parallel-size ({pp_size})"
+                f"number of processes must be a multiple of --tensor-model-parallel-size ({tp_size})"
+                f"{context} x --pipeline-model-parallel-size ({pp_size})"
             )
         if not 0 <= rank < world_size:
             raise ConfigError(

@@ -40,9 +40,10 @@ function verdict(plan) {
   if (!plan.verdict) return element("section", {}, element("p", { class: "note" }, "Set --gpu or --device-memory to check whether the plan fits."), doubt);
   const [headline, ...rest] = plan.verdict.split(": ");
   const [needs, advice] = rest.join(": ").split(/\. (?=Try )/);
+  const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}`;
   return element("section", {}, element("p", { class: "verdict" },
-    element("strong", { class: plan.fits ? "good" : "bad" }, `${headline[0].toUpperCase()}${headline.slice(1)}`)),
-  advice ? element("p", {}, ...prose(advice), ".") : null, element("p", { class: "note" }, ...prose(needs), "."), doubt);
+    element("strong", { class: plan.fits ? "good" : "bad" }, sentence(headline))),
+  advice ? element("p", {}, ...prose(advice), ".") : null, element("p", { class: "note" }, ...prose(sentence(needs)), "."), doubt);
 }
 
 /** Returns the seconds of the busiest rank by kind of work: the shares that tools/plan.py prints. */
