@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron import __version__
+import megatron
 from megatron.errors import UserError
 from megatron.files import write_atomically
 from megatron.planner.sweep.folder import machine_facts, now_text
@@ -52,7 +52,7 @@ def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
     """Returns the HTML of the page; the arguments are those of `write_page`."""
     facts = machine_facts()
     title = f"{_TITLES[kind]}: {data['title']}" if data.get("title") else _TITLES[kind]
-    made = f"{now_text()}, version {__version__}, commit {facts['commit'] or 'unknown'}"
+    made = f"{now_text()}, version {megatron.__version__}, commit {facts['commit'] or 'unknown'}"
     parts = {
         "title": html.escape(title),
         "style": (_SOURCES / "page.css").read_text(encoding="utf-8"),

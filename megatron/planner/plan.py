@@ -84,16 +84,9 @@ class Plan:
     def title(self) -> str:
         """The model and the devices."""
         model, gpu = self.config.model, self.config.training.gpu
-        devices = (
-            f"{self.config.parallel.world_size} x {gpu}"
-            if gpu
-            else counted(self.config.parallel.world_size, "device")
-        )
-        size = (
-            f"{self.stages.total_parameters / 1e9:.3g} B"
-            if self.stages.total_parameters >= 1e9
-            else f"{self.stages.total_parameters / 1e6:.3g} M"
-        )
+        number, count = self.config.parallel.world_size, self.stages.total_parameters
+        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+        devices = f"{number} x {gpu}" if gpu else counted(number, "device")
         return f"{size} parameters ({model.num_layers} layers x {model.hidden_size}), {devices}"
 
     @property
