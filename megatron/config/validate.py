@@ -24,6 +24,7 @@ from megatron.config.sections.stability import StabilityConfig
 from megatron.config.tool_parser import check_folder
 from megatron.errors import ConfigError
 from megatron.object_urls import is_url
+from megatron.text_table import counted
 
 _MOST_STAGES = 200_000
 
@@ -63,9 +64,10 @@ def check_layout(config: Config) -> None:
         by_context = f"--context-parallel-size {context} x " if context > 1 else ""
         number = "three" if context > 1 else "two"
         raise ConfigError(
-            f"{parallel.world_size} processes are not divisible by --tensor-model-parallel-size {tensor} x "
-            f"{by_context}--pipeline-model-parallel-size {pipeline} = {parallel.ranks_per_replica}: start a "
-            f"multiple of that (--world-size with --dry-run), or change one of the {number}"
+            f"{counted(parallel.world_size, 'process')} cannot be divided by --tensor-model-parallel-size "
+            f"{tensor} x {by_context}--pipeline-model-parallel-size {pipeline} = "
+            f"{parallel.ranks_per_replica}: start a multiple of that (--world-size with --dry-run), or "
+            f"change one of the {number}"
         )
     if context > 1 and config.model.seq_length % parallel.length_multiple:
         raise ConfigError(

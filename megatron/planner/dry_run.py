@@ -14,8 +14,10 @@ from megatron.config import BatchSchedule, Config
 from megatron.config.batch import check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan, stage_flops
-from megatron.planner.memory import StageMemory, fit_summary, plan_memory
-from megatron.planner.step_time import StepTime, planned_step, time_lines
+from megatron.planner.fit import free_saving, with_verdict
+from megatron.planner.memory import StageMemory
+from megatron.planner.plan import Plan, make_plan
+from megatron.planner.step_time import StepTime, time_lines
 from megatron.text_table import format_table
 from megatron.training.build import Setup
 from megatron.training.data import planned_data_report
@@ -28,30 +30,30 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     plan does not fit the device. notes: sentences about the flags, printed at the start of the report."""
     setup = Setup.from_config(config)
     assert setup.plan is not None
-    memory = plan_memory(config, setup.vocab.size, setup.plan)
-    fits, sentence = fit_summary(config, setup.vocab.size, memory)
+    plan = with_verdict(make_plan(config, setup.vocab.size, setup.plan))
     if processes.is_main_process():
-        print(printable(_report(config, notes, setup, setup.plan, memory)))
-        if sentence:
-            print(f"\nmemory     {sentence}")
+        print(printable(_report(config, notes, setup, plan)))
+        if plan.verdict:
+            print(f"\nmemory     {plan.verdict}")
+        if plan.fits and (saving := free_saving(plan)):
+            print(f"note       {saving}")
         if config.training.simulate:
             from megatron.planner.simulation.stages import simulation_report
 
             print("\n" + simulation_report(config))
-    return ExitStatus.FINISHED if fits else ExitStatus.USER_ERROR
+    return ExitStatus.FINISHED if plan.fits is not False else ExitStatus.USER_ERROR
 
 
-def _report(
-    config: Config, notes: list[str], setup: Setup, plan: StagePlan, memory: list[StageMemory]
-) -> str:
+def _report(config: Config, notes: list[str], setup: Setup, plan: Plan) -> str:
     vocab, length = setup.vocab, setup.length
     notes = [*notes, *ramp_up_notes(config)]
     data = planned_data_report(config, length)
     checkpoint, found = planned_start(config, length, vocab)
     lr_schedule = resumed_schedule(checkpoint, config)
     notes += found + start_notes(checkpoint, config, length, setup.batches, lr_schedule)
-    step = planned_step(config, plan, vocab.size)
-    text = planned_run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)
+    text = planned_run_report(
+        config, plan.stages, vocab.size, notes, lr_schedule.describe(), plan.memory, plan.step
+    )
     return f"{text}\n\n{data}"
 
 

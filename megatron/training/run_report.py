@@ -20,7 +20,7 @@ from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
-from megatron.text_table import format_table
+from megatron.text_table import counted, format_table
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.data import missing_token_file, run_fingerprint
 
@@ -64,8 +64,9 @@ def _layout_lines(config: Config, network: Sequence[str]) -> str:
     micro_batches = config.micro_batches_per_step
     context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     lines = [
-        f"layout     {parallel.world_size} processes = TP {tensor} x {context}PP {stages} x DP {data}, "
-        f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
+        f"layout     {counted(parallel.world_size, 'process')} = TP {tensor} x {context}PP {stages} x DP "
+        f"{data}, ZeRO stage {parallel.zero_stage}"
+        + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x DP {data}",
         _pipeline_line(parallel, micro_batches),
@@ -152,11 +153,12 @@ def heaviest_line(plan: StagePlan) -> str:
     if not heaviest:
         return f"heaviest   none: all layers have weight 0 by --partition-method {plan.method}"
     ratio = heaviest / mean
-    consequence = (
-        f"it needs {100 * (ratio - 1):.1f} % more than the mean"
-        if plan.partition.unit == MEMORY_UNIT
-        else f"imbalance loses up to {100 * (1 - 1 / ratio):.1f} % efficiency"
-    )
+    if ratio < 1.0005:
+        consequence = f"all {what}s are equal" if len(weights) > 1 else f"the only {what}"
+    elif plan.partition.unit == MEMORY_UNIT:
+        consequence = f"it needs {100 * (ratio - 1):.1f} % more than the mean"
+    else:
+        consequence = f"imbalance loses up to {100 * (1 - 1 / ratio):.1f} % efficiency"
     return (
         f"heaviest   {what} {weights.index(heaviest)} by --partition-method {plan.method}, "
         f"max/mean = {ratio:.3f}: {consequence}"

@@ -21,7 +21,8 @@ from benchmarks.machine import add_row, read_rows
 from megatron.cluster.launch import temporary_environment
 from megatron.config import read_command_line
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.memory import fit_summary, plan_memory
+from megatron.planner.fit import with_verdict
+from megatron.planner.plan import make_plan
 from megatron.training.log_lines import IntervalSummary, format_training_line
 from tests.support import HANG_TIMEOUT_S
 
@@ -153,9 +154,8 @@ def test_curves_that_are_terminated_end_their_runs(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("model", sorted(name for name in MODELS if "tiny" not in name))
 def test_every_model_of_the_gpu_script_fits_an_h100(model: str) -> None:
     (row, *_) = (row for row in GPU_ROWS if row.key["model"] == model and row.implementation == "ours")
-    config, vocab = row.config("--gpu h100-80gb"), MODELS[model].vocab
-    fits, sentence = fit_summary(config, vocab, plan_memory(config, vocab, plan_stages(config, vocab)))
-    assert fits, sentence
+    plan = with_verdict(make_plan(row.config("--gpu h100-80gb"), MODELS[model].vocab))
+    assert plan.fits, plan.verdict
 
 
 def test_the_measured_configurations_of_the_gpu_script_are_accepted() -> None:
