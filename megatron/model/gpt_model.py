@@ -430,13 +430,6 @@ class LMHeadPipe(nn.Module):
         self.tp_group = context.tp_group
         self.logits_multiplier = model.logits_multiplier
 
-    def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
-        positions = shard_sequence(positions, self.cp_group, dim=1)
-        if not self.sequence_parallel:
-            return self.position_embeddings(positions, batch)
-        own = positions.chunk(self.tp_group.size, dim=1)[self.tp_group.rank]
-        return self.position_embeddings(own, batch).transpose(0, 1)
-
     @property
     def head_weight(self) -> Tensor:
         """The weight of the LM head."""
