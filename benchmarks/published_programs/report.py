@@ -61,8 +61,8 @@ def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Predicti
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order, 0 if all
-    measured or all predicted values are equal."""
+    """Returns Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order, 0 if
+    all measured or all predicted values are equal."""
     agree = differ = tied_x = tied_y = 0
     for (x1, y1), (x2, y2) in combinations(pairs, 2):
         sign = (x1 - x2) * (y1 - y2)
