@@ -44,6 +44,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     loss: Tensor
     total_loss: Tensor | None
+    _token_totals: Tensor
+    """The sum of `CrossEntropy.token_totals` over the micro-batches of this rank; zeros without a head."""
     grad_layer: Tensors | None
     _is_built = False
     _model_chunk_id: int | None = None
@@ -123,6 +125,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: InstructionSchedule) -> None:
         self._buffers_per_chunk = pipe_schedule.num_micro_batches
+        self._token_totals = torch.zeros(2, device=self.device)
         super()._exec_schedule(pipe_schedule)
         self._wait_for_sends()
 
@@ -175,8 +178,24 @@ class ScheduleExecutor(PatchedPipelineEngine):
         loss = self.loss.detach()
         self.fwd_outputs.append(loss)
         self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+        self._token_totals += self.module.cross_entropy.token_totals
         if torch.is_grad_enabled():
             self.pipe_buffers["losses"][buffer_id] = self.loss
+
+    def token_totals(self) -> Tensor:
+        """Returns, of all unmasked tokens of the last step or evaluation, the sum of their losses and their
+        number, equal on all ranks. Collective."""
+        totals = self._token_totals.clone()
+        if self.is_last_stage() and self.is_data_parallel:
+            dist.all_reduce(totals, group=self.grid.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            dist.broadcast(totals, self._loss_stage_global_rank(), group=self._pipeline)
+        return totals
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Entry 18 of `engine.workarounds`."""
+        losses, tokens = self.token_totals()
+        return losses / tokens
 
     def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
