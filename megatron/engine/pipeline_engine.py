@@ -140,7 +140,7 @@ class GPTEngine(ScheduleExecutor):
         Collective."""
         found = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
-            found[:2] = self._token_totals
+            found[:2] = self._own_token_totals()
         if self.global_rank == 0:
             found[2] = grad_norm
         dist.all_reduce(found)

@@ -231,17 +231,18 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
     cross_entropy = CrossEntropy(TPGroup(), VOCAB)
     loss = cross_entropy(logits.clone(), (labels, mask))
-    per_sample, per_token = [], []
+    per_sample = []
     for sample in range(3):
         losses = [
             torch.nn.functional.cross_entropy(logits[sample, i, :VOCAB], labels[sample, i])
             for i in range(5)
             if mask[sample, i]
         ]
-        per_token += losses
         per_sample.append(sum(losses) / len(losses) if losses else torch.tensor(0.0))
     torch.testing.assert_close(loss, sum(per_sample) / 3)
-    torch.testing.assert_close(cross_entropy.token_totals, torch.stack([sum(per_token), torch.tensor(7.0)]))
+    weighted, tokens = cross_entropy.sample_totals
+    torch.testing.assert_close(weighted, torch.stack(per_sample) / 3)
+    assert tokens.tolist() == [5, 2, 0]
 
 
 def test_a_model_for_apex_is_described_without_apex():
