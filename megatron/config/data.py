@@ -222,6 +222,9 @@ def _shortened(text: str) -> str:
 _INDEX_BYTES_PER_SAMPLE = 32
 
 
+NO_EVALUATION_DATA = "no validation or test data to evaluate: change --split, or set --valid-data-path"
+
+
 def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
     """Returns (has validation data, has test data, why validation settings have no effect without data)."""
     if given := splits_with_own_data(data):

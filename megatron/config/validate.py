@@ -12,7 +12,14 @@ from shutil import which
 
 from megatron.config.batch import check_batches, check_curriculum, check_length
 from megatron.config.config import Config
-from megatron.config.data import check_data, check_files, check_index_memory, host_memory_bytes
+from megatron.config.data import (
+    NO_EVALUATION_DATA,
+    available_eval_splits,
+    check_data,
+    check_files,
+    check_index_memory,
+    host_memory_bytes,
+)
 from megatron.config.model import check_model
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.rules import check_rules
@@ -48,6 +55,7 @@ def validate(config: Config) -> None:
         check_curriculum(config.curriculum, config.model, config.parallel, config.training)
     check_harness(config)
     check_data(config)
+    check_evaluation(config)
     if not config.training.dry_run:
         check_files(config.data)
         check_index_memory(config, host_memory_bytes())
@@ -343,6 +351,21 @@ def check_harness(config: Config) -> None:
             f"--eval-harness-tasks {tasks} without a tokenizer: set --tokenizer-name-or-path, "
             "--tokenizer-model, or --vocab-file and --merge-file"
         )
+
+
+def check_evaluation(config: Config) -> None:
+    """Raises ConfigError for an evaluation without a checkpoint, and for one that evaluates nothing."""
+    if not config.training.no_train:
+        return
+    if config.training.eval_iters == 0:
+        raise ConfigError("--eval-only with --eval-iters 0, which evaluates nothing: set 1 or more batches")
+    if config.checkpoint.load is None:
+        raise ConfigError(
+            "--eval-only without --load would evaluate the initial weights: set --load to the checkpoints"
+        )
+    valid, test, reason = available_eval_splits(config.data)
+    if not (valid or test):
+        raise ConfigError(f"--eval-only {reason}: {NO_EVALUATION_DATA}")
 
 
 def no_harness(option: str, reason: str) -> ConfigError:

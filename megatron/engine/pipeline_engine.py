@@ -1,5 +1,6 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -115,7 +116,7 @@ class GPTEngine(ScheduleExecutor):
         exit_code_fn: Callable[[], int] | None = None,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Trains one step; returns the mean loss on the device.
+        """Trains one step; returns the mean loss over the unmasked tokens, on the device.
 
         micro_batches: for this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
         sample of `micro_batches`, by default --seq-length. skips_non_finite, exit_code_fn: see
@@ -153,14 +154,27 @@ class GPTEngine(ScheduleExecutor):
         heartbeat: Callable[[], None] | None = None,
         seq_length: int | None = None,
     ) -> Tensor:
-        """Returns the mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat:
-        called for every micro-batch. seq_length: length of these samples; --seq-length if None."""
+        """Returns the mean loss over the unmasked tokens of `evaluate_totals`, a device scalar."""
+        losses, tokens = self.evaluate_totals(micro_batches, num_micro_batches, heartbeat, seq_length)
+        return losses / tokens
+
+    def evaluate_totals(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        num_micro_batches: int,
+        heartbeat: Callable[[], None] | None = None,
+        seq_length: int | None = None,
+    ) -> Tensor:
+        """Returns `token_totals` of `num_micro_batches` per data-parallel rank. heartbeat: called for every
+        micro-batch. seq_length: length of these samples; --seq-length if None. Collective."""
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run_config.model.seq_length
         self.device_progress.begin_step()
-        loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
+        self.eval_batch(
+            micro_batches, num_micro_batches=num_micro_batches, reduce_output=None, bcast_loss=False
+        )
         self._free_pipe_buffers()
-        return loss
+        return self.token_totals()
 
     def train_batch_size(self) -> int:
         """Returns the global batch size. DeepSpeed counts a sample once per context-parallel rank, and checks
@@ -174,15 +188,14 @@ class GPTEngine(ScheduleExecutor):
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
         """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
         Collective."""
-        both = torch.zeros(2, dtype=torch.float64, device=self.device)
+        found = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
-            assert self.total_loss is not None
-            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_cp_size)
+            found[:2] = self._own_token_totals()
         if self.global_rank == 0:
-            both[1] = grad_norm
-        dist.all_reduce(both)
-        loss, norm = both.tolist()
-        return loss, norm
+            found[2] = grad_norm
+        dist.all_reduce(found)
+        losses, tokens, norm = found.tolist()
+        return losses / tokens if tokens else math.nan, norm
 
     def save_files(
         self, folder: str, name: str, client_state: dict[str, Any], files: CheckpointEngine

@@ -140,13 +140,3 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             self.optimizer.register_loss(self.total_loss)
         self.optimizer.reduce_gradients()
-
-    def _aggregate_total_loss(self) -> torch.Tensor:
-        """Entry 18."""
-        if self.is_last_stage():
-            return super()._aggregate_total_loss()
-        losses = torch.zeros(2, device=self.device)
-        source, stages = self._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
-        dist.broadcast(losses, src=source, group=stages)
-        self.dp_group_loss, step_loss = losses.clone().unbind()
-        return step_loss

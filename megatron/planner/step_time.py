@@ -20,9 +20,8 @@ from functools import cached_property
 
 from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import BatchSchedule, Config
-from megatron.config.model import padded_vocab_size
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.model.flops import model_iteration_flops, recomputes_scores, tflops_per_device
+from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
 from megatron.pipeline.stages import StagePlan
@@ -111,6 +110,8 @@ class StepTime:
     """TFLOP/s per GPU, by the formula of a run's log."""
     mfu: float
     """Model FLOPs utilization: FLOPs without recomputation, as a fraction of the peak rate."""
+    palm_mfu: float
+    """The utilization by PaLM's formula, see `megatron.model.flops.palm_flops`."""
     doubt: str
     """A sentence if no published run has reached this utilization; otherwise ''."""
     days: float | None
@@ -152,9 +153,8 @@ def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Clus
     reduction, optimizer, gather = (max(0.0, *parts) for parts in zip(*after, strict=True))
     outside = reduction + gather + optimizer
     step = pipeline.seconds(micro_batches) + outside
-    mfu = _iteration_flops(config, vocab_size, False) / (
-        step * config.parallel.world_size * cluster.gpu.peak_flops[config.precision.name]
-    )
+    peak_flops = step * config.parallel.world_size * cluster.gpu.peak_flops[config.precision.name]
+    mfu = iteration_flops(config, vocab_size, with_recomputation=False) / peak_flops
     busy = [0.0] * ranks
     waits = [0.0] * ranks
     for time in stages:
@@ -172,11 +172,10 @@ def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Clus
         exposed_communication=max(waits) + reduction + gather,
         tokens_per_second=config.batch.global_batch_size * config.model.seq_length / step,
         logged_tflops=tflops_per_device(
-            _iteration_flops(config, vocab_size, config.training.recomputes_layers),
-            step,
-            config.parallel.world_size,
+            iteration_flops(config, vocab_size), step, config.parallel.world_size
         ),
         mfu=mfu,
+        palm_mfu=palm_flops(config, vocab_size, plan.total_parameters) / peak_flops,
         doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
         days=_days(config, pipeline, outside),
     )
@@ -326,18 +325,6 @@ class PipelineTime:
         return timeline(*self._pipeline, micro_batches).makespan
 
 
-def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:
-    model = config.model
-    return model_iteration_flops(
-        model,
-        seq_length=model.seq_length,
-        padded_vocab_size=padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size),
-        batch_size=config.batch.global_batch_size,
-        recompute=recompute,
-        recompute_attention=recompute and recomputes_scores(config),
-    )
-
-
 def _doubt(kind: str, parameters: int, mfu: float) -> str:
     best = best_published_mfu(kind, parameters)
     if best is None or 100 * mfu <= best[0]:
@@ -374,7 +361,8 @@ def time_lines(step: StepTime) -> str:
     days = f", {step.days:.1f} days for the whole run" if step.days is not None else ""
     return (
         f"step       {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s, "
-        f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} %{days}\n"
+        f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} % "
+        f"({100 * step.palm_mfu:.1f} % by PaLM's formula){days}\n"
         f"time       {time_shares(step)}{step.doubt and chr(10) + 'note       ' + step.doubt}"
     )
 

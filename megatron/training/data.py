@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig, parse_split
 from megatron.config.batch import RunLength
-from megatron.config.data import SPLIT_NAMES, splits_with_own_data, token_files
+from megatron.config.data import NO_EVALUATION_DATA, SPLIT_NAMES, splits_with_own_data, token_files
 from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
@@ -78,6 +78,8 @@ def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:
     """
     data, samples = config.data, length.samples_read(config)
     groups = requested_groups(data, config.model.seq_length, samples, stamp)
+    if config.training.no_train and not any(groups[1:]):
+        raise ConfigError(f"--eval-only finds {NO_EVALUATION_DATA}")
     usages = dataset_usage(groups, config.model.seq_length, config.training.seed, data.data_cache_path)
     exceeding = _exceeding(usages, data.max_epochs_per_dataset)
     if exceeding and data.max_epochs_action == "stop":

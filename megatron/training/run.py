@@ -16,7 +16,7 @@ from megatron.checkpoint.lineage import owner, start
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import select_checkpoint
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints, open_object_checkpoints
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
@@ -35,6 +35,7 @@ from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import initial_values
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
 from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
+from megatron.training.free_space import check_free_space
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.run_report import run_report, start_notes
@@ -82,6 +83,8 @@ def run(
     watchdog.report.note(stage=layout.pipeline_stage, **context)
     tp_group = layout.make_tp_group()
     plan = plan or find_stages(config, layout, tp_group, vocab)
+    state = TrainingState() if checkpoint is None else checkpoint.start_state
+    notes += check_free_space(config, plan.total_parameters, state, length.iterations, local)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{found.data_table}")
     on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))

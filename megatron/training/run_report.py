@@ -7,15 +7,19 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from deepspeed.accelerator import get_accelerator
+
 from megatron.checkpoint.compatibility import starts_at_zero
 from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
 from megatron.checkpoint.selection import find_checkpoint
+from megatron.cluster.devices import find_gpu, gpu_of_process
 from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
 from megatron.config.fields import option_name
 from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
+from megatron.model.flops import iteration_flops, palm_flops
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
@@ -53,8 +57,27 @@ def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
     return (
         f"model      {model_summary(model)}, {config.precision.name}\n"
         f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
-        f"parameters {plan.total_parameters:,}"
+        f"parameters {plan.total_parameters:,}\n"
+        f"FLOPs      {_flops_line(config, vocab_size, plan.total_parameters)}"
     )
+
+
+def _flops_line(config: Config, vocab_size: int, num_parameters: int) -> str:
+    """Returns the FLOPs of a step as logged, without recomputation, and by PaLM's formula. If the device's
+    peak rate is known, adds the model FLOPs utilization (MFU) that one logged TFLOPs stands for."""
+    is_on_cpu = not config.training.dry_run and get_accelerator().device_name() == "cpu"
+    logged = iteration_flops(config, vocab_size, on_cpu=is_on_cpu)
+    counts = {
+        "without recomputation": iteration_flops(config, vocab_size, with_recomputation=False),
+        "by PaLM's formula": palm_flops(config, vocab_size, num_parameters),
+    }
+    gpu = find_gpu(config) if config.training.dry_run else gpu_of_process()
+    line = f"{logged:.4g} per step as logged, " + ", ".join(f"{n:.4g} {how}" for how, n in counts.items())
+    if gpu is None:
+        return line
+    peak = gpu.peak_flops[config.precision.name]
+    mfu, palm = (100 * 1e12 * count / logged / peak for count in counts.values())
+    return f"{line}; MFU is {mfu:.4f} % x TFLOPs of the log, {palm:.4f} % by PaLM's formula"
 
 
 def _layout_lines(config: Config, network: Sequence[str]) -> str:

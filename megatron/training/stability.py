@@ -25,6 +25,7 @@ from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.signals import is_due
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import BatchSchedule, Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
@@ -66,6 +67,8 @@ class StabilityMonitor:
         if skipped is None:
             return None
         first, last = skipped
+        if is_due(self.config.logging.log_interval, state.iteration, last):
+            self.metrics.flush()
         self.metrics.print(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag")
         return advance_state(state, last, self.config, self.batches)
 
@@ -122,11 +125,10 @@ class StabilityMonitor:
         reached = advance_state(restored, state.iteration, self.config, self.batches)
         return replace(reached, rollbacks=state.rollbacks + 1)
 
-    def check_invariants(self, iteration: int) -> None:
+    def check_invariants(self, previous: int, iteration: int) -> None:
         """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
-        RunStopped on a violation."""
-        interval = self.config.stability.check_invariants_interval
-        if interval and iteration % interval == 0:
+        RunStopped on a violation. previous: see `is_due`."""
+        if is_due(self.config.stability.check_invariants_interval, previous, iteration):
             violation = find_invariant_violation(self.engine.optimizer, self.engine.layout)
             if violation:
                 raise RunStopped(
@@ -170,7 +172,7 @@ class SpikeDetector:
         """Returns `state`, the state after the step, with the step added to its window if `taken`."""
         before = self._state
         losses, norms = before.recent_losses, before.recent_grad_norms
-        if taken and self._seen is not None:
+        if taken and self._seen is not None and not math.isnan(self._seen[0]):
             keep = self._options.spike_window
             losses, norms = (*losses, self._seen[0])[-keep:], (*norms, self._seen[1])[-keep:]
         return replace(state, recent_losses=losses, recent_grad_norms=norms)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config import Config, ConfigError
 from megatron.object_urls import settings_with_urls
+
+_LARGEST_STEP = 2**62
 
 
 class Writer(Protocol):
@@ -38,7 +41,13 @@ def make_writers(config: Config) -> list[Writer]:
 
 
 class TensorBoardWriter:
-    """Writes each value three times: by iterations, by samples and by tokens."""
+    """Writes each value three times: by iterations, by samples and by tokens.
+
+    A resumed run repeats the steps after its checkpoint, so the first point of a tag in this process hides
+    the points of earlier processes from its step on. In files of version 1, TensorBoard's reader in Python
+    does so for points that are out of order; its reader in Rust always does. SummaryWriter's `purge_step`
+    would compare iterations with the numbers of samples and tokens.
+    """
 
     def __init__(self, folder: str, queue_size: int) -> None:
         # Imported late, because the import takes a second and most ranks do not need it.
@@ -49,6 +58,7 @@ class TensorBoardWriter:
                 f"--tensorboard-dir {folder}: TensorBoard cannot be imported ({error}): install tensorboard, "
                 "or remove the flag"
             ) from None
+        self._tags: set[str] = set()
         try:
             self._events = SummaryWriter(log_dir=folder, max_queue=queue_size)
         except OSError as error:
@@ -63,8 +73,23 @@ class TensorBoardWriter:
             " vs tokens": state.consumed_tokens,
         }
         for tag, value in values.items():
+            hide = self._hide_later_points if tag not in self._tags else nullcontext
+            self._tags.add(tag)
             for axis, place in axes.items():
-                self._events.add_scalar(tag + axis, value, place, walltime=when)
+                with hide():
+                    self._events.add_scalar(tag + axis, value, place, walltime=when)
+
+    @contextmanager
+    def _hide_later_points(self) -> Iterator[None]:
+        """Makes the point that the block adds hide the earlier points of its tag from its step on."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        writer: Any = self._events.file_writer
+        writer.add_event(Event(file_version="brain.Event:1"))
+        writer.add_event(Event(step=_LARGEST_STEP, summary=Summary()))  # so that the point is out of order
+        yield
+        writer.add_event(Event(file_version="brain.Event:2"))
 
     def flush(self) -> None:
         self._events.flush()

@@ -115,7 +115,8 @@ class TrainingConfig(Section):
     )
     no_preflight: bool = flag(
         False,
-        help="skip the startup check that the nodes are consistent, have enough memory and see the files",
+        help="skip the startup check that the nodes are consistent, have enough memory and room for "
+        "checkpoints, and see the files",
     )
     seed: int = flag(
         1234,
@@ -128,7 +129,7 @@ class TrainingConfig(Section):
         False,
         aliases=("--eval-only",),
         metavar="1",
-        help="evaluate without training; the value 1 is optional",
+        help="evaluate the checkpoint in --load without training; the value 1 is optional",
     )
     checkpoint_activations: bool = flag(
         False,

@@ -39,6 +39,10 @@ REFUSED = """
 --eval-harness-tasks toy => --eval-harness-tasks toy; --eval-harness-interval
 --eval-tasks toy --eval-harness-interval 5 --eval-only
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
+--eval-only => --eval-only without --load would evaluate the initial weights
+--eval-only --load c --eval-iters 0 => --eval-only with --eval-iters 0, which evaluates nothing
+--eval-only --load c --split 100,0,0 => --eval-only with --split 100,0,0; no validation or test data
+--eval-only --load c --train-data-path a => --eval-only without --valid-data-path; no validation or test data
 --mup --optimizer sgd => --mup without --optimizer adam
 --mup --softmax-scale 0.5 => --softmax-scale 0.5; --mup-attn-mult
 --z-loss-weight 1e-4 --loss-implementation plain => --z-loss-weight 0.0001; plain; fused

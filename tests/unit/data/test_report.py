@@ -141,6 +141,22 @@ def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -
             assert f"warning: training reads {a} 26.67 times" in run_data.planned_data_report(config, length)
 
 
+@pytest.mark.parametrize(
+    ("split", "evaluates"), [("999,0.5,0.5", False), ("50,50,0", True), ("50,0,50", True)]
+)
+def test_an_evaluation_for_which_a_split_has_no_document_is_an_error(
+    a: str, split: str, evaluates: bool
+) -> None:
+    flags = [*SMALL, "--data-path", a, "--seq-length", "4", "--vocab-size", "100", "--split", split]
+    config = parse_args([*flags, "--eval-only", "--load", "c"], {})
+    length = RunLength.from_config(config)
+    if evaluates:
+        assert "training" not in run_data.planned_data_report(config, length)
+    else:
+        with pytest.raises(ConfigError, match="--eval-only finds no validation or test data"):
+            run_data.planned_data_report(config, length)
+
+
 def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:
     with pytest.raises(UserError, match="valid split has 6 tokens"):
         dataset_usage(data_config(a, split="90,10,0"), 8, 1234, (1, 1, 0))

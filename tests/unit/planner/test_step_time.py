@@ -214,8 +214,8 @@ def test_the_parts_add_up_and_the_rates_follow() -> None:
     step = predicted("--world-size 16 --tensor-model-parallel-size 2 --zero-stage 1")
     assert step.total == step.pipeline + step.reduction + step.optimizer + step.gather
     assert step.tokens_per_second == pytest.approx(512 * 2048 / step.total)
-    # The run logs 72 B s L h^2 (1 + s / 6h + V / 16Lh) without recomputation; utilization too.
-    flops = 72 * 512 * 2048 * 24 * 2048**2 * (1 + 1 / 6 + 50432 / (16 * 24 * 2048))
+    # The run logs 72 B s L h^2 (1 + s / 6h + V / 12Lh) without recomputation; utilization too.
+    flops = 72 * 512 * 2048 * 24 * 2048**2 * (1 + 1 / 6 + 50432 / (12 * 24 * 2048))
     assert step.logged_tflops == pytest.approx(flops / step.total / 16 / 1e12)
     assert step.mfu == pytest.approx(step.logged_tflops / 312)
     assert step.days == pytest.approx(10 * step.total / 86400)

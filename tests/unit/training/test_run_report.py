@@ -215,7 +215,7 @@ def test_fine_tuning_starts_at_0_whatever_the_checkpoint_has_reached(iteration: 
 def test_nothing_to_train(iteration: int) -> None:
     (note,) = notes("--train-iters 100", "--train-iters 100", iteration)
     assert f"nothing to train: the checkpoint is at iteration {iteration}" in note and "iteration 100" in note
-    assert notes("--train-iters 100 --no-train", "--train-iters 100", iteration) == []
+    assert notes("--train-iters 100 --no-train --load c", "--train-iters 100", iteration) == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,17 +98,18 @@ FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 
 
 class Engine:
-    """An engine whose loss of a micro-batch is the micro-batch's number."""
+    """An engine in which a token's loss is its micro-batch's number; odd ones have twice as many tokens."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
 
-    def evaluate(self, micro_batches, num_micro_batches, heartbeat):
+    def evaluate_totals(self, micro_batches, num_micro_batches, heartbeat):
         group = list(islice(micro_batches, num_micro_batches))
         for _ in group:
             heartbeat()
         self.groups.append(group)
-        return torch.tensor(group, dtype=torch.float32).mean()
+        tokens = [1 + number % 2 for number in group]
+        return torch.tensor([sum(map(mul, tokens, group)), sum(tokens)], dtype=torch.float32)
 
 
 def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]], int]:
@@ -129,9 +131,9 @@ def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_loss_is_the_mean_over_all_micro_batches(stages: int) -> None:
+def test_loss_is_the_mean_over_all_tokens(stages: int) -> None:
     loss, groups, heartbeats = run(f"--world-size {stages} --pipeline-model-parallel-size {stages}")
-    assert loss == pytest.approx(sum(range(100, 118)) / 18)
+    assert loss == pytest.approx((sum(range(100, 118)) + sum(range(101, 118, 2))) / 27)
     assert [number for group in groups for number in group] == list(range(100, 118))
     assert {len(group) for group in groups[:-1]} == {4 * stages} and heartbeats == 18
 
