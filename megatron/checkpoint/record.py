@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.lineage.identity import LineageEntry, parse_lineage, parse_run_id
 from megatron.config import Config
+from megatron.config.batch import Progress
 
 # In `run.json` of a model or checkpoint of another framework that was converted to a format of this program.
 IMPORTED_KEY = "imported"
@@ -18,12 +19,9 @@ REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """Progress of a run."""
+class TrainingState(Progress):
+    """Progress of a run, and what its next steps need to know about the last ones."""
 
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
     skipped_iterations: int = 0
     """Iterations without an update of the weights, for any reason."""
     skips_in_a_row: int = 0

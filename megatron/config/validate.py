@@ -12,7 +12,7 @@ from shutil import which
 
 from megatron.config.batch import check_batches, check_curriculum, check_length
 from megatron.config.config import Config
-from megatron.config.data import check_data, check_files, check_index_memory, host_memory_bytes
+from megatron.config.data import check_data, check_files
 from megatron.config.model import check_model
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.rules import check_rules
@@ -49,7 +49,6 @@ def validate(config: Config) -> None:
     check_data(config)
     if not config.training.dry_run:
         check_files(config.data)
-        check_index_memory(config, host_memory_bytes())
         check_dependencies(config)
         check_harness_installed(config)
 

@@ -9,32 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
+from megatron.config.batch import BEGIN, Progress, Unit
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, WarmupRelativeStyle
-
-Unit = Literal["iterations", "samples", "tokens"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Training progress, including the current step."""
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-
-    def count(self, unit: Unit) -> int:
-        """Returns this progress in one unit."""
-        counts = {
-            "iterations": self.iteration,
-            "samples": self.consumed_samples,
-            "tokens": self.consumed_tokens,
-        }
-        return counts[unit]
 
 
 @dataclass(frozen=True)
@@ -108,6 +89,17 @@ class LearningRateSchedule:
             wsd_style=wsd_style,
         )
 
+    def effective_settings(self) -> dict[str, Any]:
+        """Returns the settings that determine the learning rates. Without a decay, its length has no
+        effect."""
+        settings = asdict(self)
+        if self.style == "constant":
+            for name in ("min_lr", "decay_start", "decay_length", "decay_unit"):
+                del settings[name]
+            if not self.warmup:
+                del settings["warmup_unit"]
+        return settings
+
     def lr(self, progress: Progress) -> float:
         """Returns the learning rate of the step that ends at `progress`."""
         warmed_up = progress.count(self.warmup_unit)
@@ -154,13 +146,15 @@ class LearningRateSchedule:
         )
 
 
-def schedule_of(config: Config) -> LearningRateSchedule:
-    """Returns the schedule of a run's flags. Raises ConfigError like `LearningRateSchedule.from_config`."""
+def schedule_of(config: Config, start: Progress = BEGIN) -> LearningRateSchedule:
+    """Returns the schedule of the flags of a run that continues from `start`. Raises ConfigError like
+    `LearningRateSchedule.from_config`."""
     seq_length = config.model.seq_length
     tokens_of_samples = partial(
         BatchSchedule.from_config(config.batch).tokens_of_samples,
         seq_length=seq_length,
         curriculum=config.curriculum,
+        start=start,
     )
     return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.compatibility import resumed_schedule
-from megatron.checkpoint.lineage.start import choose_checkpoint
+from megatron.checkpoint.compatibility import resumed_schedule, start_of
+from megatron.checkpoint.selection import planned_checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
 from megatron.config import BatchSchedule, Config
-from megatron.config.batch import check_remaining_batches, first_supported_sample
+from megatron.config.batch import RunLength, check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan, stage_flops
 from megatron.planner.memory import StageMemory, fit_summary, plan_memory
@@ -44,13 +44,15 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
 def _report(
     config: Config, notes: list[str], setup: Setup, plan: StagePlan, memory: list[StageMemory]
 ) -> str:
-    vocab, length = setup.vocab, setup.length
+    vocab = setup.vocab
     notes = [*notes, *ramp_up_notes(config)]
+    checkpoint, found = planned_start(config, vocab)
+    start = start_of(checkpoint)
+    length = RunLength.from_config(config, start)
     data = planned_data_report(config, length)
-    checkpoint, found = planned_start(config, length, vocab)
     lr_schedule = resumed_schedule(checkpoint, config)
     notes += found + start_notes(checkpoint, config, length, setup.batches, lr_schedule)
-    step = planned_step(config, plan, vocab.size)
+    step = planned_step(config, plan, vocab.size, start)
     text = planned_run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)
     return f"{text}\n\n{data}"
 
@@ -103,7 +105,7 @@ def ramp_up_notes(config: Config) -> list[str]:
     if load is None or config.batch.rampup_batch_size is None:
         return []
     schedule = BatchSchedule.from_config(config.batch)
-    checkpoint = choose_checkpoint(config.checkpoint, None) if Path(load).is_dir() else None
+    checkpoint = planned_checkpoint(config) if Path(load).is_dir() else None
     if checkpoint is not None:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)

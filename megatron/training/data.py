@@ -3,13 +3,15 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.checkpoint.selection import FingerprintAt
 from megatron.config import Config, ConfigError, DataConfig, parse_split
-from megatron.config.batch import RunLength
+from megatron.config.batch import Progress, RunLength
 from megatron.config.data import SPLIT_NAMES, splits_with_own_data, token_files
 from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
@@ -68,6 +70,18 @@ def run_fingerprint(
     if vocabulary is None or vocabulary.digest is None:
         return fingerprint
     return {**fingerprint, VOCABULARY_KEY: vocabulary.digest}
+
+
+def fingerprints(
+    config: Config, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
+) -> FingerprintAt:
+    """Returns the function that computes `run_fingerprint`, once per start of the run."""
+
+    @cache
+    def fingerprint_at(start: Progress) -> dict:
+        return run_fingerprint(config, RunLength.from_config(config, start), vocabulary, stamp)
+
+    return fingerprint_at
 
 
 def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:

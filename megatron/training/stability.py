@@ -119,8 +119,15 @@ class StabilityMonitor:
             f"{cause}: rolled back to {checkpoint.folder}; the data of iterations "
             f"{restored.iteration + 1} to {state.iteration} are skipped"
         )
-        reached = advance_state(restored, state.iteration, self.config, self.batches)
-        return replace(reached, rollbacks=state.rollbacks + 1)
+        return replace(
+            restored,
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            skipped_iterations=restored.skipped_iterations + state.iteration - restored.iteration,
+            rollbacks=state.rollbacks + 1,
+            pending_evaluations=0,
+        )
 
     def check_invariants(self, iteration: int) -> None:
         """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises

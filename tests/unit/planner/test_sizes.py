@@ -105,7 +105,7 @@ def config_of(words: str) -> Config:
 )
 def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        check_index_memory(config_of(words), memory_bytes=10 * 10**9)
+        check_memory(words, 10 * 10**9)
     assert all(part in str(caught.value) for part in (*parts, "10 GB"))
 
 
@@ -129,4 +129,4 @@ def test_a_run_with_too_many_samples_is_refused_by_its_command_line(tmp_path: Pa
     ],
 )
 def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str, tmp_path: Path) -> None:
-    check_index_memory(config_of(words), memory_bytes=10 * 10**9)
+    check_memory(words, 10 * 10**9)
