@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
@@ -188,12 +188,10 @@ def _has_schedule(checkpoint: Checkpoint) -> bool:
 def _schedule_differences(checkpoint: Checkpoint, config: Config) -> str:
     """Describes the settings that give the run other learning rates than the checkpoint's; "" if there are
     none."""
-    old, new = (
-        schedule_of(settings, checkpoint.state).effective_settings()
-        for settings in (checkpoint.config, config)
-    )
+    saved, now = (schedule_of(settings, checkpoint.state) for settings in (checkpoint.config, config))
+    old, new = (schedule.effective_settings(checkpoint.state) for schedule in (saved, now))
     return "; ".join(
-        f"{key} was {old.get(key)}, is {new.get(key)}"
-        for key in {**old, **new}
-        if old.get(key) != new.get(key)
+        f"{key} was {getattr(saved, key)}, is {getattr(now, key)}"
+        for key in asdict(now)
+        if old.get(key) != new.get(key) and getattr(saved, key) != getattr(now, key)
     )

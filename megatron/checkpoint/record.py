@@ -35,7 +35,7 @@ class TrainingState(Progress):
     """Number of data sets, counted from the last, that were not evaluated at this iteration due to a stop."""
 
     def __post_init__(self) -> None:
-        for name in ("recent_losses", "recent_grad_norms"):  # JSON has lists
+        for name in ("recent_losses", "recent_grad_norms", "warmup_end"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 

@@ -7,7 +7,7 @@ layout therefore have the same batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron.config.config import Config
@@ -31,6 +31,8 @@ class Progress:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    warmup_end: tuple[float, ...] = field(default=(), kw_only=True)
+    """(samples, tokens) at the end of the learning rate's warm-up; () if the two units do not meet in it."""
 
     def count(self, unit: Unit) -> int:
         """Returns this progress in one unit."""

@@ -267,8 +267,8 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
     schedule, training = config.schedule, config.training
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
-        if training.deepspeed_config is not None:
-            return  # LearningRateSchedule counts the tokens of a curriculum in this file
+        if training.deepspeed_config is not None or config.checkpoint.load is not None:
+            return  # LearningRateSchedule counts the tokens of a curriculum, and of a resumed run
         # Rounded down to whole samples, because the warm-up has to end before the decay.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
@@ -89,16 +88,20 @@ class LearningRateSchedule:
             wsd_style=wsd_style,
         )
 
-    def effective_settings(self) -> dict[str, Any]:
-        """Returns the settings that determine the learning rates. Without a decay, its length has no
-        effect."""
-        settings = asdict(self)
-        if self.style == "constant":
-            for name in ("min_lr", "decay_start", "decay_length", "decay_unit"):
-                del settings[name]
-            if not self.warmup:
-                del settings["warmup_unit"]
-        return settings
+    def effective_settings(self, progress: Progress) -> dict[str, Any]:
+        """Returns the settings that determine the learning rates after `progress`. A schedule without a decay
+        has only its maximum, and the warm-up until it is over."""
+        if self.style != "constant" and self.min_lr != self.max_lr:
+            return asdict(self)
+        is_warm = progress.count(self.warmup_unit) >= self.warmup
+        warmup = {} if is_warm else {"warmup": self.warmup, "warmup_unit": self.warmup_unit}
+        return {"max_lr": self.max_lr, **warmup}
+
+    @property
+    def warmup_end(self) -> tuple[float, ...]:
+        """See `Progress`."""
+        is_counted_twice = (self.warmup_unit, self.decay_unit) == ("samples", "tokens")
+        return (self.warmup, self.decay_start) if is_counted_twice else ()
 
     def lr(self, progress: Progress) -> float:
         """Returns the learning rate of the step that ends at `progress`."""
@@ -150,12 +153,14 @@ def schedule_of(config: Config, start: Progress = BEGIN) -> LearningRateSchedule
     """Returns the schedule of the flags of a run that continues from `start`. Raises ConfigError like
     `LearningRateSchedule.from_config`."""
     seq_length = config.model.seq_length
-    tokens_of_samples = partial(
-        BatchSchedule.from_config(config.batch).tokens_of_samples,
-        seq_length=seq_length,
-        curriculum=config.curriculum,
-        start=start,
-    )
+
+    def tokens_of_samples(samples: float) -> float:
+        is_past = samples < start.consumed_samples
+        if is_past and samples in start.warmup_end[:1]:
+            return start.warmup_end[-1]
+        batches = BatchSchedule.from_config(config.batch)
+        return batches.tokens_of_samples(samples, seq_length, config.curriculum, BEGIN if is_past else start)
+
     return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 
 
