@@ -231,9 +231,8 @@ class RunLength:
         """Returns the end of the run that continues from `start`: of the steps before it, only what they have
         consumed counts, because their batch sizes and sequence lengths may have been different."""
         schedule = BatchSchedule.from_config(config.batch)
-        iterations = schedule.total_iterations(
-            config.training, config.model.seq_length, config.curriculum, start
-        )
+        lengths = (config.model.seq_length, config.curriculum)
+        iterations = schedule.total_iterations(config.training, *lengths, start)
         remaining = max(0, iterations - start.iteration)
         return cls(iterations, schedule.consumed_after(remaining, start.consumed_samples))
 
@@ -291,12 +290,6 @@ def check_remaining_batches(config: Config, consumed_samples: int) -> None:
                 f"--rampup-batch-size {ramp}: a batch of {problem} (or START or INCREMENT), or resume a "
                 f"checkpoint of at least {first_supported_sample(config):,} consumed samples"
             )
-
-
-def check_batch_size(config: Config, size: int) -> None:
-    """Raises ConfigError if the layout does not support batches of `size` samples."""
-    if problem := _batch_problem(config, size):
-        raise ConfigError(f"a batch of {problem}")
 
 
 def first_supported_sample(config: Config) -> int:

@@ -44,13 +44,11 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
 def _report(
     config: Config, notes: list[str], setup: Setup, plan: StagePlan, memory: list[StageMemory]
 ) -> str:
-    vocab = setup.vocab
-    notes = [*notes, *ramp_up_notes(config)]
+    vocab, notes = setup.vocab, [*notes, *ramp_up_notes(config)]
     checkpoint, found = planned_start(config, vocab)
     start = start_of(checkpoint)
-    length = RunLength.from_config(config, start)
-    data = planned_data_report(config, length)
-    lr_schedule = resumed_schedule(checkpoint, config)
+    data = planned_data_report(config, start)
+    length, lr_schedule = RunLength.from_config(config, start), resumed_schedule(checkpoint, config)
     notes += found + start_notes(checkpoint, config, length, setup.batches, lr_schedule)
     step = planned_step(config, plan, vocab.size, start)
     text = planned_run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)

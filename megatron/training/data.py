@@ -3,13 +3,11 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.selection import FingerprintAt
 from megatron.config import Config, ConfigError, DataConfig, parse_split
 from megatron.config.batch import Progress, RunLength
 from megatron.config.data import SPLIT_NAMES, splits_with_own_data, token_files
@@ -49,14 +47,14 @@ class RunData:
 
 
 def run_fingerprint(
-    config: Config, length: RunLength, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
+    config: Config, start: Progress, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
 ) -> dict:
     """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
-    checkpoint. stamp: of the token files; None reads it.
+    checkpoint. start: what the run has consumed when it starts. stamp: of the token files; None reads it.
 
     Raises ConfigError if there is no document to train on.
     """
-    model, training = config.model, config.training
+    model, training, length = config.model, config.training, RunLength.from_config(config, start)
     # An evaluation reads no training samples, but records the planned ones.
     num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
     fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples, stamp)
@@ -70,18 +68,6 @@ def run_fingerprint(
     if vocabulary is None or vocabulary.digest is None:
         return fingerprint
     return {**fingerprint, VOCABULARY_KEY: vocabulary.digest}
-
-
-def fingerprints(
-    config: Config, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
-) -> FingerprintAt:
-    """Returns the function that computes `run_fingerprint`, once per start of the run."""
-
-    @cache
-    def fingerprint_at(start: Progress) -> dict:
-        return run_fingerprint(config, RunLength.from_config(config, start), vocabulary, stamp)
-
-    return fingerprint_at
 
 
 def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:
@@ -139,7 +125,7 @@ def missing_token_file(config: Config) -> str:
     return ""
 
 
-def planned_data_report(config: Config, length: RunLength) -> str:
+def planned_data_report(config: Config, start: Progress) -> str:
     """Returns `data_report` for a dry run, or a line that names the missing data file.
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
@@ -147,8 +133,8 @@ def planned_data_report(config: Config, length: RunLength) -> str:
     if missing := missing_token_file(config):
         return f"data       not checked: {missing}"
     stamp = verify_token_files(config.data)
-    run_fingerprint(config, length, stamp=stamp)
-    return data_report(config, length, stamp)
+    run_fingerprint(config, start, stamp=stamp)
+    return data_report(config, RunLength.from_config(config, start), stamp)
 
 
 def _requested_samples(

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from megatron.mpu.parameters import initial_values
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
-from megatron.training.data import data_report, fingerprints, index_notes, open_data
+from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.run_report import run_report, start_notes
@@ -65,7 +65,7 @@ def run(
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
     stamp = found.stamp or IndexStamp(config.data)  # the first process of the node has written it
-    fingerprint_at = found.fingerprint_at or fingerprints(config, vocab, stamp)
+    fingerprint_at = found.fingerprint_at or partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp)
     with watchdog.phase(Phase.PREFLIGHT):
         fingerprint = fingerprint_at(broadcast_from_rank_0(start_of(found.checkpoint)))
         notes = [*notes, *check_kernels(config.training.require_kernels), *preflight(config, fingerprint)]
@@ -173,7 +173,7 @@ def _find_inputs(
     if not is_main_process():
         return found
     assert found.stamp is not None
-    found.fingerprint_at = fingerprints(config, vocab, found.stamp)
+    found.fingerprint_at = cache(partial(run_fingerprint, config, vocabulary=vocab, stamp=found.stamp))
     owned = None if config.training.no_train else config.checkpoint.save
     with announce_errors():
         claims = owner.ClaimFolder(Path(owned)) if owned else None

@@ -4,6 +4,7 @@ The notes say what a resume changes and what the rest of the run will do.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
 from megatron.text_table import format_table
 from megatron.tokenizer.vocabulary import Vocabulary
-from megatron.training.data import fingerprints, missing_token_file
+from megatron.training.data import missing_token_file, run_fingerprint
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
 _MAX_SIMULATED = 250_000
@@ -232,7 +233,7 @@ def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None,
         return None, [f"--load is not checked: {load} does not exist here"]
     if missing := missing_token_file(config):
         return planned_checkpoint(config), [f"--load {load} is not checked: {missing}"]
-    checkpoint = find_checkpoint(config, vocab.size, fingerprints(config, vocab))
+    checkpoint = find_checkpoint(config, vocab.size, partial(run_fingerprint, config, vocabulary=vocab))
     return checkpoint, [describe_start(checkpoint, load)]
 
 

@@ -163,8 +163,8 @@ def test_resumed_length_of_the_tools(
 
 
 def test_resumed_length_that_is_reached_trains_nothing(begun: Callable[[str], Path], tokens: str) -> None:
-    start = begun("--global-batch-size 8 --train-samples 160 --exit-interval 10")
-    flags = [*BASE, "--train-samples", "160", "--global-batch-size", "96", "--data-path", tokens]
+    start = begun("--global-batch-size 8 --train-samples 128 --exit-interval 10")
+    flags = [*BASE, "--train-samples", "128", "--global-batch-size", "96", "--data-path", tokens]
     run = pretrain([*flags, "--load", str(start)]).ok()
     assert run.steps == []
     assert (
