@@ -11,7 +11,7 @@ from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
 from megatron.config import BatchSchedule, Config
-from megatron.config.batch import RunLength, check_remaining_batches, first_supported_sample
+from megatron.config.batch import check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan, stage_flops
 from megatron.planner.memory import StageMemory, fit_summary, plan_memory
@@ -48,8 +48,8 @@ def _report(
     checkpoint, found = planned_start(config, vocab)
     start = start_of(checkpoint)
     data = planned_data_report(config, start)
-    length, lr_schedule = RunLength.from_config(config, start), resumed_schedule(checkpoint, config)
-    notes += found + start_notes(checkpoint, config, length, setup.batches, lr_schedule)
+    lr_schedule = resumed_schedule(checkpoint, config)
+    notes += found + start_notes(checkpoint, config, lr_schedule)
     step = planned_step(config, plan, vocab.size, start)
     text = planned_run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)
     return f"{text}\n\n{data}"

@@ -27,7 +27,7 @@ from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
-from megatron.config.batch import RunLength
+from megatron.config.batch import BatchSchedule, RunLength
 from megatron.config.data import check_index_memory, host_memory_bytes
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
@@ -59,13 +59,15 @@ def run(
     if objects is not None:
         config = replace(config, checkpoint=objects.options)
     setup = Setup.from_config(config)
-    vocab, plan, batches = setup.vocab, setup.plan, setup.batches
+    vocab, plan = setup.vocab, setup.plan
     found = _find_inputs(config, vocab, objects, on_exit)
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
     stamp = found.stamp or IndexStamp(config.data)  # the first process of the node has written it
-    fingerprint_at = found.fingerprint_at or partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp)
+    fingerprint_at = found.fingerprint_at or cache(
+        partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp)
+    )
     with watchdog.phase(Phase.PREFLIGHT):
         fingerprint = fingerprint_at(broadcast_from_rank_0(start_of(found.checkpoint)))
         notes = [*notes, *check_kernels(config.training.require_kernels), *preflight(config, fingerprint)]
@@ -86,7 +88,7 @@ def run(
                 found.plan_data(config, length)  # again, if it is an older or a local checkpoint
     notes += found.notes
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
-    notes += start_notes(checkpoint, config, length, batches, lr_schedule)
+    notes += start_notes(checkpoint, config, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
     context = {"cp_rank": layout.cp_rank} if layout.cp_size > 1 else {}
     watchdog.report.note(stage=layout.pipeline_stage, **context)
@@ -102,7 +104,7 @@ def run(
         engine,
         vocab,
         length,
-        batches,
+        BatchSchedule.from_config(config.batch),
         lr_schedule,
         metrics,
         watchdog,

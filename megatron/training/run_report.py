@@ -196,17 +196,14 @@ _CHANGEABLE_SETTINGS = {
 
 
 def start_notes(
-    checkpoint: Checkpoint | None,
-    config: Config,
-    length: RunLength,
-    batches: BatchSchedule,
-    lr_schedule: LearningRateSchedule,
+    checkpoint: Checkpoint | None, config: Config, lr_schedule: LearningRateSchedule
 ) -> list[str]:
     """Returns notes on a start with nothing to train, on a batch size or settings that differ from the
     checkpoint's, and on a learning rate of 0."""
     if config.training.no_train:
         return []
     start = start_of(checkpoint)
+    length = RunLength.from_config(config, start)
     if start.iteration >= length.iterations:
         return [
             f"nothing to train: the checkpoint is at iteration {start.iteration}, with "
@@ -214,9 +211,9 @@ def start_notes(
             f"ends at iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
     return [
-        *_batch_notes(checkpoint, batches, length),
+        *_batch_notes(checkpoint, config, length),
         *_settings_notes(checkpoint, config),
-        *_rate_notes(config, start, length, batches, lr_schedule),
+        *_rate_notes(config, start, length, lr_schedule),
     ]
 
 
@@ -237,10 +234,11 @@ def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None,
     return checkpoint, [describe_start(checkpoint, load)]
 
 
-def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: RunLength) -> Iterator[str]:
+def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLength) -> Iterator[str]:
     if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
         return
-    saved, samples = BatchSchedule.from_config(checkpoint.config.batch), checkpoint.state.consumed_samples
+    samples = checkpoint.state.consumed_samples
+    saved, batches = (BatchSchedule.from_config(each.batch) for each in (checkpoint.config, config))
     if saved != batches:
         yield (
             f"the batch size differs from the checkpoint's: {saved.global_batch_size_at(samples)} samples "
@@ -268,12 +266,10 @@ def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[s
 
 
 def _rate_notes(
-    config: Config,
-    start: Progress,
-    length: RunLength,
-    batches: BatchSchedule,
-    lr_schedule: LearningRateSchedule,
+    config: Config, start: Progress, length: RunLength, lr_schedule: LearningRateSchedule
 ) -> Iterator[str]:
+    batches = BatchSchedule.from_config(config.batch)
+
     def progress_at(iteration: int, samples: int) -> Progress:
         tokens = batches.tokens_of_samples(samples, config.model.seq_length, config.curriculum, start)
         return Progress(iteration, samples, int(tokens))

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.checkpoint.compatibility import resumed_schedule, start_of
+from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import BatchSchedule, Config, parse_args, read_command_line
-from megatron.config.batch import RunLength
+from megatron.config import Config, parse_args, read_command_line
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition
@@ -191,10 +190,7 @@ def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool 
         saved = parse_args([*WITHOUT_LENGTH, *saved_flags.split()], {})
         state = TrainingState(iteration, 8 * iteration, 8 * 32 * iteration)
         checkpoint = Checkpoint(Path("x"), state, {"config": saved.to_dict()}, weights_only=finetune)
-    batches = BatchSchedule.from_config(config.batch)
-    schedule = resumed_schedule(checkpoint, config)
-    length = RunLength.from_config(config, start_of(checkpoint))
-    return start_notes(checkpoint, config, length, batches, schedule)
+    return start_notes(checkpoint, config, resumed_schedule(checkpoint, config))
 
 
 @pytest.mark.parametrize("iteration", [0, 50, 99])
