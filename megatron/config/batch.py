@@ -32,7 +32,7 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     warmup_end: tuple[float, ...] = field(default=(), kw_only=True)
-    """(samples, tokens) at the end of the learning rate's warm-up; () if the two units do not meet in it."""
+    """(samples, tokens) at which a warm-up in samples ends, if the decay counts in tokens; otherwise ()."""
 
     def count(self, unit: Unit) -> int:
         """Returns this progress in one unit."""
@@ -153,20 +153,13 @@ class BatchSchedule:
             iterations = start.iteration + max(0, within)
         else:
             raise ConfigError("the length of the run is missing: set --train-samples or --train-iters")
-        if training.train_tokens is not None:
-            until = self._iteration_at_tokens(training.train_tokens, seq_length, curriculum, start)
-            iterations = min(iterations, until)
+        if (target := training.train_tokens) is not None:
+            iteration, samples, tokens, length = self._after_growth(
+                seq_length, curriculum, start, lambda samples, tokens: tokens >= target
+            )
+            left = max(0, -(-(target - tokens) // length))
+            iterations = min(iterations, iteration + self.iterations_until(samples + left, samples))
         return iterations
-
-    def _iteration_at_tokens(
-        self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None, start: Progress
-    ) -> int:
-        """Returns the first iteration, from `start` on, with at least `target_tokens` consumed tokens."""
-        iteration, samples, tokens, length = self._after_growth(
-            seq_length, curriculum, start, lambda samples, tokens: tokens >= target_tokens
-        )
-        left = max(0, -(-(target_tokens - tokens) // length))
-        return iteration + self.iterations_until(samples + left, samples)
 
     def tokens_of_samples(
         self,

@@ -81,13 +81,18 @@ CHANGES = {
     ),
     "tokens, a larger batch": (
         "--global-batch-size 4 --train-samples 1000 --train-tokens 5120 --exit-interval 10",
-        "--global-batch-size 8 --train-samples 1000 --train-tokens 5120 --override-data",
+        "--global-batch-size 8 --train-samples 1000 --train-tokens 5120",
         (25, 160, 5120),
     ),
     "tokens, longer sequences": (
         "--global-batch-size 4 --train-samples 1000 --train-tokens 5120 --exit-interval 10",
         "--global-batch-size 4 --train-samples 1000 --train-tokens 5120 --override-data --seq-length 64",
         (25, 100, 5120),
+    ),
+    "samples, with evaluations": (
+        "--global-batch-size 4 --train-samples 160 --exit-interval 10 --split 9,1 --eval-iters 1",
+        "--global-batch-size 8 --train-samples 160 --split 9,1 --eval-iters 1 --eval-interval 4",
+        (25, 160, 5120),
     ),
     "samples, a ramp-up": (
         "--global-batch-size 8 --train-samples 160 --exit-interval 10",
