@@ -194,9 +194,10 @@ class BatchSchedule:
             tokens += size * curriculum.length_at(iteration)
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
-    def ramp_up_steps(self) -> list[tuple[int, int]]:
-        """Returns (batch size, number of steps) of each batch size below the full one, in order."""
-        return [(size, steps) for _, size, steps in self._plateaus(0) if steps is not None]
+    def ramp_up_steps(self, consumed_samples: int = 0) -> list[tuple[int, int]]:
+        """Returns (batch size, number of steps) of each batch size below the full one, in order, from
+        `consumed_samples` on."""
+        return [(size, steps) for _, size, steps in self._plateaus(consumed_samples) if steps is not None]
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
         """Yields (consumed samples at its start, batch size, steps) of each range of equal batch sizes. The

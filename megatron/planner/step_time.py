@@ -364,19 +364,17 @@ def _days(config: Config, pipeline: PipelineTime, outside: float, start: Progres
     training, schedule = config.training, BatchSchedule.from_config(config.batch)
     if training.train_samples is None and training.train_iters is None:
         return None
-    total, consumed = RunLength.from_config(config, start).iterations, start.consumed_samples
-    unit = config.batch.micro_batch_size * config.parallel.data_parallel_size
-    seconds, done = 0.0, min(start.iteration, total)
-    for size in schedule.sizes(consumed):
-        last = size == config.batch.global_batch_size
-        following = size + (config.batch.rampup_batch_size or (0, 0))[1]
-        steps = 0 if last else schedule.iterations_until(schedule.consumed_at_size(following), consumed)
-        until = total if last else min(start.iteration + steps, total)
+    left = max(0, RunLength.from_config(config, start).iterations - start.iteration)
+    unit, seconds = config.batch.micro_batch_size * config.parallel.data_parallel_size, 0.0
+    for size, steps in [
+        *schedule.ramp_up_steps(start.consumed_samples),
+        (config.batch.global_batch_size, left),
+    ]:
         # The schedule may not support the smallest batches of the ramp-up: a run that resumes skips them.
         multiple = config.parallel.micro_batch_multiple
         micro_batches = max(-(-size // unit // multiple) * multiple, config.parallel.min_micro_batches)
-        seconds += (until - done) * (pipeline.seconds(micro_batches) + outside)
-        done = until
+        seconds += min(steps, left) * (pipeline.seconds(micro_batches) + outside)
+        left -= min(steps, left)
     return seconds / 86400
 
 
