@@ -65,9 +65,7 @@ def run(
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
     stamp = found.stamp or IndexStamp(config.data)  # the first process of the node has written it
-    fingerprint_at = found.fingerprint_at or cache(
-        partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp)
-    )
+    fingerprint_at = found.fingerprint_at or _fingerprints(config, vocab, stamp)
     with watchdog.phase(Phase.PREFLIGHT):
         fingerprint = fingerprint_at(broadcast_from_rank_0(start_of(found.checkpoint)))
         notes = [*notes, *check_kernels(config.training.require_kernels), *preflight(config, fingerprint)]
@@ -175,7 +173,7 @@ def _find_inputs(
     if not is_main_process():
         return found
     assert found.stamp is not None
-    found.fingerprint_at = cache(partial(run_fingerprint, config, vocabulary=vocab, stamp=found.stamp))
+    found.fingerprint_at = _fingerprints(config, vocab, found.stamp)
     owned = None if config.training.no_train else config.checkpoint.save
     with announce_errors():
         claims = owner.ClaimFolder(Path(owned)) if owned else None
@@ -192,6 +190,10 @@ def _find_inputs(
         resumed_schedule(found.checkpoint, config)  # for its errors
         found.tasks = load_tasks(config)
     return found
+
+
+def _fingerprints(config: Config, vocab: Vocabulary, stamp: IndexStamp) -> selection.FingerprintAt:
+    return cache(partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp))
 
 
 def _print(line: str) -> None:

@@ -125,7 +125,8 @@ def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str) -> None:
 
 
 def test_resumed_length_is_what_must_fit_into_memory() -> None:
-    words = "--train-iters 100 --global-batch-size 5000000"
-    with pytest.raises(UserError, match="500,000,000 samples"):
+    """The tokens of a launch with longer sequences leave fewer samples."""
+    words = "--train-samples 1000000000 --train-tokens 32000000000"
+    with pytest.raises(UserError, match="1,000,000,000 samples"):
         check_memory(words)
-    check_memory(words, Progress(90, 720))  # 10 of the 100 steps have the large batch
+    check_memory(words, Progress(10, 80, 31_000_000_000))
