@@ -62,15 +62,16 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
         return
     if same_data(checkpoint.run["data"], fingerprint):
         was, now = (
-            RunLength.from_config(settings, checkpoint.state).train_samples
+            RunLength.from_config(settings, checkpoint.state).samples_per_split(settings)[0]
             for settings in (checkpoint.config, config)
         )
+        keeps = f"pass --data-order-samples {was} to keep its order, " if now < was else ""
         raise UserError(
             f"checkpoint {checkpoint.folder}: the order of the samples would change. Its run has {was:,} "
             f"training samples, this run {now:,}: another number of epochs of the same data "
             f"({'; '.join(differences)}). All epochs are shuffled together. Keep the length of the "
-            "checkpoint's run (--global-batch-size, --train-iters, --train-samples, --train-tokens), or pass "
-            "--override-data to continue in the new order from the saved sample"
+            f"checkpoint's run (--global-batch-size, --train-iters, --train-samples, --train-tokens), "
+            f"{keeps}or pass --override-data to continue in the new order from the saved sample"
         )
     is_reordered = any(difference.startswith(f"{ORDER_KEY}:") for difference in differences)
     what = "in another order of samples" if is_reordered else "on other data"

@@ -168,9 +168,12 @@ def test_resumed_length_of_the_tools(
 
 
 def test_resumed_length_that_is_reached_trains_nothing(begun: Callable[[str], Path], tokens: str) -> None:
-    start = begun("--global-batch-size 8 --train-samples 128 --exit-interval 10")
-    flags = [*BASE, "--train-samples", "128", "--global-batch-size", "96", "--data-path", tokens]
-    run = pretrain([*flags, "--load", str(start)]).ok()
+    """The next batch would be too large. Without it, the run would have fewer epochs, and another order."""
+    start = begun("--global-batch-size 8 --train-samples 160 --exit-interval 10")
+    flags = [*BASE, "--train-samples", "160", "--global-batch-size", "96", "--data-path", tokens]
+    refused = pretrain([*flags, "--load", str(start)])
+    assert refused.exit_code == 2 and "pass --data-order-samples 160 to keep its order, or" in refused.stderr
+    run = pretrain([*flags, "--load", str(start), "--data-order-samples", "160"]).ok()
     assert run.steps == []
     assert (
         "nothing to train: the checkpoint is at iteration 10, with 80 samples and 2,560 tokens consumed, and "
