@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     stamp = verify_token_files(config.data, shard)
     checkpoint, load = planned_checkpoint(config), config.checkpoint.load
     if load is not None:  # the length of the run depends on what its checkpoint has consumed
-        found = describe_start(checkpoint, load) if Path(load).is_dir() else f"{load} does not exist here"
-        print(printable(f"--load      {found}"))
+        origin = describe_start(checkpoint, load) if Path(load).is_dir() else f"{load} does not exist here"
+        print(printable(f"--load      {origin}"))
     length = RunLength.from_config(config, start_of(checkpoint))
     check_index_memory(config, length, host_memory_bytes())
     samples = length.samples_per_split(config)
