@@ -31,6 +31,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron.checkpoint.compatibility import start_of
+from megatron.checkpoint.selection import planned_checkpoint
 from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.batch import RunLength
 from megatron.config.cli import make_parser
@@ -202,7 +204,7 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
     several. Raises UserError for flags that no run accepts, and for a sample outside the run."""
     config = sampled_run(words)
     data, seq_length = config.data, config.model.seq_length
-    length = RunLength.from_config(config)
+    length = RunLength.from_config(config, start_of(planned_checkpoint(config)))
     # The training data of a run may begin at a later sample.
     number = i - data.data_first_sample if subset == "train" else i
     groups = requested_groups(data, seq_length, length.samples_per_split(config))[SPLIT_NAMES.index(subset)]

@@ -7,7 +7,8 @@ layout therefore have the same batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron.config.config import Config
 from megatron.config.curriculum import SOURCE, LengthCurriculum
@@ -19,6 +20,32 @@ from megatron.errors import ConfigError
 
 # Each batch size of a ramp-up is checked. Published runs have at most 127 increments.
 _MAX_INCREMENTS = 100_000
+
+Unit = Literal["iterations", "samples", "tokens"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has consumed since iteration 0."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    warmup_end: tuple[float, ...] = field(default=(), kw_only=True)
+    """(samples, tokens) at which a warm-up in samples ends, if the decay counts in tokens; otherwise ()."""
+
+    def count(self, unit: Unit) -> int:
+        """Returns this progress in one unit."""
+        counts = {
+            "iterations": self.iteration,
+            "samples": self.consumed_samples,
+            "tokens": self.consumed_tokens,
+        }
+        return counts[unit]
+
+
+BEGIN = Progress()
+"""The start of a run without a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -108,51 +135,58 @@ class BatchSchedule:
         return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
 
     def total_iterations(
-        self, training: TrainingConfig, seq_length: int, curriculum: LengthCurriculum | None = None
+        self,
+        training: TrainingConfig,
+        seq_length: int,
+        curriculum: LengthCurriculum | None = None,
+        start: Progress = BEGIN,
     ) -> int:
-        """Returns the iterations of the whole run: --train-iters, or the full batches in --train-samples.
+        """Returns the last iteration of a run that continues from `start`: --train-iters, or the last one
+        whose full batch is in --train-samples.
 
         --train-tokens can end the run earlier, at the first step that reaches this number of tokens.
         """
         if training.train_iters is not None:
             iterations = training.train_iters
         elif training.train_samples is not None:
-            iterations = max(0, self.iterations_within(training.train_samples))
+            within = self.iterations_within(training.train_samples, start.consumed_samples)
+            iterations = start.iteration + max(0, within)
         else:
             raise ConfigError("the length of the run is missing: set --train-samples or --train-iters")
-        if training.train_tokens is not None:
-            iterations = min(
-                iterations, self.iterations_until_tokens(training.train_tokens, seq_length, curriculum)
+        if (target := training.train_tokens) is not None:
+            iteration, samples, tokens, length = self._after_growth(
+                seq_length, curriculum, start, lambda samples, tokens: tokens >= target
             )
+            left = max(0, -(-(target - tokens) // length))
+            iterations = min(iterations, iteration + self.iterations_until(samples + left, samples))
         return iterations
 
-    def iterations_until_tokens(
-        self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None
-    ) -> int:
-        """Returns the minimum number of steps that consume at least `target_tokens`."""
-        iteration, samples, tokens, length = self._after_growth(
-            seq_length, curriculum, lambda samples, tokens: tokens >= target_tokens
-        )
-        left = max(0, -(-(target_tokens - tokens) // length))
-        return iteration + self.iterations_until(samples + left, samples)
-
     def tokens_of_samples(
-        self, target_samples: float, seq_length: int, curriculum: LengthCurriculum | None
+        self,
+        target_samples: float,
+        seq_length: int,
+        curriculum: LengthCurriculum | None,
+        start: Progress = BEGIN,
     ) -> float:
-        """Returns the tokens consumed after `target_samples` samples, interpolated within a step."""
+        """Returns the tokens consumed after `target_samples` samples by a run that continues from `start`,
+        interpolated within a step."""
         _, samples, tokens, length = self._after_growth(
-            seq_length, curriculum, lambda samples, tokens: samples >= target_samples
+            seq_length, curriculum, start, lambda samples, tokens: samples >= target_samples
         )
         return tokens + (target_samples - samples) * length
 
     def _after_growth(
-        self, seq_length: int, curriculum: LengthCurriculum | None, is_enough: Callable[[int, int], bool]
+        self,
+        seq_length: int,
+        curriculum: LengthCurriculum | None,
+        start: Progress,
+        is_enough: Callable[[int, int], bool],
     ) -> tuple[int, int, int, int]:
-        """Returns (steps, samples, tokens, last sequence length) at the end of the curriculum, or after the
-        first step for which is_enough(samples, tokens) holds if this step is earlier."""
+        """Returns (iteration, samples, tokens, last sequence length) at the end of the curriculum, or after
+        the first step from `start` on for which is_enough(samples, tokens) holds if this step is earlier."""
+        iteration, samples, tokens = start.iteration, start.consumed_samples, start.consumed_tokens
         if curriculum is None:
-            return 0, 0, 0, seq_length
-        iteration, samples, tokens = 0, 0, 0
+            return iteration, samples, tokens, seq_length
         while iteration < curriculum.steps and not is_enough(samples, tokens):
             iteration += 1
             size = self.global_batch_size_at(samples)
@@ -160,9 +194,10 @@ class BatchSchedule:
             tokens += size * curriculum.length_at(iteration)
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
-    def ramp_up_steps(self) -> list[tuple[int, int]]:
-        """Returns (batch size, number of steps) of each batch size below the full one, in order."""
-        return [(size, steps) for _, size, steps in self._plateaus(0) if steps is not None]
+    def ramp_up_steps(self, consumed_samples: int = 0) -> list[tuple[int, int]]:
+        """Returns (batch size, number of steps) of each batch size below the full one, in order, from
+        `consumed_samples` on."""
+        return [(size, steps) for _, size, steps in self._plateaus(consumed_samples) if steps is not None]
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
         """Yields (consumed samples at its start, batch size, steps) of each range of equal batch sizes. The
@@ -180,17 +215,20 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run in iterations and in training samples."""
+    """The end of a run: its last iteration, and the training samples consumed by then."""
 
     iterations: int
     train_samples: int
 
     @classmethod
-    def from_config(cls, config: Config) -> RunLength:
-        """Returns the iterations and samples of the whole run, counted from iteration 0."""
+    def from_config(cls, config: Config, start: Progress = BEGIN) -> RunLength:
+        """Returns the end of the run that continues from `start`: of the steps before it, only what they have
+        consumed counts, because their batch sizes and sequence lengths may have been different."""
         schedule = BatchSchedule.from_config(config.batch)
-        iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
-        return cls(iterations, schedule.consumed_after(iterations))
+        lengths = (config.model.seq_length, config.curriculum)
+        iterations = schedule.total_iterations(config.training, *lengths, start)
+        remaining = max(0, iterations - start.iteration)
+        return cls(iterations, schedule.consumed_after(remaining, start.consumed_samples))
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
         """Returns the samples of the train, valid and test splits for which the data order is planned."""
@@ -246,12 +284,6 @@ def check_remaining_batches(config: Config, consumed_samples: int) -> None:
                 f"--rampup-batch-size {ramp}: a batch of {problem} (or START or INCREMENT), or resume a "
                 f"checkpoint of at least {first_supported_sample(config):,} consumed samples"
             )
-
-
-def check_batch_size(config: Config, size: int) -> None:
-    """Raises ConfigError if the layout does not support batches of `size` samples."""
-    if problem := _batch_problem(config, size):
-        raise ConfigError(f"a batch of {problem}")
 
 
 def first_supported_sample(config: Config) -> int:

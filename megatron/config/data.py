@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import reduce
 from pathlib import Path
 
-from megatron.config.batch import BatchSchedule
+from megatron.config.batch import RunLength
 from megatron.config.config import Config
 from megatron.config.fields import option_name
 from megatron.config.registries import DATA_ORDERS, TOKENIZERS
@@ -384,26 +384,23 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_index_memory(config: Config, memory_bytes: int) -> None:
+def check_index_memory(config: Config, length: RunLength, memory_bytes: int) -> None:
     """Raises ConfigError if the sample index of the training or validation data cannot be built in memory."""
-    training, batch = config.training, BatchSchedule.from_config(config.batch)
-    iterations = batch.total_iterations(training, config.model.seq_length, config.curriculum)
-    evaluations = (iterations // training.eval_interval + 1) * training.eval_iters
+    training = config.training
+    train, valid, _ = length.samples_per_split(config)
     unit = "iters" if training.train_iters is not None else "samples"
     requests = {
-        f"--train-{unit} {getattr(training, f'train_{unit}')}": (
-            0 if training.no_train else batch.consumed_after(iterations)
-        ),
+        f"--train-{unit} {getattr(training, f'train_{unit}')}": train,
         f"--eval-iters {training.eval_iters} every --eval-interval {training.eval_interval}": (
-            evaluations * batch.global_batch_size if any(available_eval_splits(config.data)[:2]) else 0
+            valid if any(available_eval_splits(config.data)[:2]) else 0
         ),
     }
     for flags, samples in requests.items():
         needed = samples * _INDEX_BYTES_PER_SAMPLE * _largest_share(config.data)
         if needed > memory_bytes:
             raise ConfigError(
-                f"{flags} with --global-batch-size {batch.global_batch_size} reads {samples:,} samples: "
-                f"building their index takes {needed / 1e9:,.0f} GB of memory, and this machine has "
+                f"{flags} with --global-batch-size {config.batch.global_batch_size} reads {samples:,} "
+                f"samples: building their index takes {needed / 1e9:,.0f} GB of memory, and this machine has "
                 f"{memory_bytes / 1e9:,.0f} GB: reduce these values"
             )
 

@@ -12,14 +12,7 @@ from shutil import which
 
 from megatron.config.batch import check_batches, check_curriculum, check_length
 from megatron.config.config import Config
-from megatron.config.data import (
-    NO_EVALUATION_DATA,
-    available_eval_splits,
-    check_data,
-    check_files,
-    check_index_memory,
-    host_memory_bytes,
-)
+from megatron.config.data import NO_EVALUATION_DATA, available_eval_splits, check_data, check_files
 from megatron.config.model import check_model
 from megatron.config.partition_method import parse_partition_method
 from megatron.config.rules import check_rules
@@ -58,7 +51,6 @@ def validate(config: Config) -> None:
     check_evaluation(config)
     if not config.training.dry_run:
         check_files(config.data)
-        check_index_memory(config, host_memory_bytes())
         check_dependencies(config)
         check_harness_installed(config)
 
@@ -278,8 +270,8 @@ def _check_warmup(config: Config, unit: str, warmup: int) -> None:
     schedule, training = config.schedule, config.training
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
-        if training.deepspeed_config is not None:
-            return  # LearningRateSchedule counts the tokens of a curriculum in this file
+        if training.deepspeed_config is not None or config.checkpoint.load is not None:
+            return  # LearningRateSchedule counts the tokens of a curriculum, and of a resumed run
         # Rounded down to whole samples, because the warm-up has to end before the decay.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:

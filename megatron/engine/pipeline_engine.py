@@ -13,7 +13,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.batch import check_batch_size
 from megatron.data.loader import MicroBatch
 from megatron.deepspeed_names import restrict
 from megatron.engine.deepspeed_config import deepspeed_dict
@@ -122,14 +121,11 @@ class GPTEngine(ScheduleExecutor):
         sample of `micro_batches`, by default --seq-length. skips_non_finite, exit_code_fn: see
         `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the mean loss and the grad norm, equal on
         all ranks, returns whether to skip the update. heartbeat: called for every micro-batch. Raises
-        NonFiniteError on all ranks, before the update, and ConfigError for a batch size that the layout does
-        not support.
+        NonFiniteError on all ranks, before the update.
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run_config.model.seq_length
         if global_batch_size != self.train_batch_size():
-            # After a rollback, the ramp-up may have a batch size that was not checked at startup.
-            check_batch_size(self.run_config, global_batch_size)
             super().set_train_batch_size(global_batch_size * self.layout.cp_size)
         self.optimizer.begin_step(
             skips_non_finite,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.compatibility import resumed_schedule
-from megatron.checkpoint.lineage.start import choose_checkpoint
+from megatron.checkpoint.compatibility import resumed_schedule, start_of
+from megatron.checkpoint.selection import planned_checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
@@ -17,7 +17,7 @@ from megatron.pipeline.stages import StagePlan, stage_flops
 from megatron.planner.fit import free_saving, with_verdict
 from megatron.planner.memory import StageMemory
 from megatron.planner.plan import Plan, make_plan
-from megatron.planner.step_time import StepTime, time_lines
+from megatron.planner.step_time import StepTime, planned_step, time_lines
 from megatron.text_table import format_table
 from megatron.training.build import Setup
 from megatron.training.data import planned_data_report
@@ -45,14 +45,15 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
 
 
 def _report(config: Config, notes: list[str], setup: Setup, plan: Plan) -> str:
-    vocab, length = setup.vocab, setup.length
-    notes = [*notes, *ramp_up_notes(config)]
-    data = planned_data_report(config, length)
-    checkpoint, found = planned_start(config, length, vocab)
+    vocab, notes = setup.vocab, [*notes, *ramp_up_notes(config)]
+    checkpoint, found = planned_start(config, vocab)
+    start = start_of(checkpoint)
+    data = planned_data_report(config, start)
     lr_schedule = resumed_schedule(checkpoint, config)
-    notes += found + start_notes(checkpoint, config, length, setup.batches, lr_schedule)
+    notes += found + start_notes(checkpoint, config, lr_schedule)
+    step = planned_step(config, plan.stages, vocab.size, start)
     text = planned_run_report(
-        config, plan.stages, vocab.size, notes, lr_schedule.describe(), plan.memory, plan.step
+        config, plan.stages, vocab.size, notes, lr_schedule.describe(), plan.memory, step
     )
     return f"{text}\n\n{data}"
 
@@ -105,7 +106,7 @@ def ramp_up_notes(config: Config) -> list[str]:
     if load is None or config.batch.rampup_batch_size is None:
         return []
     schedule = BatchSchedule.from_config(config.batch)
-    checkpoint = choose_checkpoint(config.checkpoint, None) if Path(load).is_dir() else None
+    checkpoint = planned_checkpoint(config) if Path(load).is_dir() else None
     if checkpoint is not None:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)

@@ -50,13 +50,11 @@ from megatron.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Setup:
-    """Vocabulary, stages, batches and length of a run, known before the processes connect."""
+    """Vocabulary and stages of a run, known before the processes connect."""
 
     vocab: Vocabulary
     plan: StagePlan | None
     """None if `find_stages` must be called when the processes have connected; never in a dry run."""
-    batches: BatchSchedule
-    length: RunLength
 
     @classmethod
     def from_config(cls, config: Config) -> Setup:
@@ -70,10 +68,9 @@ class Setup:
         plan = None
         if config.training.dry_run or not needs_processes:
             plan = plan_stages(config, vocab.size, times)
-        batches = BatchSchedule.from_config(config.batch)
-        length = RunLength.from_config(config)
-        schedule_of(config)  # only for its errors: the checkpoint's schedule may replace it
-        return cls(vocab, plan, batches, length)
+        if config.checkpoint.load is None:
+            schedule_of(config)  # an error is found before the data are read
+        return cls(vocab, plan)
 
 
 def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab: Vocabulary) -> StagePlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig, parse_split
-from megatron.config.batch import RunLength
+from megatron.config.batch import Progress, RunLength
 from megatron.config.data import NO_EVALUATION_DATA, SPLIT_NAMES, splits_with_own_data, token_files
 from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
@@ -47,14 +47,14 @@ class RunData:
 
 
 def run_fingerprint(
-    config: Config, length: RunLength, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
+    config: Config, start: Progress, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
 ) -> dict:
     """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
-    checkpoint. stamp: of the token files; None reads it.
+    checkpoint. start: what the run has consumed when it starts. stamp: of the token files; None reads it.
 
     Raises ConfigError if there is no document to train on.
     """
-    model, training = config.model, config.training
+    model, training, length = config.model, config.training, RunLength.from_config(config, start)
     # An evaluation reads no training samples, but records the planned ones.
     num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
     fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples, stamp)
@@ -127,7 +127,7 @@ def missing_token_file(config: Config) -> str:
     return ""
 
 
-def planned_data_report(config: Config, length: RunLength) -> str:
+def planned_data_report(config: Config, start: Progress) -> str:
     """Returns `data_report` for a dry run, or a line that names the missing data file.
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
@@ -135,8 +135,8 @@ def planned_data_report(config: Config, length: RunLength) -> str:
     if missing := missing_token_file(config):
         return f"data       not checked: {missing}"
     stamp = verify_token_files(config.data)
-    run_fingerprint(config, length, stamp=stamp)
-    return data_report(config, length, stamp)
+    run_fingerprint(config, start, stamp=stamp)
+    return data_report(config, RunLength.from_config(config, start), stamp)
 
 
 def _requested_samples(

@@ -4,23 +4,24 @@ The notes say what a resume changes and what the rest of the run will do.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from megatron.checkpoint.compatibility import starts_at_zero
-from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.selection import find_checkpoint
+from megatron.checkpoint.compatibility import start_of, starts_at_zero
+from megatron.checkpoint.record import Checkpoint, describe_start
+from megatron.checkpoint.selection import find_checkpoint, planned_checkpoint
 from megatron.cluster.devices import find_gpu, gpu_of_process
 from megatron.config import BatchSchedule, Config
-from megatron.config.batch import RunLength
+from megatron.config.batch import Progress, RunLength
 from megatron.config.fields import option_name
 from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.model.flops import iteration_flops, palm_flops
-from megatron.optimizer.schedule import LearningRateSchedule, Progress
+from megatron.optimizer.schedule import LearningRateSchedule
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
@@ -220,32 +221,28 @@ _CHANGEABLE_SETTINGS = {
 
 
 def start_notes(
-    checkpoint: Checkpoint | None,
-    config: Config,
-    length: RunLength,
-    batches: BatchSchedule,
-    lr_schedule: LearningRateSchedule,
+    checkpoint: Checkpoint | None, config: Config, lr_schedule: LearningRateSchedule
 ) -> list[str]:
     """Returns notes on a start with nothing to train, on a batch size or settings that differ from the
     checkpoint's, and on a learning rate of 0."""
     if config.training.no_train:
         return []
-    state = checkpoint.start_state if checkpoint is not None else TrainingState()
-    if state.iteration >= length.iterations:
+    start = start_of(checkpoint)
+    length = RunLength.from_config(config, start)
+    if start.iteration >= length.iterations:
         return [
-            f"nothing to train: the checkpoint is at iteration {state.iteration} and the run ends at "
-            f"iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
+            f"nothing to train: the checkpoint is at iteration {start.iteration}, with "
+            f"{start.consumed_samples:,} samples and {start.consumed_tokens:,} tokens consumed, and the run "
+            f"ends at iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
     return [
-        *_batch_notes(checkpoint, batches, length),
+        *_batch_notes(checkpoint, config, length),
         *_settings_notes(checkpoint, config),
-        *_rate_notes(config, length, batches, lr_schedule),
+        *_rate_notes(config, start, length, lr_schedule),
     ]
 
 
-def planned_start(
-    config: Config, length: RunLength, vocab: Vocabulary
-) -> tuple[Checkpoint | None, list[str]]:
+def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint from which a run with the flags of a dry run would start, and a note on it.
 
     The checkpoint is checked as in a run if --load is a folder on this machine and the data exists. Raises
@@ -257,22 +254,22 @@ def planned_start(
     if not Path(load).is_dir():
         return None, [f"--load is not checked: {load} does not exist here"]
     if missing := missing_token_file(config):
-        return None, [f"--load {load} is not checked: {missing}"]
-    fingerprint = run_fingerprint(config, length, vocab)
-    checkpoint = find_checkpoint(config, vocab.size, fingerprint)
+        return planned_checkpoint(config), [f"--load {load} is not checked: {missing}"]
+    checkpoint = find_checkpoint(config, vocab.size, partial(run_fingerprint, config, vocabulary=vocab))
     return checkpoint, [describe_start(checkpoint, load)]
 
 
-def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: RunLength) -> Iterator[str]:
+def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLength) -> Iterator[str]:
     if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
         return
-    saved, samples = BatchSchedule.from_config(checkpoint.config.batch), checkpoint.state.consumed_samples
+    samples = checkpoint.state.consumed_samples
+    saved, batches = (BatchSchedule.from_config(each.batch) for each in (checkpoint.config, config))
     if saved != batches:
         yield (
             f"the batch size differs from the checkpoint's: {saved.global_batch_size_at(samples)} samples "
             f"there (up to {saved.global_batch_size}), {batches.global_batch_size_at(samples)} samples from "
             f"iteration {checkpoint.state.iteration + 1} on (up to {batches.global_batch_size}); the run "
-            f"ends at iteration {length.iterations}"
+            f"ends at iteration {length.iterations}, with {length.train_samples:,} samples"
         )
 
 
@@ -294,12 +291,12 @@ def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[s
 
 
 def _rate_notes(
-    config: Config, length: RunLength, batches: BatchSchedule, lr_schedule: LearningRateSchedule
+    config: Config, start: Progress, length: RunLength, lr_schedule: LearningRateSchedule
 ) -> Iterator[str]:
+    batches = BatchSchedule.from_config(config.batch)
+
     def progress_at(iteration: int, samples: int) -> Progress:
-        tokens = batches.tokens_of_samples(
-            samples, seq_length=config.model.seq_length, curriculum=config.curriculum
-        )
+        tokens = batches.tokens_of_samples(samples, config.model.seq_length, config.curriculum, start)
         return Progress(iteration, samples, int(tokens))
 
     # The last step may lie beyond the end of the decay, because the last batch is rounded up.

@@ -219,6 +219,7 @@ class Trainer:
             state.skipped_iterations + int(optimizer.skipped),
             state.skips_in_a_row + 1 if optimizer.skipped else 0,
             state.rollbacks,
+            warmup_end=self.lr_schedule.warmup_end,
         )
         self.metrics.log_step(
             StepRecord(

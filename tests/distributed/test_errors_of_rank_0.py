@@ -64,7 +64,7 @@ def meet_errors(folder):
         save()
         for call in (
             lambda: checkpoints.newest_valid(True),
-            lambda: select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT),
+            lambda: select_valid_checkpoint(checkpoint, config, VOCAB, lambda start: FINGERPRINT),
             lambda: checkpoints.restore_or_init(None, lambda text: None),
         ):
             checkpoints.identity = checkpoint if rank_0 else None  # anything with a lineage

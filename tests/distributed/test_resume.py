@@ -116,7 +116,9 @@ def test_a_run_of_four_replicas_resumes_to_the_last_bit(precision, zero, tmp_pat
 
 def resume_from_valid_files(row, folder):
     engine = build_engine(config_for(row, "adam"))
-    checkpoint = select_valid_checkpoint(find_latest(folder), engine.run_config, VOCAB, FINGERPRINT)
+    checkpoint = select_valid_checkpoint(
+        find_latest(folder), engine.run_config, VOCAB, lambda start: FINGERPRINT
+    )
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     return checkpoint.unverified_note, outcome(engine, range(3, 6))
 
@@ -158,7 +160,7 @@ def save_after(row, parallel, folder):
 
 def resume_with(row, parallel, folder):
     config = config_of(row, parallel=parallel, checkpoint={"load": str(folder)}, model=CHANGES["model"])
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])
     load_checkpoint(engine, checkpoint, FINGERPRINT)
@@ -208,7 +210,7 @@ def saved(tmp_path):
 
 def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
     config = config_of(row or Row(), **{"checkpoint": {"load": str(folder)}, **changes})
-    return find_checkpoint(config, vocab, fingerprint)
+    return find_checkpoint(config, vocab, lambda start: fingerprint)
 
 
 def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
@@ -316,9 +318,9 @@ def save_twice(row, folder, keep_last=None):
 def select(row, folder):
     config = config_of(row, checkpoint={"load": str(folder)})
     # Rank 0 alone searches.
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT) if dist.get_rank() == 0 else None
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT) if dist.get_rank() == 0 else None
     try:
-        selectd = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
+        selectd = select_valid_checkpoint(checkpoint, config, VOCAB, lambda start: FINGERPRINT)
     except UserError as error:
         return str(error)
     return selectd.state.iteration, selectd.skip_reason
@@ -355,7 +357,7 @@ def resume_and_save(row, folder, steps, keep_last):
     options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
     config = config_of(row, checkpoint=options)
     checkpoint = select_valid_checkpoint(
-        find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT
+        find_checkpoint(config, VOCAB, lambda start: FINGERPRINT), config, VOCAB, lambda start: FINGERPRINT
     )
     engine = build_engine(config)
     manager = make_manager(engine, folder)

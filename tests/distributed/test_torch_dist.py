@@ -58,7 +58,7 @@ def resume(row: Row, core: Path, folder: Path | None = None) -> tuple[TrainingSt
     """Loads a checkpoint, that of Megatron-Core if none is given, and takes the next steps on its batches."""
     config = config_for(row, folder or core, **(SMALL_MODEL if core.name in SMALL else {}))
     expected = json.loads((core / "expected.json").read_text())
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config, vocab_size=VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     size, layout, losses = row.micro_batch, engine.layout, []
@@ -199,15 +199,15 @@ def test_moments_by_bucket_are_refused(core: Path) -> None:
     metadata.storage_data = {replace(index, fqn=renamed(index.fqn)): place for index, place in places.items()}
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match="by bucket .dp_reshardable., where no file names the parameters"):
-        find_checkpoint(config_for(Row(), core), VOCAB, FINGERPRINT)
+        find_checkpoint(config_for(Row(), core), VOCAB, lambda start: FINGERPRINT)
     config = config_for(Row(), core)
     config = replace(config, checkpoint=replace(config.checkpoint, no_load_optim=True))
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     assert checkpoint is not None and checkpoint.state.iteration == 3
 
 
 def test_a_different_model_is_refused(core: Path) -> None:
     with pytest.raises(UserError, match="--ffn-hidden-size was 64, is 96"):
-        find_checkpoint(config_for(Row(), core, ffn_hidden_size=96), VOCAB, FINGERPRINT)
+        find_checkpoint(config_for(Row(), core, ffn_hidden_size=96), VOCAB, lambda start: FINGERPRINT)
     with pytest.raises(UserError, match="the vocabulary had 64 rows with padding, and has 65 tokens"):
-        find_checkpoint(config_for(Row(), core), 65, FINGERPRINT)
+        find_checkpoint(config_for(Row(), core), 65, lambda start: FINGERPRINT)

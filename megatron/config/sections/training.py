@@ -29,19 +29,21 @@ class TrainingConfig(Section):
     train_iters: int | None = flag(
         None,
         at_least=1,
-        help="length of the training in iterations, including resumed parts; alternative to --train-samples",
+        help="length of the training in iterations, including those before a resume; alternative to "
+        "--train-samples",
         group=COMMON_FLAGS,
     )
     train_samples: int | None = flag(
         None,
         at_least=1,
-        help="length of the training in samples, including resumed parts; alternative to --train-iters",
+        help="length of the training in samples, including those before a resume, whatever their batch "
+        "size was; alternative to --train-iters",
     )
     train_tokens: int | None = flag(
         None,
         at_least=1,
-        help="end the training at this number of tokens, if it is reached before --train-iters or "
-        "--train-samples",
+        help="end the training at this number of tokens, including those before a resume, if it is reached "
+        "before --train-iters or --train-samples",
     )
     eval_interval: int = flag(
         1000,

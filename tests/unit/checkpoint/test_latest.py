@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, fi
         failures = 1000
         options = CheckpointConfig(load=str(load), save=str(run.folder))
         with pytest.raises(UserError, match=f"{path} cannot be accessed now .{os.strerror(code)}"):
-            find_checkpoint(replace(run.config, checkpoint=options), 100, {})
+            find_checkpoint(replace(run.config, checkpoint=options), 100, lambda start: {})
 
 
 def test_latest_of_a_folder_from_before_run_ids_is_used(tmp_path):

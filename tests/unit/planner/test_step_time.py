@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from megatron.config import Config
+from megatron.config.batch import BEGIN, Progress
 from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
@@ -47,11 +48,11 @@ def config_of(flags: str = "") -> Config:
     return parse_args([*BASE.split(), *flags.split()], {})
 
 
-def predicted(flags: str = "") -> StepTime:
+def predicted(flags: str = "", start: Progress = BEGIN) -> StepTime:
     config = config_of(flags)
     cluster = find_cluster(config)
     assert cluster is not None
-    return predict_step(config, plan_stages(config, VOCAB), VOCAB, cluster)
+    return predict_step(config, plan_stages(config, VOCAB), VOCAB, cluster, start)
 
 
 def test_collectives_within_a_node_and_between_nodes() -> None:
@@ -226,9 +227,10 @@ def test_the_parts_add_up_and_the_rates_follow() -> None:
     assert "s predicted" in time_lines(step) and "MFU" in time_lines(step)
 
 
-def test_a_ramp_up_takes_longer() -> None:
+def test_a_ramp_up_takes_longer_and_a_resumed_length_has_the_days_that_remain() -> None:
     flags = "--world-size 16 --pipeline-model-parallel-size 4 --train-samples 12800"
-    flat, ramped = predicted(flags), predicted(f"{flags} --rampup-batch-size 64 448 6400")
+    ramp = f"{flags} --rampup-batch-size 64 448 6400"
+    flat, ramped = predicted(flags), predicted(ramp)
     assert ramped.total == flat.total
     # 100 steps of 64 samples with 8 micro-batches, then 12 (of 12.5) steps of 512 samples with 64.
     stages = [(time.forward, time.backward) for time in flat.stages]
@@ -238,6 +240,11 @@ def test_a_ramp_up_takes_longer() -> None:
     expected = 100 * (short + outside) + 12 * flat.total
     assert ramped.days == pytest.approx(expected / 86400, rel=1e-3)
     assert flat.days == pytest.approx(25 * flat.total / 86400)
+    assert "days for the whole run" in time_lines(ramped)
+    # From 600 steps of 1 sample on: 91 steps of 64 samples, then 12 of 512.
+    resumed = predicted(ramp, Progress(600, 600, 600 * 2048))
+    assert resumed.days == pytest.approx((91 * (short + outside) + 12 * flat.total) / 86400, rel=1e-3)
+    assert "days for the rest of the run" in time_lines(resumed)
 
 
 def test_what_makes_a_step_slower() -> None:
