@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_at_least_1(arguments, "threads")
     shard = parse_shard(arguments.shard, os.environ)
     words = run_flags(arguments.training, arguments.script, None)
-    config = read_deepspeed_config(read_command_line(words, {}, read_saved_config).config).config
+    config = read_command_line(words, {}, read_saved_config, read_deepspeed_config).config
     if not token_file_prefixes(config.data):
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
-import re
 import sys
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.config.checkpoint_args import (
     ReadSavedConfig,
@@ -25,12 +23,21 @@ from megatron.config.checkpoint_args import (
 )
 from megatron.config.config import SECTIONS, Config
 from megatron.config.data import SPLIT_NAMES, read_data_args, read_groups_file, read_per_split_data_args
-from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, value_text
-from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag, rewrite, unsupported
+from megatron.config.fields import (
+    COMMON_FLAGS,
+    Flag,
+    InvalidSettings,
+    flag_of,
+    option_name,
+    setting_option,
+    value_text,
+)
+from megatron.config.mistakes import Mistakes
+from megatron.config.peer_flags import IGNORED_FLAGS, REWRITTEN_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
-from megatron.config.tool_parser import typed_name
-from megatron.config.validate import validate
+from megatron.config.tool_parser import FLAG, CollectingParser, mistakes_of_unknown, typed_name
+from megatron.config.validate import mistakes_of
 from megatron.errors import ConfigError, one_line
 
 # The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
@@ -60,29 +67,77 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
+# Reads the file of --deepspeed_config and adds its mistakes: returns the config with its settings, and notes.
+ReadDeepSpeedConfig = Callable[[Config, Mistakes], tuple[Config, tuple[str, ...]]]
+
+
 def read_command_line(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] = os.environ,
     read_saved_config: ReadSavedConfig | None = None,
+    read_deepspeed_config: ReadDeepSpeedConfig | None = None,
+    mistakes: Mistakes | None = None,
 ) -> CommandLine:
-    """Parses and validates argv (None: sys.argv[1:]). Raises ConfigError for flags that cannot be run.
+    """Parses and validates argv (None: sys.argv[1:]). Raises a ConfigError with all mistakes, if there are
+    any.
 
     read_saved_config: reads the configuration of a checkpoint, for --use-checkpoint-args and --branch-at.
+    mistakes: found before.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    given = _parse(argv)
-    typed = set(given.settings)
-    _apply_launcher_env(given.settings, env)
-    _read_data_files(given.settings)
-    _use_hugging_face(given.settings)
-    notes = [*given.notes, *_use_checkpoint_args(given.settings, read_saved_config)]
-    notes += _use_branch_point(given.settings, read_saved_config)
-    _check_required(given.settings)
-    config = Config(
-        **{name: kind(**_section_settings(given.settings, name)) for name, kind in SECTIONS.items()}
-    )
-    validate(config)
-    return CommandLine(config, (*notes, *unused_setting_notes(config, typed), *risk_notes(config)))
+    mistakes = mistakes or Mistakes()
+    given = _parse(list(sys.argv[1:] if argv is None else argv), mistakes)
+    settings, typed = given.settings, set(given.settings)
+    _apply_launcher_env(settings, env, mistakes)
+    _read_data_files(settings, mistakes)
+    with mistakes.collect():
+        _use_hugging_face(settings)
+    notes = [*given.notes]
+    of_model = [option_name(field.name) for field in dataclasses.fields(SECTIONS["model"])]
+    with mistakes.collect(of_model):
+        notes += _use_checkpoint_args(settings, read_saved_config)
+    with mistakes.collect(["--train-iters", "--train-samples", "--lr"]):
+        notes += _use_branch_point(settings, read_saved_config)
+    _fill_in_required(settings, mistakes)
+    sections = {name: _section(name, settings, mistakes) for name in SECTIONS}
+    parallel = sections["parallel"]
+    if not mistakes.unknown.isdisjoint(_LAYOUT):  # checked as if there was one replica
+        sections["parallel"] = dataclasses.replace(parallel, world_size=parallel.ranks_per_replica)
+    flags = config = Config(**sections)
+    if read_deepspeed_config is not None:
+        config, more = read_deepspeed_config(config, mistakes)
+        notes += more
+    mistakes.extend(mistakes_of(config))
+    mistakes.raise_all()
+    return CommandLine(config, (*notes, *unused_setting_notes(flags, typed), *risk_notes(flags)))
+
+
+_LAYOUT = (
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
+    "--world-size",
+)
+
+
+def _section(name: str, settings: Mapping[str, Any], mistakes: Mistakes) -> Any:
+    """Returns a section. A setting with an invalid value has its default, or the smallest valid value."""
+    kind, values = SECTIONS[name], _section_settings(settings, name)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    while True:
+        unknown = [field for field in fields.values() if option_name(field.name) in mistakes.unknown]
+        if any(flag_of(field).choices is None for field in unknown):  # what is derived from it is unknown
+            derived = {field.name for field in fields.values() if flag_of(field).derived} - values.keys()
+            mistakes.unknown |= set(map(option_name, derived))
+        try:
+            return kind(**values)
+        except InvalidSettings as error:
+            for field_name, sentence in error.mistakes.items():
+                mistakes.add(sentence, [option_name(field_name)])
+                field = fields[field_name]
+                if values.pop(field_name, None) is None or field.default is dataclasses.MISSING:
+                    values[field_name] = _smallest(field)
+
+
+def _smallest(field: dataclasses.Field[Any]) -> Any:
+    return flag_of(field).at_least or 1
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
@@ -119,21 +174,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """Understands flags of other frameworks. Raises ConfigError where argparse prints its usage and exits."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words, notes = rewrite(sys.argv[1:] if args is None else args)
-        namespace = argparse.Namespace() if namespace is None else namespace
-        if notes:
-            setattr(namespace, _NOTES, tuple(notes))
-        return super().parse_known_args(words, namespace)
-
-    def error(self, message: str) -> NoReturn:
+class _Parser(CollectingParser):
+    def rejection(self, message: str) -> str:
         names, colon, complaint = message.removeprefix("argument ").partition(": ")
-        if not colon:
-            raise ConfigError(f"{message}: see --help")
-        raise ConfigError(f"{names.split('/')[0]}: {complaint}; see --help")
+        option = names.split("/")[0]
+        if complaint.startswith(option):  # of a `_Converter`
+            return complaint
+        return f"{option}: {complaint}; see --help" if colon else f"{message}: see --help"
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -160,17 +207,26 @@ class _Given:
     notes: tuple[str, ...]
 
 
-def _parse(argv: list[str]) -> _Given:
+def _parse(argv: list[str], mistakes: Mistakes) -> _Given:
     parser = make_parser()
-    namespace, unknown = parser.parse_known_args(_join_checked_values(argv))
+    words, notes = rewrite(_join_checked_values(argv))
+    namespace, unknown = parser.collect(words, mistakes, takes_unknown=True)
     values = vars(namespace)
-    notes = values.pop(_NOTES, ())
+    notes += values.pop(_NOTES, ())
     ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
-    rejected = _rejected_values(ignored.values(), values) + _unknown_arguments(parser, unknown)
-    if rejected:
-        raise ConfigError("\n       ".join(rejected))
+    mistakes.extend(_rejected_values(ignored.values(), values))
     settings = {name: value for name, value in values.items() if name not in ignored}
+    hidden = {flag.name for flag in IGNORED_FLAGS}
+    mistakes_of_unknown(parser, words, unknown, mistakes, _answer, hidden)
     return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
+
+
+def _answer(name: str) -> str | None:
+    """Returns the sentence about a flag of another framework."""
+    if (stands_for := REWRITTEN_FLAGS.get(name)) is not None:
+        return f"{name} takes no value; it is read as {' '.join(stands_for)}"
+    instead = unsupported(name)
+    return instead and f"{name} is not supported: {instead}"
 
 
 def _join_checked_values(argv: Sequence[str]) -> list[str]:
@@ -179,48 +235,21 @@ def _join_checked_values(argv: Sequence[str]) -> list[str]:
     checked = {flag.name for flag in IGNORED_FLAGS if flag.values is not None}
     words: list[str] = []
     for word in argv:
-        if words and not _FLAG.match(word) and words[-1].partition("=")[0] in checked:
+        if words and not FLAG.match(word) and words[-1].partition("=")[0] in checked:
             words[-1] += (" " if "=" in words[-1] else "=") + word
         else:
             words.append(word)
     return words
 
 
-def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> list[str]:
-    """Returns the errors for values that ignored flags do not accept."""
-    rejected = []
+def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the errors for values that ignored flags do not accept."""
     for flag in flags:
         if flag.values is not None and values[flag.name] not in flag.values:
             instead = f"; {flag.otherwise}" if flag.otherwise else ""
-            rejected.append(
-                f"{flag.name} is '{values[flag.name]}': expected {' or '.join(flag.values)}{instead}"
-            )
-    return rejected
+            yield f"{flag.name} is '{values[flag.name]}': expected {' or '.join(flag.values)}{instead}"
 
 
-def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> list[str]:
-    """Returns the errors for unknown flags. Words between unknown flags may be their values."""
-    if unknown and not _FLAG.match(unknown[0]):
-        return [f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"]
-    names = dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word))
-    return [_unknown_flag(parser, name) for name in names]
-
-
-def _unknown_flag(parser: argparse.ArgumentParser, name: str) -> str:
-    if instead := unsupported(name):
-        return f"{name} is not supported: {instead}"
-    spelled = "--" + name.lstrip("-").replace("_", "-")
-    known = parser._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS}
-    nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
-    nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))
-    hint = f"did you mean {' or '.join(nearest)}?" if 1 <= len(nearest) <= _MAX_HINTS else "see --help"
-    return f"unknown flag {name}: {hint}"
-
-
-# One wrong letter in a flag of 5 or more letters stays above it; --batch-size and --micro-batch-size do not.
-_MIN_SIMILARITY = 0.85
-_MAX_HINTS = 3
-_FLAG = re.compile("--?[A-Za-z]")
 _NOTES = "(notes)"
 
 
@@ -240,7 +269,10 @@ class _Store(argparse.Action):
         values: Any,
         option: str | None = None,
     ) -> None:
-        value = self.convert(values)
+        try:
+            value = self.convert(values)
+        except ConfigError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
         before = getattr(namespace, self.dest, value)
         if before != value:
             notes = getattr(namespace, _NOTES, ())
@@ -358,31 +390,38 @@ def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **how)
 
 
-def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str]) -> None:
+def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str], mistakes: Mistakes) -> None:
     """Sets world size and local rank from the launcher's environment variables."""
-    if "parallel.local_rank" not in settings and "LOCAL_RANK" in env:
-        settings["parallel.local_rank"] = _launcher_number(env, "LOCAL_RANK")
-    started = _launcher_number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 1
+    with mistakes.collect(["--local-rank"]):
+        if "parallel.local_rank" not in settings and "LOCAL_RANK" in env:
+            settings["parallel.local_rank"] = _launcher_number(env, "LOCAL_RANK")
+    started = 1
+    with mistakes.collect(["--world-size"]):
+        started = _launcher_number(env, "WORLD_SIZE") if "WORLD_SIZE" in env else 1
     planned = settings.setdefault("parallel.world_size", started)
     if planned != started and not settings.get("training.dry_run"):
-        raise ConfigError(
+        mistakes.add(
             f"--world-size {planned} does not match the {started} started process(es) (WORLD_SIZE): "
-            "remove --world-size, or add --dry-run to plan for another number"
+            "remove --world-size, or add --dry-run to plan for another number",
+            ["--world-size"],
         )
 
 
-def _read_data_files(settings: dict[str, Any]) -> None:
+def _read_data_files(settings: dict[str, Any], mistakes: Mistakes) -> None:
     """Reads the prefixes and weights from the files that name them, which may be missing in a dry run."""
     words: dict[str, Any] = {}
     for name in ("data_path", *(f"{split}_weighted_split_paths" for split in SPLIT_NAMES)):
         field = "data_args_path" if name == "data_path" else f"{name}_path"
         read = read_data_args if name == "data_path" else read_groups_file
-        if file := _file_to_read(settings, field, (name,)):
-            words[f"data.{name}"] = read(option_name(field), file)
+        with mistakes.collect([option_name(name), option_name(field)]):
+            if file := _file_to_read(settings, field, (name,)):
+                words[f"data.{name}"] = read(option_name(field), file)
     per_split = "per_split_data_args_path"
-    if file := _file_to_read(settings, per_split, tuple(f"{split}_data_path" for split in SPLIT_NAMES)):
-        found = read_per_split_data_args(option_name(per_split), file)
-        words |= {f"data.{split}_data_path": value for split, value in found.items()}
+    replaced = tuple(f"{split}_data_path" for split in SPLIT_NAMES)
+    with mistakes.collect(map(option_name, (per_split, *replaced))):
+        if file := _file_to_read(settings, per_split, replaced):
+            found = read_per_split_data_args(option_name(per_split), file)
+            words |= {f"data.{split}_data_path": value for split, value in found.items()}
     settings |= words
 
 
@@ -454,18 +493,23 @@ def _launcher_number(env: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _check_required(settings: dict[str, Any]) -> None:
-    missing = [
-        (section, f"{option_name(field.name)} ({flag_of(field).help.split(':')[0]})")
-        for section, kind in SECTIONS.items()
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and f"{section}.{field.name}" not in settings
-    ]
+def _fill_in_required(settings: dict[str, Any], mistakes: Mistakes) -> None:
+    """Adds the missing required flags to the mistakes, and to the settings with the smallest values."""
+    missing: dict[str, str] = {}
+    for section, kind in SECTIONS.items():
+        for field in dataclasses.fields(kind):
+            name, option = f"{section}.{field.name}", option_name(field.name)
+            if field.default is dataclasses.MISSING and name not in settings:
+                settings[name] = _smallest(field)
+                if option not in mistakes.unknown:
+                    missing[name] = f"{option} ({flag_of(field).help.split(':')[0]})"
     if missing:
-        of_checkpoint = any(section == "model" for section, _ in missing) and "checkpoint.load" in settings
+        of_model = any(name.startswith("model.") for name in missing)
         hint = "; --use-checkpoint-args takes those of the model from the checkpoint in --load"
-        flags = ", ".join(flag for _, flag in missing)
-        raise ConfigError(f"missing required flags: {flags}{hint if of_checkpoint else ''}")
+        sentence = f"missing required flags: {', '.join(missing.values())}"
+        mistakes.add(
+            sentence + hint * (of_model and "checkpoint.load" in settings), map(setting_option, missing)
+        )
 
 
 def _section_settings(settings: dict[str, Any], section: str) -> dict[str, Any]:

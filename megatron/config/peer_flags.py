@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class IgnoredFlag:
@@ -448,10 +446,8 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each replacement.
-
-    Raises ConfigError for a value after a flag that takes none.
-    """
+    """Returns the words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each replacement. A
+    flag with a value that it does not take stays: the parser rejects it."""
     typed = {word.partition("=")[0] for word in words}
     result: list[str] = []
     notes: list[str] = []
@@ -464,7 +460,7 @@ def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
             result += [*stands_for[:-1], stands_for[-1] + equals + value]
             notes.append(f"{name} is read as {' '.join(stands_for)}")
         elif equals:
-            raise ConfigError(f"{word}: {name} takes no value; it is read as {' '.join(stands_for)}")
+            result.append(word)
         elif stands_for[0] in typed:
             notes.append(f"{name} is ignored: {stands_for[0]} is given")
         else:

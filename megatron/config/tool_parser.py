@@ -1,23 +1,155 @@
-"""The command line of the tools: parser, checks of arguments, and the exit of an interrupted tool."""
+"""The parsers of command lines, which report all mistakes in one error; checks of the tools' arguments, and
+the exit of an interrupted tool."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron.config.mistakes import Mistakes, named_flags
 from megatron.errors import ConfigError
 
 
-class ToolParser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError.
+class _Rejected(ConfigError):
+    """What argparse rejects. argument: as argparse names it, "" if it names none. complaint: without it."""
+
+    def __init__(self, sentence: str, message: str) -> None:
+        super().__init__(sentence)
+        prefix, _, rest = message.partition(": ")
+        is_named = prefix.startswith("argument ")
+        self.argument = prefix.removeprefix("argument ") if is_named else ""
+        self.required = rest.split(", ") if prefix == "the following arguments are required" else []
+
+
+class CollectingParser(argparse.ArgumentParser):
+    """An argparse parser that raises one ConfigError with all mistakes."""
+
+    def rejection(self, message: str) -> str:
+        """Returns the sentence for a message of argparse."""
+        return f"{message} (--help lists the flags)"
+
+    def error(self, message: str) -> NoReturn:
+        raise _Rejected(self.rejection(message), message)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        mistakes = Mistakes()
+        parsed, _ = self.collect(sys.argv[1:] if args is None else args, mistakes)
+        mistakes.raise_all()
+        return parsed
+
+    def collect(
+        self, words: Sequence[str], mistakes: Mistakes, takes_unknown: bool = False
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses a command line and adds its mistakes to `mistakes`. A flag with an invalid value is left
+        out.
+
+        Returns the namespace and, with takes_unknown, the words of unknown flags, which are then no mistakes.
+        """
+        words, missing = list(words), dict[str, None]()
+        while True:
+            try:
+                parsed, unknown = self.parse_known_args(words)
+                break
+            except _Rejected as rejected:
+                actions = [action for action in self._actions if _name(action) == rejected.argument]
+                absent = [action for action in self._actions if _name(action) in rejected.required]
+                missing |= dict.fromkeys(map(_name, absent))
+                if actions and actions[0].option_strings:
+                    mistakes.add(str(rejected), actions[0].option_strings, is_cause=True)
+                    words = without_flag(words, actions[0])
+                elif absent:
+                    for action in absent:
+                        action.required = False
+                else:
+                    mistakes.add(str(rejected))
+                    mistakes.raise_all()
+        if not takes_unknown:
+            mistakes_of_unknown(self, words, unknown, mistakes)
+        absent_names = [name for name in missing if mistakes.unknown.isdisjoint(name.split("/"))]
+        if absent_names:
+            message = f"the following arguments are required: {', '.join(absent_names)}"
+            mistakes.add(self.rejection(message), absent_names)
+        return parsed, unknown
+
+
+def _name(action: argparse.Action) -> str:
+    """Returns the name of an argument in argparse's messages."""
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest
+    return "/".join(action.option_strings) or metavar
+
+
+def without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
+    """Returns the words without a flag and its values."""
+    limits = {None: 1, "?": 1, 0: 0}
+    limit = action.nargs if isinstance(action.nargs, int) else limits.get(action.nargs, len(words))
+    kept, values = list[str](), 0
+    for word in words:
+        if FLAG.match(word):
+            name, equals, _ = word.partition("=")
+            values = 0
+            if name in action.option_strings:
+                values = 0 if equals else limit
+                continue
+        elif values > 0:
+            values -= 1
+            continue
+        kept.append(word)
+    return kept
+
+
+def mistakes_of_unknown(
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
+    unknown: Sequence[str],
+    mistakes: Mistakes,
+    answer: Callable[[str], str | None] = lambda name: None,
+    hidden: Collection[str] = (),
+) -> None:
+    """Adds the mistakes of the words of a command line that a parser does not know. Words after an unknown
+    flag may be its values. The value of a flag that a sentence recommends is unknown, unless the flag is
+    given: the user may have meant this flag.
+
+    answer: returns the sentence about a flag, or None to name the nearest flag. hidden: flags that are not
+    named.
+    """
+    known = parser._option_string_actions.keys() - set(hidden)  # argparse has no public list
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    if unknown and not FLAG.match(unknown[0]):
+        before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if FLAG.match(word)]
+        sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
+        mistakes.add(sentence, before[-1:])  # the value of the flag before it may be incomplete
+    for name in dict.fromkeys(word.split("=")[0] for word in unknown if FLAG.match(word)):
+        sentence = answer(name) or _nearest(name, known)
+        mistakes.add(sentence, named_flags(sentence) - given, is_cause=True)
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    spelled = "--" + name.lstrip("-").replace("_", "-")
+    nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
+    nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))
+    hint = f"did you mean {' or '.join(nearest)}?" if 1 <= len(nearest) <= _MAX_HINTS else "see --help"
+    return f"unknown flag {name}: {hint}"
+
+
+FLAG = re.compile("--?[A-Za-z]")
+# One wrong letter in a flag of 5 or more letters stays above it; --batch-size and --micro-batch-size do not.
+_MIN_SIMILARITY = 0.85
+_MAX_HINTS = 3
+
+
+class ToolParser(CollectingParser):
+    """The parser of a tool.
 
     `description` is printed with its line breaks: it can be a tool's docstring. In an installation,
     `megatron-NAME` replaces `python tools/NAME.py` in it. Flags cannot be abbreviated, since a new flag would
@@ -30,9 +162,6 @@ class ToolParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
 
 
 def typed_name(script: str) -> str:
