@@ -89,7 +89,9 @@ def verify_weights(checkpoint: Checkpoint) -> None:
 def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
     """Builds the tokenizer that the flags name, or the checkpoint's if they name none. Raises UserError if
     the checkpoint was trained with a different tokenizer."""
-    tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint.config.data))
+    tokenizer = build_tokenizer(
+        tokenizer_flags(flags, checkpoint.config.data), checkpoint.config.model.vocab_size
+    )
     if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "

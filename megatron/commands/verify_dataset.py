@@ -36,6 +36,7 @@ from megatron.config.batch import RunLength
 from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.mistakes import Mistakes
 from megatron.config.peer_flags import rewrite
 from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
@@ -68,9 +69,10 @@ class VerifyParser(ToolParser):
         if "--help" not in words and any(word.partition("=")[0] == "--sample" for word in words):
             own = ToolParser(None)
             _add_sample_flags(own)
-            sampled, run = own.parse_known_args(words)
-            make_parser().parse_args(run)
-            sampled.run = run
+            mistakes = Mistakes()
+            sampled, sampled.run = own.collect_known(words, mistakes)
+            make_parser().collect(sampled.run, mistakes)
+            mistakes.raise_all()
             return sampled
         parsed = super().parse_args(words, namespace)
         if parsed.subset != "train":
@@ -209,7 +211,7 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
     if not groups:
         raise UserError(f"--sample {i} --subset {subset}: a run with these flags reads no {subset} data")
     has_tokenizer = data.tokenizer_type is not None
-    tokenizer = build_tokenizer(data) if has_tokenizer else None
+    tokenizer = build_tokenizer(data, config.model.vocab_size) if has_tokenizer else None
     for group, num_samples in groups:
         if not 0 <= number < num_samples:
             raise UserError(

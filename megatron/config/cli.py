@@ -36,7 +36,7 @@ from megatron.config.mistakes import Mistakes
 from megatron.config.peer_flags import IGNORED_FLAGS, REWRITTEN_FLAGS, IgnoredFlag, rewrite, unsupported
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
-from megatron.config.tool_parser import FLAG, CollectingParser, mistakes_of_unknown, typed_name
+from megatron.config.tool_parser import FLAG, CollectingParser, nearest_flag, typed_name
 from megatron.config.validate import mistakes_of
 from megatron.errors import ConfigError, one_line
 
@@ -85,7 +85,7 @@ def read_command_line(
     mistakes: found before.
     """
     mistakes = mistakes or Mistakes()
-    given = _parse(list(sys.argv[1:] if argv is None else argv), mistakes)
+    given = _parse(sys.argv[1:] if argv is None else argv, mistakes)
     settings, typed = given.settings, set(given.settings)
     _apply_launcher_env(settings, env, mistakes)
     _read_data_files(settings, mistakes)
@@ -154,7 +154,7 @@ def complete_command_line() -> None:
             argcomplete.autocomplete(make_parser())
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CollectingParser:
     """Returns the parser. It stores each given flag under 'section.field' or '--ignored-flag'."""
     parser = _Parser(
         prog=typed_name("pretrain_gpt.py"),
@@ -175,12 +175,28 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(CollectingParser):
+    """Understands flags of other frameworks."""
+
     def rejection(self, message: str) -> str:
         names, colon, complaint = message.removeprefix("argument ").partition(": ")
         option = names.split("/")[0]
         if complaint.startswith(option):  # of a `_Converter`
             return complaint
         return f"{option}: {complaint}; see --help" if colon else f"{message}: see --help"
+
+    def unknown_flag(self, name: str) -> str:
+        if (stands_for := REWRITTEN_FLAGS.get(name)) is not None:
+            return f"{name} takes no value; it is read as {' '.join(stands_for)}"
+        if instead := unsupported(name):
+            return f"{name} is not supported: {instead}"
+        return nearest_flag(name, self._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS})
+
+    def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
+        words, notes = rewrite(_join_checked_values(words))
+        namespace = super().collect(words, mistakes)
+        if notes:
+            setattr(namespace, _NOTES, (*getattr(namespace, _NOTES, ()), *notes))
+        return namespace
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -207,26 +223,20 @@ class _Given:
     notes: tuple[str, ...]
 
 
-def _parse(argv: list[str], mistakes: Mistakes) -> _Given:
-    parser = make_parser()
-    words, notes = rewrite(_join_checked_values(argv))
-    namespace, unknown = parser.collect(words, mistakes, takes_unknown=True)
-    values = vars(namespace)
-    notes += values.pop(_NOTES, ())
+def _parse(argv: Sequence[str], mistakes: Mistakes) -> _Given:
+    values = vars(make_parser().collect(argv, mistakes))
+    notes = values.pop(_NOTES, ())
     ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
-    mistakes.extend(_rejected_values(ignored.values(), values))
     settings = {name: value for name, value in values.items() if name not in ignored}
-    hidden = {flag.name for flag in IGNORED_FLAGS}
-    mistakes_of_unknown(parser, words, unknown, mistakes, _answer, hidden)
+    mistakes.extend(_rejected_values(ignored.values(), values))
+    for flag in ignored.values():
+        if flag.only_in_plans and not settings.get("training.dry_run"):
+            mistakes.add(f"{flag.name} is not supported: {flag.reason}")
+        if flag.not_with in settings:
+            mistakes.add(
+                f"{flag.name} is not supported with {setting_option(flag.not_with)}: remove one of them"
+            )
     return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
-
-
-def _answer(name: str) -> str | None:
-    """Returns the sentence about a flag of another framework."""
-    if (stands_for := REWRITTEN_FLAGS.get(name)) is not None:
-        return f"{name} takes no value; it is read as {' '.join(stands_for)}"
-    instead = unsupported(name)
-    return instead and f"{name} is not supported: {instead}"
 
 
 def _join_checked_values(argv: Sequence[str]) -> list[str]:

@@ -248,8 +248,11 @@ def data_mistakes(config: Config) -> Iterator[str]:
             "keeps exact shares; remove one of the two flags"
         )
     own = splits_with_own_data(data)
-    if not data.data_path and not own and not config.training.dry_run:
-        yield "--data-path is missing: set it to the prefix of a .bin/.idx pair (optional with --dry-run)"
+    if not (data.data_path or own or data.mock_data or config.training.dry_run):
+        yield (
+            "--data-path is missing: set it to the prefix of a .bin/.idx pair, or set --mock-data (optional "
+            "with --dry-run)"
+        )
     if own:
         yield from _own_data_mistakes(data)
 
@@ -264,6 +267,8 @@ def tokenizer_mistakes(config: Config) -> Iterator[str]:
             "the files of the others"
         )
     if data.tokenizer_type is not None:
+        if TOKENIZERS[data.tokenizer_type].takes_vocab_size and config.model.vocab_size is None:
+            yield f"--tokenizer-type {data.tokenizer_type} without --vocab-size: set the number of its tokens"
         for name in TOKENIZERS[data.tokenizer_type].settings:
             if getattr(data, name) is None:
                 yield (f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: set its path")

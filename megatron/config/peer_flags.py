@@ -8,6 +8,7 @@ beginning of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,10 @@ class IgnoredFlag:
     """The values that are accepted; None: all."""
     otherwise: str = ""
     """The alternative for any other value."""
+    only_in_plans: bool = False
+    """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
+    not_with: str = ""
+    """A setting, 'section.field', with which the flag is rejected."""
 
     @property
     def note(self) -> str:
@@ -49,7 +54,35 @@ _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
 _DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format, or torch's with --save-format dcp"
 _REQUEUE = "the scripts of examples/slurm requeue a stopped job, see docs/cluster.md; remove the flag"
 
+_ONE_LR = "all parameters have one learning rate, except with --mup; remove the flag"
+
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
+    *(
+        IgnoredFlag(name, _ONE_LR, nargs=None, only_in_plans=True)
+        for name in ("--decoupled-lr", "--decoupled-min-lr")
+    ),
+    IgnoredFlag(
+        "--calculate-per-token-loss",
+        "without --eod-mask-loss all micro-batches have the same number of tokens, so the mean of their losses "
+        "is the mean over the tokens",
+        not_with="data.eod_mask_loss",
+    ),
+    IgnoredFlag(
+        "--grad-reduce-in-bf16", "gradients are accumulated and reduced in fp32, which is more exact"
+    ),
+    _value("--distributed-timeout-minutes", "--start-timeout and --hang-timeout limit how long ranks wait"),
+    _value("--tiktoken-pattern", "no tokenizer of this program has it"),
+    _value(
+        "--recompute-method",
+        "layers are recomputed in groups of --checkpoint-num-layers",
+        ("uniform",),
+        "a recomputation of only some layers is not implemented; set --recompute-granularity full",
+    ),
+    *_switches("use an external profiler, such as nsys", "--profile", "--use-pytorch-profiler"),
+    *(
+        IgnoredFlag(name, "use an external profiler, such as nsys", nargs="*")
+        for name in ("--profile-step-start", "--profile-step-end", "--profile-ranks")
+    ),
     # What this program always does.
     IgnoredFlag("--deepspeed", reason="DeepSpeed is always used"),
     IgnoredFlag(
@@ -186,6 +219,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         *("--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure"),
         "--dist-ckpt-optim-fully-reshardable",
     ),
+    _value(
+        "--ckpt-format",
+        "--save-format sets the format of saves, and the format of a checkpoint to load is detected",
+        ("torch", "torch_dist", "torch_dcp"),
+        "set --save-format",
+    ),
     _value("--dist-ckpt-strictness", "checkpoints are always loaded strictly"),
     # Data.
     *_switches(
@@ -235,6 +274,8 @@ REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--kill-switch-file": ("--kill-switch-path",),
     "--skip-train": ("--no-train",),
     "--wandb-exp-name": ("--wandb-name",),
+    "--recompute-num-layers": ("--checkpoint-num-layers",),
+    "--swiglu": ("--glu-activation", "swiglu"),
 }
 
 # A flag -> the alternative.
@@ -257,11 +298,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--start-weight-decay": "a weight decay that changes is not implemented; set --weight-decay",
     "--end-weight-decay": "a weight decay that changes is not implemented; set --weight-decay",
     "--lr-warmup-init": "the warmup starts at 0; remove the flag",
-    "--decoupled-lr": "all parameters have one learning rate, except with --mup; remove the flag",
-    "--decoupled-min-lr": "all parameters have one learning rate, except with --mup; remove the flag",
     "--head-lr-mult": "all parameters have one learning rate, except with --mup; remove the flag",
     "--step-batch-size-schedule": "set --rampup-batch-size",
-    "--calculate-per-token-loss": "the loss of a micro-batch is the mean over its tokens; remove the flag",
     # Layout.
     "--num-layers-per-virtual-pipeline-stage": "set --virtual-pipeline-stages to the number of layers "
     "divided by --pipeline-model-parallel-size and by the value of this flag",
@@ -282,13 +320,10 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--data-parallel-sharding-strategy": "set --zero-stage 1, 2 or 3",
     "--num-distributed-optimizer-instances": "optimizer state is sharded over all data-parallel ranks; "
     "remove the flag",
-    "--distributed-timeout-minutes": "set --hang-timeout and --start-timeout, both in seconds",
     "--remote-device": "set --cpu-offload, which keeps the optimizer states in host memory",
     "--optimizer-offload-fraction": "set --cpu-offload, which keeps all optimizer states in host memory",
     "--data-parallel-random-init": "replicas have equal weights; remove the flag",
     # The model.
-    "--swiglu": "set --glu-activation swiglu and --ffn-hidden-size; Megatron-LM's default of the latter is "
-    "8/3 of --hidden-size, rounded down to a multiple of 64",
     "--squared-relu": "this activation is not implemented; CONTRIBUTING.md shows how to add one",
     "--quick-geglu": "set --glu-activation geglu, which gives different results",
     "--rotary-seq-len-interpolation-factor": "set --rope-scaling-type linear and --rope-scaling-factor",
@@ -305,11 +340,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--spec": "the architecture flags define the model, see docs/models.md",
     "--vocab-extra-ids": "tokens for span corruption are not implemented; remove the flag",
     # Recomputation and memory.
-    "--recompute-method": "layers are recomputed in groups of --checkpoint-num-layers, as with uniform; "
-    "remove the flag",
     "--activations-checkpoint-method": "layers are recomputed in groups of --checkpoint-num-layers, as with "
     "uniform; remove the flag",
-    "--recompute-num-layers": "set --checkpoint-num-layers",
     "--recompute-modules": "set --recompute-granularity selective, which recomputes the attention's core",
     "--scattered-embeddings": "set --sequence-parallel",
     "--split-transformers": "set --checkpoint-activations",
@@ -327,7 +359,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--wgrad-deferral-limit": "set --pipeline-schedule zero-bubble, which defers weight gradients",
     "--apply-wd-to-qk-layernorm": "biases and norm parameters have no weight decay; remove the flag",
     "--no-weight-decay-cond-type": "biases and norm parameters have no weight decay; remove the flag",
-    "--grad-reduce-in-bf16": "gradients are accumulated and reduced in fp32; remove the flag",
     "--use-precision-aware-optimizer": "set --use-bnb-optimizer for 8-bit moments",
     # Checkpoints.
     "--no-save-optim": "checkpoints always hold the optimizer state; remove the flag, see --no-load-optim",
@@ -340,8 +371,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--save; remove the flag",
     "--pretrained-checkpoint": "set --load and --finetune",
     # Data.
-    "--mock-data": "make token files with tools/preprocess_data.py and set --data-path",
-    "--tiktoken-pattern": "set --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path",
     "--per-dataset-sequences-path": "token files contain their numbers of sequences; remove the flag",
     "--use-dataset-only": "data are read in the order of this program; remove the flag",
     "--return-data-index": "data are read in the order of this program; remove the flag",
@@ -362,7 +391,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--adlr-autoresume-interval": _REQUEUE,
     "--yaml-cfg": "write the settings as flags",
     "--tp-comm-overlap-cfg": "set --tp-comm-overlap and --tp-comm-overlap-chunks",
-    "--wandb-save-dir": "set the environment variable WANDB_DIR",
     "--wandb-entity": "set the environment variable WANDB_ENTITY",
     "--use-mup": "set --mup and --mup-base-hidden-size",
 }
@@ -445,12 +473,26 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Flag -> value of another framework -> this program's.
+REWRITTEN_VALUES: Mapping[str, Mapping[str, str]] = {
+    "--normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+    "--position-embedding-type": {"rope": "rotary", "learned_absolute": "absolute"},
+    "--tokenizer-type": {
+        "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+        "Llama2Tokenizer": "SentencePieceTokenizer",
+        "HuggingFaceTokenizer": "PretrainedFromHF",
+    },
+}
+
+
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each replacement. A
-    flag with a value that it does not take stays: the parser rejects it."""
-    typed = {word.partition("=")[0] for word in words}
+    """Returns the words of a command line with `REWRITTEN_FLAGS` and `REWRITTEN_VALUES` replaced, and a note
+    for each replacement. A flag with a value that it does not take stays: the parser rejects it."""
+    words, notes = _rewritten_values(words)
+    given = {word.partition("=")[0] for word in words}
+    if "--swiglu" in words and "--ffn-hidden-size" not in given:
+        words += _swiglu_size(words)
     result: list[str] = []
-    notes: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
         stands_for = REWRITTEN_FLAGS.get(name)
@@ -461,12 +503,34 @@ def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"{name} is read as {' '.join(stands_for)}")
         elif equals:
             result.append(word)
-        elif stands_for[0] in typed:
+        elif stands_for[0] in given:
             notes.append(f"{name} is ignored: {stands_for[0]} is given")
         else:
             result += stands_for
             notes.append(f"{name} is read as {' '.join(stands_for)}")
     return result, list(dict.fromkeys(notes))
+
+
+def _rewritten_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    result, notes, flag = list[str](), list[str](), ""
+    for word in words:
+        name, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        if (instead := REWRITTEN_VALUES.get(name, {}).get(value)) is not None:
+            notes.append(f"{name} {value} is read as {name} {instead}")
+            word = f"{name}={instead}" if equals else instead
+        result.append(word)
+        flag = word if word.startswith("--") else ""
+    if any("HuggingFaceTokenizer" in note for note in notes):  # its --tokenizer-model is a folder or a name
+        result = [re.sub("^--tokenizer-model(?==|$)", "--tokenizer-name-or-path", word) for word in result]
+        notes.append("--tokenizer-model is read as --tokenizer-name-or-path")
+    return result, notes
+
+
+def _swiglu_size(words: Sequence[str]) -> list[str]:
+    """Returns --ffn-hidden-size with the default of Megatron-LM's and Microsoft's --swiglu: 8/3 of the hidden
+    size, rounded down to a multiple of 64; [] if the hidden size is not given as a number."""
+    sizes = re.findall(r"(?<!\S)--hidden-size[ =](\d+)(?!\S)", " ".join(words))
+    return ["--ffn-hidden-size", str(int((4 * int(sizes[-1]) * 2 / 3) / 64) * 64)] if sizes else []
 
 
 def unsupported(name: str) -> str | None:

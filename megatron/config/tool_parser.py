@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,11 +31,16 @@ class _Rejected(ConfigError):
 
 
 class CollectingParser(argparse.ArgumentParser):
-    """An argparse parser that raises one ConfigError with all mistakes."""
+    """An argparse parser that raises one ConfigError with all mistakes. A flag with an invalid value is left
+    out."""
 
     def rejection(self, message: str) -> str:
         """Returns the sentence for a message of argparse."""
         return f"{message} (--help lists the flags)"
+
+    def unknown_flag(self, name: str) -> str:
+        """Returns the sentence about an unknown flag."""
+        return nearest_flag(name, self._option_string_actions)  # argparse has no public list
 
     def error(self, message: str) -> NoReturn:
         raise _Rejected(self.rejection(message), message)
@@ -44,43 +49,62 @@ class CollectingParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         mistakes = Mistakes()
-        parsed, _ = self.collect(sys.argv[1:] if args is None else args, mistakes)
+        parsed = self.collect(sys.argv[1:] if args is None else args, mistakes)
         mistakes.raise_all()
         return parsed
 
-    def collect(
-        self, words: Sequence[str], mistakes: Mistakes, takes_unknown: bool = False
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses a command line and adds its mistakes to `mistakes`. A flag with an invalid value is left
-        out.
+    def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
+        """Parses a command line, and adds its mistakes to `mistakes`.
 
-        Returns the namespace and, with takes_unknown, the words of unknown flags, which are then no mistakes.
+        Words after an unknown flag may be its values. The value of a flag that a sentence recommends is
+        unknown, unless the flag is given: the user may have meant this flag.
         """
-        words, missing = list(words), dict[str, None]()
+        parsed, unknown, missing = self._parse(words, mistakes)
+        if unknown and not FLAG.match(unknown[0]):
+            before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if FLAG.match(word)]
+            sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
+            mistakes.add(sentence, before[-1:])  # the value of the flag before it may be incomplete
+        given = {word.partition("=")[0].replace("_", "-") for word in words}
+        for name in dict.fromkeys(word.partition("=")[0] for word in unknown if FLAG.match(word)):
+            sentence = self.unknown_flag(name)
+            mistakes.add(sentence, named_flags(sentence) - given, is_cause=True)
+        self._add_missing(missing, mistakes)
+        return parsed
+
+    def collect_known(self, words: Sequence[str], mistakes: Mistakes) -> tuple[argparse.Namespace, list[str]]:
+        """Behaves like `collect`, but returns the words of unknown flags, which are no mistakes."""
+        parsed, unknown, missing = self._parse(words, mistakes)
+        self._add_missing(missing, mistakes)
+        return parsed, unknown
+
+    def _parse(
+        self, words: Sequence[str], mistakes: Mistakes
+    ) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """Returns the namespace, the unknown words, and the names of the missing arguments."""
+        missing: list[str] = []
         while True:
             try:
-                parsed, unknown = self.parse_known_args(words)
-                break
+                return (*self.parse_known_args(list(words)), missing)
             except _Rejected as rejected:
-                actions = [action for action in self._actions if _name(action) == rejected.argument]
                 absent = [action for action in self._actions if _name(action) in rejected.required]
-                missing |= dict.fromkeys(map(_name, absent))
-                if actions and actions[0].option_strings:
-                    mistakes.add(str(rejected), actions[0].option_strings, is_cause=True)
-                    words = without_flag(words, actions[0])
-                elif absent:
+                wrong = [action for action in self._actions if _name(action) == rejected.argument]
+                if absent:
+                    missing += map(_name, absent)
                     for action in absent:
                         action.required = False
+                elif wrong and wrong[0].option_strings:
+                    mistakes.add(str(rejected), wrong[0].option_strings, is_cause=True)
+                    words = _without_flag(words, wrong[0])
                 else:
                     mistakes.add(str(rejected))
                     mistakes.raise_all()
-        if not takes_unknown:
-            mistakes_of_unknown(self, words, unknown, mistakes)
-        absent_names = [name for name in missing if mistakes.unknown.isdisjoint(name.split("/"))]
-        if absent_names:
-            message = f"the following arguments are required: {', '.join(absent_names)}"
-            mistakes.add(self.rejection(message), absent_names)
-        return parsed, unknown
+                    raise
+
+    def _add_missing(self, names: Sequence[str], mistakes: Mistakes) -> None:
+        absent = [name for name in names if mistakes.unknown.isdisjoint(name.split("/"))]
+        if absent:
+            sentence = self.rejection(f"the following arguments are required: {', '.join(absent)}")
+            mistakes.add(sentence, absent)
 
 
 def _name(action: argparse.Action) -> str:
@@ -89,7 +113,7 @@ def _name(action: argparse.Action) -> str:
     return "/".join(action.option_strings) or metavar
 
 
-def without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
+def _without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
     """Returns the words without a flag and its values."""
     limits = {None: 1, "?": 1, 0: 0}
     limit = action.nargs if isinstance(action.nargs, int) else limits.get(action.nargs, len(words))
@@ -108,33 +132,8 @@ def without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
     return kept
 
 
-def mistakes_of_unknown(
-    parser: argparse.ArgumentParser,
-    words: Sequence[str],
-    unknown: Sequence[str],
-    mistakes: Mistakes,
-    answer: Callable[[str], str | None] = lambda name: None,
-    hidden: Collection[str] = (),
-) -> None:
-    """Adds the mistakes of the words of a command line that a parser does not know. Words after an unknown
-    flag may be its values. The value of a flag that a sentence recommends is unknown, unless the flag is
-    given: the user may have meant this flag.
-
-    answer: returns the sentence about a flag, or None to name the nearest flag. hidden: flags that are not
-    named.
-    """
-    known = parser._option_string_actions.keys() - set(hidden)  # argparse has no public list
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
-    if unknown and not FLAG.match(unknown[0]):
-        before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if FLAG.match(word)]
-        sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
-        mistakes.add(sentence, before[-1:])  # the value of the flag before it may be incomplete
-    for name in dict.fromkeys(word.split("=")[0] for word in unknown if FLAG.match(word)):
-        sentence = answer(name) or _nearest(name, known)
-        mistakes.add(sentence, named_flags(sentence) - given, is_cause=True)
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
+def nearest_flag(name: str, known: Iterable[str]) -> str:
+    """Returns the sentence about an unknown flag, with the flags that the user may have meant."""
     spelled = "--" + name.lstrip("-").replace("_", "-")
     nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
     nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))

@@ -132,7 +132,8 @@ def _write_settings_and_tokenizer(config: Config, temporary: Path, vocab_size: i
         from megatron.tokenizer import build_tokenizer
         from megatron.tokenizer.hugging_face import save_as_hugging_face
 
-        kind, max_length = build_tokenizer(config.data).name, max_length_of(config.model)
+        kind = build_tokenizer(config.data, config.model.vocab_size).name
+        max_length = max_length_of(config.model)
         save_as_hugging_face(kind, config.data, temporary, max_length)
 
 

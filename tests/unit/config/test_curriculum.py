@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import BatchSchedule, Config, ConfigError, TrainingConfig
+from megatron.config import BatchSchedule, Config, ConfigError, TrainingConfig, read_command_line
 from megatron.config.curriculum import LengthCurriculum, read_curriculum
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import SMALL
