@@ -33,7 +33,8 @@ class IgnoredFlag:
     @property
     def note(self) -> str:
         """The note in the log of a run with this flag."""
-        return f"{self.name} is ignored: {self.reason}"
+        when = "is ignored in a dry run, and a run rejects it" if self.only_in_plans else "is ignored"
+        return f"{self.name} {when}: {self.reason}"
 
 
 def _value(name: str, reason: str, values: tuple[str, ...] | None = None, otherwise: str = "") -> IgnoredFlag:
@@ -63,7 +64,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     IgnoredFlag(
         "--calculate-per-token-loss",
-        "without --eod-mask-loss all micro-batches have the same number of tokens, so the mean of their losses "
+        "without --eod-mask-loss all micro-batches have equal numbers of tokens, so the mean of their losses "
         "is the mean over the tokens",
         not_with="data.eod_mask_loss",
     ),
