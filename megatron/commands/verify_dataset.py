@@ -33,11 +33,11 @@ from tqdm import tqdm
 
 from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.batch import RunLength
-from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
+from megatron.config.flag_parser import make_parser
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_flags import rewrite
+from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path

@@ -10,17 +10,11 @@ import dataclasses
 import typing
 from typing import Any
 
-from megatron.config.cli import HELP_GROUPS, default_text, value_type
 from megatron.config.config import SECTIONS
 from megatron.config.fields import Flag, bounds_of, flag_of, option_name
-from megatron.config.peer_flags import (
-    IGNORED_FLAGS,
-    REWRITTEN_FLAGS,
-    REWRITTEN_VALUES,
-    UNSUPPORTED_FAMILIES,
-    UNSUPPORTED_FLAGS,
-    IgnoredFlag,
-)
+from megatron.config.flag_parser import HELP_GROUPS, default_text, value_type
+from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS, IgnoredFlag
+from megatron.config.peer_rewriting import REWRITTEN_FLAGS, REWRITTEN_VALUES
 
 _HEAD = """# Flags
 

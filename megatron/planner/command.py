@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import setting_option
+from megatron.config.flag_parser import make_parser
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_flags import rewrite
+from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 
 PROGRAM = "pretrain_gpt.py"
@@ -70,7 +70,7 @@ def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> lis
     return words if "training.dry_run" in _given(words) else ["--dry-run", *words]
 
 
-def with_defaults(words: Sequence[str], chooses_layout: bool) -> tuple[list[str], list[str]]:
+def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[list[str], list[str]]:
     """Returns the flags with defaults for those that a plan needs and that hardly affect its result, such as
     --lr; and notes on the defaults that a user should know. chooses_layout: whether a search starts from the
     flags, so that layout and precision have defaults, too."""

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.config import ConfigError, read_command_line
-from megatron.config.cli import make_parser
+from megatron.config.flag_parser import make_parser
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 

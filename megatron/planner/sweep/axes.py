@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron.config.cli import make_parser
 from megatron.config.fields import setting_option
-from megatron.config.peer_flags import IGNORED_FLAGS, rewrite
+from megatron.config.flag_parser import make_parser
+from megatron.config.peer_flags import IGNORED_FLAGS
+from megatron.config.peer_rewriting import rewrite
 from megatron.errors import UserError
 
 MAX_ROWS = 1000

@@ -13,17 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
-from megatron.config.peer_flags import (
-    IGNORED_FLAGS,
-    REWRITTEN_FLAGS,
-    UNSUPPORTED_FAMILIES,
-    UNSUPPORTED_FLAGS,
-    rewrite,
-    unsupported,
-)
+from megatron.config.flag_parser import HELP_GROUPS, make_parser
+from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS
+from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
 from tests.unit.config.command_lines import BLOOM, GPT_104B, RUN, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
