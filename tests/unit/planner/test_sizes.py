@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
+from megatron.config.data import index_memory_mistakes
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
