@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from megatron.config.fields import (
 )
 from megatron.config.flag_parser import NOTES, make_parser
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_flags import IGNORED_FLAGS, IgnoredFlag
+from megatron.config.peer_flags import IGNORED_FLAGS
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.validate import mistakes_of
@@ -142,23 +142,7 @@ def _parse(argv: Sequence[str], mistakes: Mistakes) -> _Given:
     notes = values.pop(NOTES, ())
     ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
     settings = {name: value for name, value in values.items() if name not in ignored}
-    mistakes.extend(_rejected_values(ignored.values(), values))
-    for flag in ignored.values():
-        if flag.only_in_plans and not settings.get("training.dry_run"):
-            mistakes.add(f"{flag.name} is not supported: {flag.reason}")
-        if flag.not_with in settings:
-            mistakes.add(
-                f"{flag.name} is not supported with {setting_option(flag.not_with)}: remove one of them"
-            )
     return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
-
-
-def _rejected_values(flags: Iterable[IgnoredFlag], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the errors for values that ignored flags do not accept."""
-    for flag in flags:
-        if flag.values is not None and values[flag.name] not in flag.values:
-            instead = f"; {flag.otherwise}" if flag.otherwise else ""
-            yield f"{flag.name} is '{values[flag.name]}': expected {' or '.join(flag.values)}{instead}"
 
 
 def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str], mistakes: Mistakes) -> None:

@@ -423,7 +423,7 @@ def _largest_share(data: DataConfig) -> Fraction:
 
 def missing_file_mistakes(config: Config) -> Iterator[str]:
     """Yields a sentence for each missing file, one for the two files of a prefix."""
-    data, reported = config.data, set()
+    data, reported = config.data, set[str]()
     yield from missing_tokenizer_files(data)
     for option, prefix, file in token_files(data):
         if prefix not in reported and not Path(file).is_file():

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config.config import SECTIONS
-from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, value_text
+from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, setting_option, value_text
 from megatron.config.mistakes import Mistakes
 from megatron.config.peer_flags import IGNORED_FLAGS
 from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
@@ -74,6 +74,19 @@ class _Parser(CollectingParser):
         if instead := unsupported(name):
             return f"{name} is not supported: {instead}"
         return nearest_flag(name, self._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS})
+
+    def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
+        values = vars(parsed)
+        for flag in (flag for flag in IGNORED_FLAGS if flag.name in values):
+            value, name = values[flag.name], flag.name
+            if flag.values is not None and value not in flag.values:
+                instead = f"; {flag.otherwise}" if flag.otherwise else ""
+                mistakes.add(f"{name} is '{value}': expected {' or '.join(flag.values)}{instead}")
+            if flag.only_in_plans and not values.get("training.dry_run"):
+                mistakes.add(f"{name} is not supported: {flag.reason}")
+            if flag.not_with in values:
+                other = setting_option(flag.not_with)
+                mistakes.add(f"{name} is not supported with {other}: remove one of them")
 
     def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
         words, notes = rewrite(_join_checked_values(words))

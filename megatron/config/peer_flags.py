@@ -32,8 +32,7 @@ class IgnoredFlag:
     @property
     def note(self) -> str:
         """The note in the log of a run with this flag."""
-        when = "is ignored in a dry run, and a run rejects it" if self.only_in_plans else "is ignored"
-        return f"{self.name} {when}: {self.reason}"
+        return f"{self.name} is ignored: {self.reason}"
 
 
 def _value(name: str, reason: str, values: tuple[str, ...] | None = None, otherwise: str = "") -> IgnoredFlag:
@@ -54,7 +53,9 @@ _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
 _DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format, or torch's with --save-format dcp"
 _REQUEUE = "the scripts of examples/slurm requeue a stopped job, see docs/cluster.md; remove the flag"
 
-_ONE_LR = "all parameters have one learning rate, except with --mup; remove the flag"
+_ONE_LR = (
+    "all parameters have one learning rate, except with --mup; remove the flag, which only a dry run accepts"
+)
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     *(
@@ -445,5 +446,5 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
             "--model-prov",
         ),
     ),
-    "use an external profiler, such as nsys; remove the flag": ("--profile",),
+    "use an external profiler, such as nsys; remove the flag": ("--profile-",),
 }

@@ -42,6 +42,9 @@ class CollectingParser(argparse.ArgumentParser):
         """Returns the sentence about an unknown flag."""
         return nearest_flag(name, self._option_string_actions)  # argparse has no public list
 
+    def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
+        """Adds the mistakes in values that argparse accepts."""
+
     def error(self, message: str) -> NoReturn:
         raise _Rejected(self.rejection(message), message)
 
@@ -60,6 +63,7 @@ class CollectingParser(argparse.ArgumentParser):
         unknown, unless the flag is given: the user may have meant this flag.
         """
         parsed, unknown, missing = self._parse(words, mistakes)
+        self.check_values(parsed, mistakes)
         if unknown and not FLAG.match(unknown[0]):
             before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if FLAG.match(word)]
             sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
@@ -115,8 +119,9 @@ def _name(action: argparse.Action) -> str:
 
 def _without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
     """Returns the words without a flag and its values."""
-    limits = {None: 1, "?": 1, 0: 0}
-    limit = action.nargs if isinstance(action.nargs, int) else limits.get(action.nargs, len(words))
+    limit = len(words)  # of values: any number with the nargs * and +
+    if action.nargs in (None, "?") or isinstance(action.nargs, int):
+        limit = action.nargs if isinstance(action.nargs, int) else 1
     kept, values = list[str](), 0
     for word in words:
         if FLAG.match(word):
@@ -176,11 +181,13 @@ def _typed(command: re.Match[str]) -> str:
 
 
 def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for an argument of these names that is set and below 1."""
+    """Raises ConfigError for the arguments of these names that are set and below 1."""
+    mistakes = Mistakes()
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: expected at least 1")
+            mistakes.add(f"--{name.replace('_', '-')} is {value}: expected at least 1")
+    mistakes.raise_all()
 
 
 def check_folder(flag: str, path: str) -> None:

@@ -7,7 +7,7 @@ part of their fields, see `rules`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +42,7 @@ def validate(config: Config) -> None:
 
 def mistakes_of(config: Config) -> Iterator[str]:
     """Yields a sentence for each combination of settings that cannot be run."""
-    checks = [
+    checks: list[Callable[[Config], Iterator[str]]] = [
         *(rule_mistakes, layout_mistakes, model_mistakes, pipeline_mistakes, batch_mistakes, length_mistakes),
         *(schedule_mistakes, optimizer_mistakes, precision_mistakes, finetuning_mistakes, stability_mistakes),
         *(
