@@ -96,9 +96,9 @@ class CollectingParser(argparse.ArgumentParser):
                     missing += map(_name, absent)
                     for action in absent:
                         action.required = False
-                elif wrong and wrong[0].option_strings:
+                elif wrong and len(rest := _without_flag(words, wrong[0])) < len(words):
                     mistakes.add(str(rejected), wrong[0].option_strings, is_cause=True)
-                    words = _without_flag(words, wrong[0])
+                    words = rest
                 else:
                     mistakes.add(str(rejected))
                     mistakes.raise_all()
