@@ -34,5 +34,5 @@ def test_mock_data_train_and_evaluate_alike_on_two_layouts() -> None:
 def test_mock_data_continue_after_a_resume(tmp_path: Path) -> None:
     whole = losses(pretrain([*MOCK, "--train-iters", "4"]))
     saved = [*MOCK, "--save", str(tmp_path), "--load", str(tmp_path)]
-    pretrain([*saved, "--train-iters", "2", "--save-interval", "2"]).ok()
+    pretrain([*saved, "--train-iters", "4", "--exit-interval", "2"]).ok()
     assert losses(pretrain([*saved, "--train-iters", "4"]))[:2] == pytest.approx(whole[2:4], rel=1e-5)
