@@ -64,10 +64,13 @@ def build_parser() -> RunFlagsParser:
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = build_parser().parse_args(argv)
-    check_at_least_1(arguments, "threads")
-    shard = parse_shard(arguments.shard, os.environ)
+    with arguments.mistakes.collect():
+        check_at_least_1(arguments, "threads")
+    with arguments.mistakes.collect():
+        shard = parse_shard(arguments.shard, os.environ)
     words = run_flags(arguments.training, arguments.script, None)
-    config = read_deepspeed_config(read_command_line(words, {}, read_saved_config).config).config
+    readers = read_saved_config, read_deepspeed_config
+    config = read_command_line(words, {}, *readers, arguments.mistakes).config
     if not token_file_prefixes(config.data):
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()

@@ -35,10 +35,11 @@ from megatron.checkpoint.compatibility import start_of
 from megatron.checkpoint.selection import planned_checkpoint
 from megatron.config import Config, ConfigError, read_command_line
 from megatron.config.batch import RunLength
-from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
-from megatron.config.peer_flags import rewrite
+from megatron.config.flag_parser import make_parser
+from megatron.config.mistakes import Mistakes
+from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
@@ -70,8 +71,10 @@ class VerifyParser(ToolParser):
         if "--help" not in words and any(word.partition("=")[0] == "--sample" for word in words):
             own = ToolParser(None)
             _add_sample_flags(own)
-            sampled, run = own.parse_known_args(words)
-            make_parser().parse_args(run)
+            mistakes = Mistakes()
+            sampled, run = own.collect_known(words, mistakes)
+            make_parser().collect(run, mistakes)
+            mistakes.raise_all()
             sampled.run = run
             return sampled
         parsed = super().parse_args(words, namespace)
@@ -211,7 +214,7 @@ def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
     if not groups:
         raise UserError(f"--sample {i} --subset {subset}: a run with these flags reads no {subset} data")
     has_tokenizer = data.tokenizer_type is not None
-    tokenizer = build_tokenizer(data) if has_tokenizer else None
+    tokenizer = build_tokenizer(data, config.model.vocab_size) if has_tokenizer else None
     for group, num_samples in groups:
         if not 0 <= number < num_samples:
             raise UserError(

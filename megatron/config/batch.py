@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from megatron.config.config import Config
 from megatron.config.curriculum import SOURCE, LengthCurriculum
+from megatron.config.mistakes import raise_first
 from megatron.config.sections.batch import BatchConfig
-from megatron.config.sections.model import ModelConfig
-from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
@@ -259,28 +259,31 @@ class RunLength:
         return self.train_samples - first
 
 
-def check_batches(config: Config) -> None:
-    """Raises ConfigError for batch sizes that the layout does not support.
+def batch_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for batch sizes that the layout does not support.
 
     A run with --load may resume after the smaller batches of a ramp-up: `check_remaining_batches` checks them
     when the checkpoint is known.
     """
     resumes = config.checkpoint.load is not None
     schedule = BatchSchedule.from_config(config.batch)
-    check_remaining_batches(
-        config, schedule.consumed_at_size(config.batch.global_batch_size) if resumes else 0
-    )
+    first = schedule.consumed_at_size(config.batch.global_batch_size) if resumes else 0
+    yield from islice(_remaining_batch_mistakes(config, first), 1)
 
 
 def check_remaining_batches(config: Config, consumed_samples: int) -> None:
     """Raises ConfigError for an unsupported batch size in a step after `consumed_samples`."""
+    raise_first(_remaining_batch_mistakes(config, consumed_samples))
+
+
+def _remaining_batch_mistakes(config: Config, consumed_samples: int) -> Iterator[str]:
     schedule = BatchSchedule.from_config(config.batch)
     if problem := _batch_problem(config, schedule.global_batch_size):
-        raise ConfigError(f"--global-batch-size {problem}")
+        yield f"--global-batch-size {problem}"
     for size in schedule.sizes(consumed_samples):
         if problem := _batch_problem(config, size):
             ramp = " ".join(map(str, schedule.rampup or ()))
-            raise ConfigError(
+            yield (
                 f"--rampup-batch-size {ramp}: a batch of {problem} (or START or INCREMENT), or resume a "
                 f"checkpoint of at least {first_supported_sample(config):,} consumed samples"
             )
@@ -301,7 +304,11 @@ def _batch_problem(config: Config, size: int) -> str | None:
     """Returns why the layout does not support batches of `size` samples, and the remedy; None if it does."""
     parallel, micro = config.parallel, config.batch.micro_batch_size
     data = parallel.data_parallel_size
-    if size % (micro * data):
+    if parallel.world_size % parallel.ranks_per_replica:  # the data-parallel size is unknown
+        data = 1
+        if size % micro:
+            return f"{size} is not divisible by --micro-batch-size {micro}: change one of them"
+    elif size % (micro * data):
         return (
             f"{size} is not divisible by --micro-batch-size {micro} x data-parallel size {data} = "
             f"{micro * data}: change one of the sizes, or the number of processes"
@@ -323,38 +330,39 @@ def _batch_problem(config: Config, size: int) -> str | None:
     return None
 
 
-def check_length(config: Config) -> None:
-    """Raises ConfigError unless exactly one flag sets the length of the run, to at least one batch."""
+def length_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence unless exactly one flag sets the length of the run, to at least one batch."""
     training = config.training
-    if (training.train_iters is None) == (training.train_samples is None):
+    if not training.has_length:
         given = [str(length) for length in (training.train_iters, training.train_samples) if length]
         found = " and ".join(given) or "neither of them"
-        raise ConfigError(f"exactly one of --train-iters and --train-samples is required: got {found}")
+        yield f"exactly one of --train-iters and --train-samples is required: got {found}"
     first_batch = BatchSchedule.from_config(config.batch).global_batch_size_at(0)
     if training.train_samples is not None and training.train_samples < first_batch:
-        raise ConfigError(
+        yield (
             f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
             "increase it, or reduce --global-batch-size"
         )
 
 
-def check_curriculum(
-    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
-) -> None:
-    """Raises ConfigError for sequence lengths that the run does not support."""
+def curriculum_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sequence lengths of a curriculum that the run does not support."""
+    curriculum, model, parallel = config.curriculum, config.model, config.parallel
+    if curriculum is None:
+        return
     if curriculum.max_length > model.seq_length:
-        raise ConfigError(
+        yield (
             f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
             "max_difficulty, or increase --seq-length"
         )
     multiple = parallel.length_multiple
     if odd := [n for n in curriculum.all_lengths() if n % multiple]:
-        raise ConfigError(
+        yield (
             f"{SOURCE} has sequences of {odd[0]} tokens, which must be divisible by "
             f"{parallel.length_multiple_terms}: choose multiples of it (difficulty_step)"
         )
-    if training.compile:
-        raise ConfigError(
+    if config.training.compile:
+        yield (
             "--compile with a curriculum of sequence lengths: layers would be recompiled for each length; "
             "remove --compile until the curriculum is complete"
         )

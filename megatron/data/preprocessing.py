@@ -183,7 +183,7 @@ def preprocess(
     """
     # The threads of the tokenizers library would compete with the worker processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = build_tokenizer(flags, parse_special)
+    tokenizer = build_tokenizer(flags, parse_special=parse_special)
     check_parse_special(tokenizer, parse_special)
     keys = tuple(dict.fromkeys(json_keys))
     documents, tokens, empty = (dict.fromkeys(keys, 0) for _ in range(3))
@@ -435,7 +435,7 @@ def _encode_batches(
     """Encodes the batches that arrive. flags: see `tokenizer_settings`; settings: arguments of `_encoder`."""
     end_with_parent()
     given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **flags}
-    encoder = _encoder(build_tokenizer(Namespace(**given), parse_special), *settings)
+    encoder = _encoder(build_tokenizer(Namespace(**given), parse_special=parse_special), *settings)
     with suppress(EOFError, ConnectionError):  # the main process has ended
         while True:
             batch = _receive(pipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.config.checkpoint_args import TOKENIZER_FIELDS
+from megatron.config.peer_rewriting import REWRITTEN_VALUES
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES
@@ -14,7 +15,10 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer
     """Adds the tokenizer flags to `parser`; its result satisfies `TokenizerFlags`. Returns their group."""
     group = parser.add_argument_group(title)
     group.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the type that the given files fit"
+        "--tokenizer-type",
+        type=lambda name: REWRITTEN_VALUES["--tokenizer-type"].get(name, name),
+        choices=TOKENIZER_TYPES,
+        help="default: the type that the given files fit",
     )
     group.add_argument("--vocab-file", help="GPT-2's vocab.json")
     group.add_argument("--merge-file", help="GPT-2's merges.txt")

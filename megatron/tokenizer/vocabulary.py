@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.data import token_file_prefixes
+from megatron.config.data import missing_tokenizer_files, token_file_prefixes
+from megatron.config.registries import TOKENIZERS
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary_record import check_record, common_digest, vocabulary_digest
@@ -31,9 +32,10 @@ def find_vocabulary(config: Config) -> Vocabulary:
     data, model = config.data, config.model
     named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
     files = [name for name in named if name is not None]
-    if files and (not config.training.dry_run or all(Path(name).exists() for name in files)):
-        tokenizer = build_tokenizer(data)
-        if model.vocab_size not in (None, tokenizer.vocab_size):
+    is_null = data.tokenizer_type is not None and TOKENIZERS[data.tokenizer_type].takes_vocab_size
+    if is_null or (files and (not config.training.dry_run or all(Path(name).exists() for name in files))):
+        tokenizer = build_tokenizer(data, model.vocab_size)
+        if not is_null and model.vocab_size not in (None, tokenizer.vocab_size):
             raise UserError(
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
                 f"{tokenizer.vocab_size} tokens: remove the flag"
@@ -44,8 +46,6 @@ def find_vocabulary(config: Config) -> Vocabulary:
         return Vocabulary(tokenizer.vocab_size, tokenizer.eod, digest)
     size = model.vocab_size or (model.pad_vocab_size_to if config.training.dry_run else None)
     if size is None:
-        raise UserError(
-            "the size of the vocabulary is unknown, since no tokenizer file is set or found: set the "
-            "flags of the tokenizer, or --vocab-size"
-        )
+        missing = [*missing_tokenizer_files(data), "no tokenizer is set: set the flags of a tokenizer"]
+        raise UserError(f"the size of the vocabulary is unknown: {missing[0]}, or set --vocab-size")
     return Vocabulary(size, None, common_digest(token_file_prefixes(data)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import BatchSchedule, Config, ParallelConfig
 from megatron.config.batch import RunLength
-from megatron.config.model import check_model
-from megatron.config.validate import check_layout
+from megatron.config.mistakes import raise_first
+from megatron.config.model import model_mistakes
+from megatron.config.validate import layout_mistakes
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
@@ -185,8 +187,7 @@ _FOR_TRAINING = {
 def config_of_layout(checkpoint: Checkpoint, parallel: ParallelConfig) -> Config:
     """Returns the config of the checkpoint's model on another layout. Raises UserError if they do not fit."""
     config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
-    check_layout(config)
-    check_model(config)
+    raise_first(chain(layout_mistakes(config), model_mistakes(config)))
     plan_stages(config, checkpoint.vocab_size)
     return config
 

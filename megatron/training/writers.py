@@ -36,7 +36,10 @@ def make_writers(config: Config) -> list[Writer]:
         )
     if config.logging.wandb_project:
         settings = settings_with_urls(config.to_dict())
-        writers.append(WandbWriter(config.logging.wandb_project, config.logging.wandb_name, settings))
+        logging = config.logging
+        writers.append(
+            WandbWriter(config.logging.wandb_project, logging.wandb_name, settings, logging.wandb_save_dir)
+        )
     return writers
 
 
@@ -101,11 +104,13 @@ class TensorBoardWriter:
 class WandbWriter:
     """Writes to a run of Weights & Biases. A resumed job with an equal WANDB_RUN_ID continues that run."""
 
-    def __init__(self, project: str, name: str | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, project: str, name: str | None, settings: dict[str, Any], folder: str | None = None
+    ) -> None:
         import wandb
 
         try:
-            self._run = wandb.init(project=project, name=name, config=settings, resume="allow")
+            self._run = wandb.init(project=project, name=name, config=settings, dir=folder, resume="allow")
         except (wandb.Error, OSError) as error:
             raise ConfigError(
                 f"--wandb-project {project}: wandb could not start a run ({error}): log in with 'wandb "

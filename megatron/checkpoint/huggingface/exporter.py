@@ -169,7 +169,7 @@ def write_tokenizer(config: Config, flags: TokenizerFlags, folder: Path) -> None
     from megatron.tokenizer.hugging_face import save_as_hugging_face
 
     # Only learned positions limit the number of tokens.
-    model, kind = config.model, build_tokenizer(flags).name
+    model, kind = config.model, build_tokenizer(flags, config.model.vocab_size).name
     limit = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
     save_as_hugging_face(kind, flags, folder, limit)
 

@@ -134,7 +134,7 @@ class ModelConfig(Section):
         group=COMMON_FLAGS,
     )
     max_position_embeddings: int = flag(
-        derived="--seq-length; required for absolute positions",
+        derived="--seq-length",
         at_least=1,
         at_most=2**24,
         help="maximum sequence length in tokens; with absolute positions, the number of position embeddings",
@@ -475,19 +475,17 @@ class ModelConfig(Section):
         if self.ffn_hidden_size is None:
             derived["ffn_hidden_size"] = 4 * self.hidden_size
         if self.kv_channels is None:
+            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
             if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
+                derived["kv_channels"] = ConfigError(
                     f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                     f"{self.num_attention_heads}: change one of them, or set --kv-channels"
                 )
-            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.window_pattern is not None:
-            derived["window_pattern"] = window_pattern(self.window_pattern, self.num_layers)
+            try:
+                derived["window_pattern"] = window_pattern(self.window_pattern, self.num_layers)
+            except ConfigError as error:
+                derived["window_pattern"] = error
         if self.max_position_embeddings is None:
-            if self.position_embedding_type == "absolute":
-                raise ConfigError(
-                    "--position-embedding-type absolute without --max-position-embeddings: set it to at "
-                    f"least --seq-length {self.seq_length}"
-                )
             derived["max_position_embeddings"] = self.seq_length
         return derived

@@ -249,7 +249,15 @@ class TrainingConfig(Section):
     )
 
     def derive(self) -> dict[str, Any]:
-        return {"exit_signal": tuple(map(_signal_name, self.exit_signal))}
+        try:
+            return {"exit_signal": tuple(map(_signal_name, self.exit_signal))}
+        except ConfigError as error:
+            return {"exit_signal": error}
+
+    @property
+    def has_length(self) -> bool:
+        """Whether exactly one flag sets the length of the run."""
+        return (self.train_iters is None) != (self.train_samples is None)
 
     @property
     def recomputes_layers(self) -> bool:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron.config.cli import make_parser
 from megatron.config.fields import setting_option
-from megatron.config.peer_flags import IGNORED_FLAGS, rewrite, unsupported
+from megatron.config.flag_parser import make_parser
+from megatron.config.peer_flags import IGNORED_FLAGS
+from megatron.config.peer_rewriting import rewrite
 from megatron.errors import UserError
 
 MAX_ROWS = 1000
@@ -91,13 +92,8 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings in `words`: 'section.field' -> value. Raises UserError for an unknown word."""
-    namespace, unknown = _parser().parse_known_args(list(words))
-    if unknown:
-        if instead := unsupported(unknown[0].split("=")[0]):
-            raise UserError(f"{unknown[0]} in the command after -- is not supported: {instead}")
-        raise UserError(f"unknown word '{unknown[0]}' in the command after --. See pretrain_gpt.py --help.")
-    return vars(namespace)
+    """Returns the settings in `words`: 'section.field' -> value. Raises ConfigError with all mistakes."""
+    return vars(_parser().parse_args(words))
 
 
 def check_base(base: Sequence[str]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from megatron.config import Config, ConfigError, ModelConfig, parse_args, registries
-from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import changes_model, flag_of
+from megatron.config.flag_parser import make_parser
 from megatron.config.model import model_summary
 from megatron.config.registries import OPTIMIZERS, TOKENIZERS
 from megatron.config.registry import Registry

@@ -74,7 +74,7 @@ def ids_of(tokenizer: Tokenizer, backend: str) -> list[list[int]]:
 @pytest.mark.parametrize("parse", [False, True])
 @pytest.mark.parametrize("name", ["gpt2", "transformers", "sentencepiece"])
 def test_every_backend_reads_special_tokens_equally(name: str, parse: bool, flags: dict[str, Any]) -> None:
-    tokenizer = build_tokenizer(flags[name], parse)
+    tokenizer = build_tokenizer(flags[name], parse_special=parse)
     expected = [tokenizer.tokenize(text) for text in TEXTS]
     fast = ["gigatoken"] if name == "sentencepiece" else ["gigatoken", "words"]
     for backend in ("reference", *fast):
@@ -104,7 +104,7 @@ def test_preprocessing_counts_and_records_them(parse: bool, flags: dict[str, Any
         notes: list[str] = []
         progress = preprocess(*arguments, parse_special=parse, note=notes.append)
         prefix = str(tmp_path / "out_text_document")
-        tokenizer = build_tokenizer(flags["transformers"], parse)
+        tokenizer = build_tokenizer(flags["transformers"], parse_special=parse)
         dataset = IndexedDataset(prefix)
         assert [dataset[i].tolist() for i in range(len(dataset))] == [
             tokenizer.tokenize(text) for text in TEXTS if text

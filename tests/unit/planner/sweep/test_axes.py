@@ -84,7 +84,7 @@ def test_a_label_can_be_typed() -> None:
         ),
         ([], [*BASE, "--save", "x"], "--save in the base command"),
         ([], [*BASE, "--dry-run"], "plan command"),
-        ([], ["pretrain_gpt.py", *BASE], "unknown word 'pretrain_gpt.py'"),
+        ([], ["pretrain_gpt.py", *BASE], "unexpected value 'pretrain_gpt.py'"),
     ],
 )
 def test_what_an_axis_or_a_base_command_cannot_be(axes: list[Axis], base: list[str], expected: str) -> None:
