@@ -71,7 +71,7 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
     },
     "training": {
         "deepspeed.runtime.engine.DeepSpeedEngine": (
-            "_broadcast_model _configure_optimizer _copy_recovery_script"
+            "_broadcast_model _configure_optimizer _copy_recovery_script _create_checkpoint_file"
         ),
         "deepspeed.runtime.engine.DeepSpeedEngine()": "_curr_ckpt_path",
         _ENGINE: (

@@ -48,8 +48,7 @@ class Flag:
     the value is not the default, with {} for the value.
 
     For fields of ModelConfig: changes_layer_time, whether the time of a layer depends on the value (times in
-    --partition-profile are then rejected for another value); megatron_arg, whether Megatron's checkpoints
-    have the value in their `args` under the same name.
+    --partition-profile are then rejected for another value).
     """
 
     help: str
@@ -73,7 +72,6 @@ class Flag:
     changes_model: bool | None = None
     summary: str | None = None
     changes_layer_time: bool = True
-    megatron_arg: bool = False
 
     def __post_init__(self) -> None:
         if self.registry is None and isinstance(self.choices, Registry):

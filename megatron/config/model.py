@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from megatron.config.config import Config
 from megatron.config.fields import flag_of, option_name, value_text
 from megatron.config.sections.model import ModelConfig
 from megatron.config.window_pattern import WINDOW
 from megatron.errors import ConfigError
-
-MEGATRON_MODEL_ARGS = tuple(
-    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
-)
-"""Fields that Megatron's checkpoints have in their `args` under the same name."""
-MEGATRON_POSITIONS: Mapping[Any, str] = {
-    1: "rotary",
-    2: "absolute",
-    3: "alibi",
-    "learned_absolute": "absolute",
-    "rope": "rotary",
-}
-"""Values of BigScience's enumeration of position embeddings, and Megatron-LM's names -> this program's."""
-
-
-def argument_differences(config: Config, saved: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Returns how the model of a run differs from the arguments that another framework saved. names: the
-    fields to compare. An argument that the other framework does not have is not compared."""
-    return [
-        f"{option_name(name)} was {saved[name]}, is {value}"
-        for name, value in config.model_settings().items()
-        if name in names and saved.get(name) not in (None, value)
-    ]
 
 
 def model_summary(model: ModelConfig) -> str:

@@ -231,6 +231,11 @@ class GPTEngine(ScheduleExecutor):
                     path = self.module.layer_path(self._curr_ckpt_path, index)
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
+    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
+        """Does nothing: `module_state_dict` creates the folder, and its error has the reason of a failure.
+        DeepSpeed's method logs a line without it on each rank."""
+        return True
+
     def _copy_recovery_script(self, save_path: str) -> None:
         """Copies nothing: DeepSpeed's zero_to_fp32.py cannot read a checkpoint of a pipeline."""
 

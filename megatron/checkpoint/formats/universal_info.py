@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.foreign_arguments import MODEL_ARGUMENTS
 from megatron.checkpoint.names import shown
 from megatron.config.config import Config
-from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
 from megatron.mpu.parameter_spec import ParameterSpec
 
@@ -195,7 +195,7 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
     """
     model, parallel = config.model, config.parallel
     return Namespace(
-        **{name: getattr(model, name) for name in MEGATRON_MODEL_ARGS},
+        **{name: getattr(model, name) for name in MODEL_ARGUMENTS},
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         consumed_train_samples=state["consumed_samples"],
