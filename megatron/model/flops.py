@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
 from megatron.config.model import padded_vocab_size
-from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
+from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, run_uses_kernels, training_attention
 from megatron.mpu.layout import CPGroup
@@ -75,7 +75,7 @@ def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size:
     model = config.model
     padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
     lookups = padded if model.untie_embeddings_and_output_weights else 0
-    if POSITION_EMBEDDINGS.load(model.position_embedding_type).learned_table:
+    if model.position_embedding_type == "absolute":
         lookups += model.max_position_embeddings
     keys = sum(_keys_per_query(model, layer, model.seq_length) for layer in range(model.num_layers))
     per_token = 6 * (num_parameters - lookups * model.hidden_size) + 12 * keys * model.query_width

@@ -30,12 +30,14 @@ def find_vocabulary(config: Config) -> Vocabulary:
     or if token files were made with a different vocabulary.
     """
     data, model = config.data, config.model
-    named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
-    files = [name for name in named if name is not None]
-    is_null = data.tokenizer_type is not None and TOKENIZERS[data.tokenizer_type].takes_vocab_size
-    if is_null or (files and (not config.training.dry_run or all(Path(name).exists() for name in files))):
+    choice = None if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type]
+    files = [value for name in TOKENIZERS.settings() if (value := getattr(data, name)) is not None]
+    needs_no_files = choice is not None and not choice.settings
+    has_files = files and (not config.training.dry_run or all(Path(name).exists() for name in files))
+    if needs_no_files or has_files:
         tokenizer = build_tokenizer(data, model.vocab_size)
-        if not is_null and model.vocab_size not in (None, tokenizer.vocab_size):
+        takes_size = choice is not None and choice.takes_vocab_size
+        if not takes_size and model.vocab_size not in (None, tokenizer.vocab_size):
             raise UserError(
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
                 f"{tokenizer.vocab_size} tokens: remove the flag"

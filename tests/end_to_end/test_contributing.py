@@ -77,7 +77,7 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_changes_at_most_three_files() -> None:
     sections = (ROOT / "CONTRIBUTING.md").read_text().split("\n### ")[1:]
     counts = [len(EXAMPLE.findall(section.split("\n## ")[0])) for section in sections]
-    assert counts == [2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 2, 3]
+    assert counts == [2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 2, 2, 3]
 
 
 def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str:
@@ -155,6 +155,15 @@ def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) ->
     assert f"starting from {copy / 'single'}, iteration 4" in output
     assert re.search(r"weights, fp32 +\d+ parameters, equal to the last bit", output)
     assert re.search(r"moments, momentum_buffer +\d+ parameters, equal to the last bit", output)
+
+
+@pytest.mark.full
+def test_a_run_reads_what_a_tokenizer_of_the_examples_made(copy: Path, corpus: Path) -> None:
+    tokenizer = "--tokenizer-type ByteTokenizer".split()
+    output, text = copy / "bytes", str(corpus / "text.jsonl")
+    run_in(copy, "tools/preprocess_data.py", "--input", text, "--output-prefix", str(output), *tokenizer)
+    data = ["--data-path", f"{output}_text_document", *tokenizer]
+    assert "vocabulary 257" in run_copy(copy, data)
 
 
 @pytest.mark.full
