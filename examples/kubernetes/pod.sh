@@ -21,7 +21,7 @@ on_sigterm() {
     kill -TERM ${processes:-$launcher} 2>/dev/null
 }
 launcher=
-trap '[ -z "$launcher" ] || on_sigterm' TERM
+trap '[ -n "$launcher" ] || exit 75; on_sigterm' TERM
 
 # A pod that starts before the first one does not find its name.
 for ((seconds = 0; seconds < 600; seconds++)); do

@@ -38,6 +38,20 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # torch.distributed.launch warns at every start that it is deprecated.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 
+named_checkpoint() { # named_checkpoint FILE: prints the checkpoint that `latest` or `latest_universal` names; nothing without FILE
+    [ -e "$1" ] || [ -L "$1" ] || return 0
+    PYTHONPATH=$REPO "$PYTHON" - "$1" <<'EOF'
+import sys
+from pathlib import Path
+from megatron.checkpoint.discovery import read_latest, read_latest_universal
+from megatron.errors import exit_on_user_error
+
+with exit_on_user_error():
+    file = Path(sys.argv[1])
+    print((read_latest if file.name == "latest" else read_latest_universal)(file.parent) or "")
+EOF
+}
+
 request_nodes() {
     # sbatch reads the number of nodes from its command line and from #SBATCH lines, never from a variable. So a job
     # whose number of nodes differs from NNODES changes its own request and is requeued. The job id, the log file and

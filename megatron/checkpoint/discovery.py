@@ -170,7 +170,7 @@ def _candidates(
 def _is_newer(file: Path, other: Path) -> bool:
     """Returns whether a file is newer than another one in its folder, by the file system's clock."""
     try:
-        return file.stat().st_mtime_ns > other.stat().st_mtime_ns
+        return file.lstat().st_mtime_ns > other.stat().st_mtime_ns
     except FileNotFoundError:
         return False
 

@@ -26,6 +26,8 @@ from megatron.files import open_own
 # A rank waits this long for the other ranks of its node. torch's launcher sends SIGKILL 30 s after SIGTERM,
 # and a rank without an error ends 10 s after another one has ended.
 _MAX_WAIT_FOR_RANKS_S = 15.0
+# A rank that is not stuck notes a signal within this time.
+_MAX_WAIT_FOR_SIGNALS_S = 3.0
 # If a rank does not know how many ranks its node has, it waits this long for the reports of all ranks.
 _MAX_WAIT_FOR_REPORTS_S = 5.0
 _POLL_INTERVAL_S = 0.01
@@ -91,9 +93,9 @@ def _remove_if_last(report: RankReport, env: Mapping[str, str]) -> None:
         report.remove_folder()
 
 
-def _running(reports: list[dict[str, Any]]) -> list[int]:
-    """Returns the process ids of ranks that have not ended."""
-    return [report["pid"] for report in reports if "end" not in report and is_running(report["pid"])]
+def _running(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the reports of ranks that have not ended."""
+    return [report for report in reports if "end" not in report and is_running(report["pid"])]
 
 
 def _wait_for_ranks(report: RankReport, env: Mapping[str, str]) -> None:
@@ -108,9 +110,14 @@ def _wait_for_ranks(report: RankReport, env: Mapping[str, str]) -> None:
     def all_ended() -> bool:
         return report.stop_waiting.is_set() or not _running(read_reports(folder))
 
+    def all_signalled() -> bool:
+        return all("signal" in other for other in _running(read_reports(folder)))
+
     if "signal" not in report.facts:
         _wait(all_reported, _MAX_WAIT_FOR_RANKS_S if expected else _MAX_WAIT_FOR_REPORTS_S)
     _wait(all_ended, _MAX_WAIT_FOR_RANKS_S)
+    if report.facts["end"] == ExitStatus.HANG:
+        _wait(all_signalled, _MAX_WAIT_FOR_SIGNALS_S)
 
 
 def _wait(condition: Callable[[], bool], max_s: float) -> None:
@@ -135,9 +142,11 @@ def print_diagnosis(folder: Path, processes: int, prints_errors_of_all: bool = T
     """Prints the diagnosis of the reports in a temporary folder. processes: see `_num_processes`.
     prints_errors_of_all: see `_prints_errors_of_all`."""
     reports = read_reports(folder)
-    for report in reports:
-        if "end" not in report and is_running(report["pid"]):
-            report["end"] = ExitStatus.ABORTED  # it runs, so it is not the cause
+    is_hang = any(report.get("end") == ExitStatus.HANG for report in reports)
+    for report in _running(reports):
+        # A rank that runs is not the cause, unless it is stuck in a hang and does not even note a signal.
+        if not is_hang or "signal" in report:
+            report["end"] = ExitStatus.ABORTED
     diagnosis = diagnose(reports, processes or len(reports))
     if not processes:
         diagnosis = _without_lost_connections(diagnosis)

@@ -59,6 +59,8 @@ def is_running(pid: int) -> bool:
 def find_launcher(env: Mapping[str, str]) -> tuple[int, str] | None:
     """Returns process id and start time of torch's launcher that started this process; None without one, or
     if it is not in this process-id namespace. A wrapper (numactl, a shell) may be between them."""
+    if not has_torch_launcher(env):
+        return None
     # Unique per process, unlike the run id.
     variable = next((name for name in _LAUNCHER_VARIABLES if env.get(name)), None)
     if variable is None:

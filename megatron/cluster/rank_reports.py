@@ -5,7 +5,7 @@ status. `megatron.cluster.diagnosis` reads the files and names the first cause o
 rank that was killed has no exit status.
 
 The environment variable RANK_REPORTS names the folder, and whoever sets it (examples/slurm/common.sh) runs
-the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them starts the
+the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them prints the
 diagnosis, see `megatron.cluster.node_diagnosis`. Needs no torch.
 """
 
@@ -64,7 +64,7 @@ class RankReport:
         self.stop_waiting = threading.Event()
         """Set on SIGTERM after `end`: the rank must not wait for other ranks any longer."""
         self.diagnosis_lock = threading.Lock()
-        """Held while the diagnosis is started or printed: the process must not exit before."""
+        """Held while the diagnosis is printed: the process must not exit before."""
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
         self._file: int | None = None

@@ -249,7 +249,7 @@ class Watchdog:
         if self._launcher is None or self._signals:
             return
         pid, start = self._launcher
-        if start_of(pid) != start or not is_running(pid):
+        if not is_running(pid) or start_of(pid) not in (start, None):  # None: /proc cannot be read now
             text = f"torch's launcher (process {pid}) was killed: start its command again to resume"
             self._exit(ExitStatus.FAILED, FAILURE_EXIT_CODE, text)
 

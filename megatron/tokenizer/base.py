@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens with their ids, `eod` and `bos` among them."""
+        """The special tokens that a text may contain literally, with their ids."""
 
     def vocabulary(self) -> dict[str, int]:
         """Returns the id of every token, special tokens included."""

@@ -77,6 +77,10 @@ class HuggingFaceTokenizer:
 _LOADING_KEYS = ("backend", "is_local", "local_files_only")
 
 
+EXPORTED_TYPES = frozenset({"PretrainedFromHF", "GPT2BPETokenizer"})
+"""Values of --tokenizer-type that `save_as_hugging_face` can write."""
+
+
 def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_length: int | None) -> None:
     """Saves the tokenizer of `flags`, of type `kind`, in `folder`, so that `AutoTokenizer` of transformers 4
     and 5 can load it.

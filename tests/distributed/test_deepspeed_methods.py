@@ -104,7 +104,8 @@ def eval_batch_works(engine: GPTEngine) -> bool:
         engine.eval_batch(micro_batches(engine, 5)),
         engine.evaluate(micro_batches(engine, 5), count),
     )
-    return bool(torch.equal(loss, expected))
+    torch.testing.assert_close(loss, expected)  # means of micro-batches and of tokens round differently
+    return True
 
 
 def ends_twice(engine: GPTEngine) -> bool:
@@ -246,7 +247,7 @@ def evaluate_as_deepspeed(row: Row) -> tuple[list[tuple[int, ...]] | None, bool]
     outputs = engine.eval_batch(micro_batches(engine, 0), compute_loss=False, reduce_output=None)
     losses = engine.eval_batch(micro_batches(engine, 0), reduce_output=None, bcast_loss=False)
     loss = engine.eval_batch(micro_batches(engine, 0), num_micro_batches=count)
-    right = bool(torch.equal(loss, engine.evaluate(micro_batches(engine, 0), count)))
+    right = torch.allclose(loss, engine.evaluate(micro_batches(engine, 0), count), rtol=1e-6)
     if not engine.is_last_stage():
         return None, right and outputs is None and losses is None
     labels = [batch.labels for batch in micro_batches(engine, 0)]

@@ -187,7 +187,7 @@ def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
 def _announce(target: Path) -> None:
     """Ends a conversion: names the checkpoint in `latest_universal`, then removes what only it needed."""
     latest = target.parent / LATEST_UNIVERSAL_FILE
-    if latest.is_dir() or not latest.is_file() or read_small(latest) != target.name.encode():
+    if not latest.is_file() or read_small(latest) != target.name.encode():
         write_atomically(latest, target.name)
     for name in (AVERAGED_FOLDER, KEPT_FOLDER):
         shutil.rmtree(target / name, ignore_errors=True)

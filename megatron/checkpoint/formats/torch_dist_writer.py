@@ -26,7 +26,13 @@ from megatron.checkpoint.formats.torch_dist import (
     OPTIMIZER_KEY,
     stored_name,
 )
-from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of, step_of_optimizer
+from megatron.checkpoint.formats.writing import (
+    ParameterWriter,
+    has_all_digests,
+    rows_of,
+    save_object,
+    step_of_optimizer,
+)
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
@@ -116,7 +122,7 @@ class TorchDistWriter(ParameterWriter):
             for module in _EXTRA_STATE:
                 name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
                 self._files.write_object(name, [None])
-        torch.save(self._common(), self.folder / COMMON_FILE)
+        save_object(self.folder / COMMON_FILE, self._common())
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         versions = {f"{name}_version": 1 for name in backends}
         write_json(self.folder / "metadata.json", backends | versions)

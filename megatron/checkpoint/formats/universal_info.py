@@ -205,4 +205,10 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
 
 def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs."""
-    return {INFO_KEY: info, "iteration": state["iteration"], "args": megatron_args(config, state)}
+    return {
+        INFO_KEY: info,
+        "iteration": state["iteration"],
+        "global_steps": state["iteration"],
+        "global_samples": state["consumed_samples"],
+        "args": megatron_args(config, state),
+    }

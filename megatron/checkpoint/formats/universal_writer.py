@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.formats.deepspeed_files import model_file
@@ -21,7 +20,7 @@ from megatron.checkpoint.formats.state import StateBlocks, StateReader
 from megatron.checkpoint.formats.torch_archive import is_intact, write_plain, write_tensor
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import ParameterWriter, step_of_optimizer
+from megatron.checkpoint.formats.writing import ParameterWriter, save_object, step_of_optimizer
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree, write_atomically
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -123,7 +122,7 @@ class UniversalWriter(ParameterWriter):
         )
         info = checkpoint.run.get(INFO_KEY) or derive_info(self.reader.specs, checkpoint.vocab_size)
         content = client_state(info, checkpoint.config, checkpoint.run["state"])
-        torch.save(content, self.folder / model_file(0))
+        save_object(self.folder / model_file(0), content)
         sizes = file_sizes(self.folder, "*.pt")
         self.write_run_file({name: {"bytes": size} for name, size in sizes.items()})
 

@@ -7,6 +7,7 @@ Rank 0 adds the index, the configuration, the tokenizer and the digests.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
+from megatron.tokenizer.hugging_face import EXPORTED_TYPES
+
+_LOG = logging.getLogger(__name__)
 
 # Suffix of the folder while it is written.
 _UNFINISHED = ".tmp"
@@ -119,9 +123,13 @@ def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, 
     check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
     try:
         write_settings(config, vocab_size, eod, config.precision.name, temporary)
-        if fitting_tokenizer_types(config.data):
-            write_tokenizer(config, config.data, temporary)
+        if types := fitting_tokenizer_types(config.data):
+            if not EXPORTED_TYPES.isdisjoint(types):
+                write_tokenizer(config, config.data, temporary)
+            else:
+                _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
     except (OSError, UserError):
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     except Exception as error:  # transformers raises many kinds, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error

@@ -198,15 +198,15 @@ class BackgroundSaves:
 
     def take_outcomes(self) -> Iterator[SaveOutcome]:
         """Yields the saves that have ended since the last call: on rank 0 once they are complete, on other
-        ranks after `finish`. Raises RuntimeError if the store is lost."""
+        ranks after `finish`. Raises DistError if the store is lost."""
         self._check_store()
         while not self._outcomes.empty():
             yield self._outcomes.get()
 
     def _check_store(self) -> None:
-        """Raises RuntimeError if a thread has lost the store, without which no save can be completed."""
+        """Raises DistError if a thread has lost the store, without which no save can be completed."""
         if self._lost_store:
-            raise RuntimeError(
+            raise dist.DistError(
                 "the store of the processes, which torch's launcher or rank 0 hosts, is lost "
                 f"({self._lost_store})"
             )
@@ -247,6 +247,8 @@ class BackgroundSaves:
             results = self._results(number)
             save.outcome = complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
+            if isinstance(error, dist.DistError):  # a lost store may accept one more `set`
+                self._lost_store = one_line(error)
             save.outcome = save.ended(save.saving, f"{type(error).__name__}: {error}")
         self._outcomes.put(save.outcome)
         save.has_ended.set()

@@ -159,12 +159,15 @@ def delete_old_checkpoints(
     if options.keep_last is None:
         return
     interval, kept = options.save_retain_interval, 0
-    for entry in reversed([entry for entry in identity.lineage if identity.saved(entry)]):
+    earlier = (0, *(entry.iteration for entry in identity.lineage))
+    for entry, previous in reversed([*zip(identity.lineage, earlier, strict=False)]):
+        if not identity.saved(entry):
+            continue
         path = folder / entry.name
         try:
             if kept < options.keep_last:
                 kept += is_same_checkpoint(folder, entry, ())
-            elif entry.name == protected or (interval and entry.iteration % interval == 0):
+            elif entry.name == protected or (interval and entry.iteration // interval > previous // interval):
                 continue
             elif is_same_checkpoint(folder, entry, ()):
                 remove(path)

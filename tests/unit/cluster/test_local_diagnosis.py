@@ -300,6 +300,16 @@ def test_lost_connection_on_one_of_several_nodes_has_no_traceback(
     assert expected in stderr and ("Traceback" in stderr) is (processes == 2)
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_rank_that_notes_no_signal_is_the_cause_of_a_hang(answers: bool, tmp_path: Path, capsys) -> None:
+    """It runs, but a thread that holds the interpreter keeps its watchdog from reporting anything."""
+    for rank in (0, 2):
+        RankReport(str(tmp_path / "r"), str(rank), "n1").end(ExitStatus.HANG, "", place="x.py:1 all_reduce")
+    RankReport(str(tmp_path / "r"), "1", "n1").note(**({"signal": "SIGTERM"} if answers else {}))
+    print_diagnosis(tmp_path / "r", 3)
+    assert bool(re.search("rank 1 .*does not answer", capsys.readouterr().err)) is not answers
+
+
 def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp_path: Path) -> None:
     """Slurm ends the ranks that are left when a task of another node has failed. Rank 1 stands still, and
     without the signal rank 0 would wait for it longer than this test does."""
