@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -108,15 +109,19 @@ def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
 
 
 def print_error(text: str) -> None:
-    """Prints an error on stderr, and writes its last line to torch's error file."""
+    """Prints an error on stderr, and writes it without a traceback to torch's error file."""
     print(printable(text), file=sys.stderr, flush=True)
     write_error_file(text)
 
 
 def write_error_file(text: str, env: Mapping[str, str] = os.environ) -> None:
-    """Writes the last line of an error to the file from which torch's launcher, if there is one, takes the
-    error of this rank: its summary then shows this line as the root cause."""
-    path, cause = env.get("TORCHELASTIC_ERROR_FILE"), printable(text).rpartition("\n")[2]
+    """Writes an error, from the last line that begins with "error:" on, to the file from which torch's
+    launcher, if there is one, takes the error of this rank: its summary then shows it as the root cause."""
+    path, last = (
+        env.get("TORCHELASTIC_ERROR_FILE"),
+        re.split(r"^(?=error: )", printable(text), flags=re.M)[-1],
+    )
+    cause = last if last.startswith("error: ") else last.rpartition("\n")[2]
     if not path or not cause:
         return
     # The root cause is the error with the lowest time, in seconds. An error without a file has the time at

@@ -464,7 +464,9 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
 
 
 def test_a_folder_without_a_universal_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"no file latest_universal: .*tools/ds_to_universal\.py"):
+    with pytest.raises(
+        UserError, match=r"no file latest_universal with a name in it: .*tools/ds_to_universal\.py"
+    ):
         find(tmp_path)
     (tmp_path / "latest_universal").write_text("global_step7_universal")
     with pytest.raises(UserError, match=r"global_step7_universal is not a universal checkpoint"):
