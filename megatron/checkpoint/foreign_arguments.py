@@ -78,7 +78,7 @@ class Rule:
 @dataclass(frozen=True)
 class Program:
     """A program that writes checkpoints. has_defaults: whether its models have the defaults of the settings
-    that no argument determines; otherwise these settings are not known."""
+    that no argument determines; otherwise only if the arguments have sizes of the model."""
 
     title: str
     rules: tuple[Rule, ...]
@@ -87,7 +87,8 @@ class Program:
     def translate(self, args: Arguments) -> tuple[dict[str, Any], list[str]]:
         """Returns the settings of the model, and what this program does not have: 'argument is value in the
         arguments of the program, expected value'."""
-        settings, problems = dict(_DEFAULTS) if self.has_defaults else {}, []
+        has_defaults = self.has_defaults or args.get("num_layers") is not None
+        settings, problems = dict(_DEFAULTS) if has_defaults else {}, []
         settings.pop("activation", None)  # the programs' versions have different ones
         for rule in self.rules:
             try:
@@ -184,6 +185,8 @@ def _renamed(setting: str, *arguments: str) -> Rule:
         given = {name: args[name] for name in arguments if args.get(name) is not None}
         if len({*map(str, given.values())}) > 1:
             raise ValueError(f"the arguments {one_line(given)} contradict each other")
+        if not given and _DEFAULTS.get(setting, False) is None:
+            return {setting: None}
         return dict.fromkeys([setting] if given else [], next(iter(given.values()), None))
 
     def write(model: ModelConfig) -> Arguments:
@@ -259,6 +262,20 @@ def _write_core_mlp(model: ModelConfig) -> Arguments:
     if gate is None and activation not in kinds:
         raise ValueError(f"--activation {activation}{' without biases' * model.disable_bias_linear}")
     return {"swiglu": gate is not None, "bias_gelu_fusion": gate is None and activation == "gelu"}
+
+
+def _read_core_mlp(args: Arguments) -> Mapping[str, Any]:
+    for name in _TE_GELU:
+        if args.get(name) and not args.get("swiglu"):
+            raise ValueError(f"{name} is {one_line(args[name])} without swiglu, expected False: another GELU")
+    return _read_mlp(
+        {name: value for name, value in args.items() if name not in ("openai_gelu", "onnx_safe")}
+    )
+
+
+def _read_core_qkv_bias(args: Arguments) -> Mapping[str, Any]:
+    """Megatron-LM sets the argument for every model whose linear layers have biases."""
+    return {"add_qkv_bias": bool(args["add_qkv_bias"]) and args.get("add_bias_linear") is False}
 
 
 def _read_biases(args: Arguments) -> Mapping[str, Any]:
@@ -355,6 +372,8 @@ _BIASES = Rule(
 _GROUPS = ("group_query_attention", "num_query_groups")
 _MLP, _FUSED = ("glu_activation", "activation"), ("bias_gelu_fusion", "bias_activation_fusion")
 _GELU = (*_FUSED, "openai_gelu", "onnx_safe")
+# Transformer Engine's GELU has the tanh approximation, whatever the others say.
+_TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 _POSITIONS, _ROTARY = (
     ("position_embedding_type",),
     ("add_position_embedding", "use_rotary_position_embeddings"),
@@ -365,7 +384,13 @@ MEGATRON_CORE = Program(
     "Megatron-Core",
     (
         *_SIZES,
-        *_same("rotary_base", "rotary_interleaved", "qk_layernorm", "add_qkv_bias"),
+        *_same("rotary_base", "rotary_interleaved", "qk_layernorm"),
+        Rule(
+            ("add_qkv_bias",),
+            ("add_qkv_bias",),
+            _read_core_qkv_bias,
+            lambda model: {"add_qkv_bias": model.qkv_bias},
+        ),
         _renamed("layernorm_epsilon", "layernorm_epsilon", "norm_epsilon"),
         _renamed("apply_layernorm_1p", "apply_layernorm_1p", "layernorm_zero_centered_gamma"),
         _NORM,
@@ -373,7 +398,7 @@ MEGATRON_CORE = Program(
         Rule(_GROUPS, _GROUPS, _read_groups, lambda model: {name: getattr(model, name) for name in _GROUPS}),
         Rule(_POSITIONS, (*_POSITIONS, *_ROTARY), _read_core_positions, _write_core_positions),
         # Its GELU is exact or fused: it ignores openai_gelu and onnx_safe.
-        Rule(_MLP, ("swiglu", *_FUSED), _read_mlp, _write_core_mlp),
+        Rule(_MLP, ("swiglu", *_FUSED, *_TE_GELU), _read_core_mlp, _write_core_mlp),
         Rule(("window_size", "window_pattern"), _WINDOW, _read_window, _write_window),
         Rule(
             tuple(_LLAMA3),

@@ -42,6 +42,7 @@ PROGRAMS = dict(zip(LISTS, (MEGATRON_CORE,) * 3 + (MICROSOFT, OWN_NAMES), strict
 NEEDS: dict[str, dict[str, Any]] = {
     "num_query_groups": {"group_query_attention": True},
     "bias_activation_fusion": {"bias_gelu_fusion": False},
+    "add_qkv_bias": {"add_bias_linear": False},
     "window_attn_skip_freq": {"window_size": [7, 0], "num_layers": 4},
 }
 
@@ -74,6 +75,45 @@ def test_foreign_arguments_that_change_the_model_are_translated_or_rejected(name
         if not told and before[0] == after[0]:
             silent.append(argument)
     assert silent == []
+
+
+ASSIGNED: dict[str, dict[str, Any]] = {
+    "Megatron-LM core_v0.16.1": {
+        **{
+            "add_qkv_bias": True,
+            "_is_global_batch_size_explicitly_specified": True,
+            "use_mcore_models": True,
+        },
+        **{"export_model_type": "GPTModel", "export_kv_cache_quant": "none", "finetune_data_split": "train"},
+        **{"export_real_quant_cfg": "None", "moe_aux_loss_coeff": 0.01, "moe_grouped_gemm": True},
+    },
+    "BigScience's Megatron-DeepSpeed 8387ae17": {"pretrain_causal_attention": True},
+}
+"""What the programs assign after parsing, and flags of experts of a dense model."""
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_foreign_arguments_that_ordinary_checkpoints_have_are_accepted(name: str) -> None:
+    before = outcome(PROGRAMS[name], LISTS[name])
+    assert outcome(PROGRAMS[name], LISTS[name] | ASSIGNED[name]) == before
+
+
+@pytest.mark.parametrize("argument", ["use_te_activation_func", "use_transformer_engine_op_fuser"])
+def test_foreign_arguments_of_another_gelu_are_rejected(argument: str) -> None:
+    args = LISTS["Megatron-LM core_v0.16.1"] | {argument: True}
+    assert argument in outcome(MEGATRON_CORE, args)[1][0]
+    assert outcome(MEGATRON_CORE, args | {"swiglu": True})[1] == []
+
+
+def test_foreign_arguments_without_a_feature_differ_from_a_run_with_it() -> None:
+    """BigScience's arguments do not know the feature; this program's may say None."""
+    flags = {"window_size": 8, "softmax_scale": 0.5, "scale_embeddings": True, "normalization": "RMSNorm"}
+    for name, value in flags.items():
+        config = config_of(Row(), model={name: value})
+        args = {"num_layers": config.model.num_layers, "hidden_size": config.model.hidden_size}
+        for given in ({}, {name: None}):
+            found = OWN_NAMES.differences(args | given, config)
+            assert any(f"--{name.replace('_', '-')}" in text for text in found), (name, given)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

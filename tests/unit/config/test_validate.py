@@ -37,7 +37,7 @@ REFUSED = """
 --eval-harness-interval 5 => --eval-harness-interval 5; --eval-harness-tasks
 --eval-harness-limit 5 => --eval-harness-limit 5; --eval-harness-tasks
 --eval-harness-tasks toy --tokenizer-model m => --eval-harness-tasks toy; --eval-harness-interval
---eval-tasks toy --eval-harness-interval 5 --eval-only
+--eval-tasks toy --eval-harness-interval 5 --eval-only --load c
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
 --eval-only => --eval-only without --load would evaluate the initial weights
 --eval-only --load c --eval-iters 0 => --eval-only with --eval-iters 0, which evaluates nothing

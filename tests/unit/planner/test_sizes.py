@@ -114,7 +114,7 @@ def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tu
     "words",
     [
         "--train-samples 300000000",
-        "--train-samples 1000000000 --no-train",
+        "--train-samples 1000000000 --no-train --load c",
         "--eval-interval 1 --eval-iters 100000000 --split 1",
         # Each prefix has a separate index.
         "--train-samples 1000000000 --data-path 1 a 1 b 1 c 1 d",
