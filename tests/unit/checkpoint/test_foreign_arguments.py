@@ -86,6 +86,7 @@ ASSIGNED: dict[str, dict[str, Any]] = {
         },
         **{"export_model_type": "GPTModel", "export_kv_cache_quant": "none", "finetune_data_split": "train"},
         **{"export_real_quant_cfg": "None", "moe_aux_loss_coeff": 0.01, "moe_grouped_gemm": True},
+        "add_qkv_bias": True,
     },
     "BigScience's Megatron-DeepSpeed 8387ae17": {"pretrain_causal_attention": True},
 }
