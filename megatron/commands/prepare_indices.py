@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = run_flags(arguments.training, arguments.script, None)
     readers = read_saved_config, read_deepspeed_config
     config = read_command_line(words, {}, *readers, arguments.mistakes).config
+    if config.data.mock_data:
+        raise ConfigError("--mock-data: mock data have no indices, so there is nothing to prepare")
     if not token_file_prefixes(config.data):
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()

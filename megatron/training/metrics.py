@@ -218,7 +218,7 @@ class MetricsLogger:
     def log_validation(
         self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
     ) -> None:
-        """Prints and writes one evaluation. loss: mean over all its samples. name: 'validation', 'test' or
+        """Prints and writes one evaluation. loss: mean over its unmasked tokens. name: 'validation', 'test' or
         the name of a group. at: the moment as printed; '' for 'iteration N'."""
         if not self._enabled:
             return

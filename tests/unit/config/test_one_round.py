@@ -44,6 +44,7 @@ def test_one_round_has_mistakes_of_every_kind() -> None:
             "--normalization is 'bad'",
             "--position-embedding-type is 'nope'",
             "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+            "--ffn-hidden-size 256 is not divisible by --tensor-model-parallel-size 3",
             "--global-batch-size 7 is not divisible by --micro-batch-size 2",
             "--seed is -1",
         ],
@@ -72,6 +73,30 @@ def test_one_round_has_mistakes_of_every_kind() -> None:
         (
             "--world-size 2 --tensor-model-parallel-size 4 --global-batch-size 7 --micro-batch-size 2",
             ["2 processes are not divisible", "--global-batch-size 7"],
+        ),
+        (
+            "--lr-decay-style WSD --seed -1",
+            ["--seed is -1", "--lr-decay-style WSD without --lr-wsd-decay-samples"],
+        ),
+        (
+            "--lr-decay-style WSD --lr-decay-tokens 99 --seed -1",
+            ["--seed", "--lr-decay-style WSD with a decay"],
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-samples 790 --lr-warmup-samples 20 --seed -1",
+            ["--seed", "--lr-wsd-decay-samples 790: the decay has to end after 800"],
+        ),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 2", ["--lr-wsd-decay-iters 2 cannot be combined"]),
+        (
+            "--train-iters 5 --lr-decay-style inverse-square-root --lr-decay-iters 3 --lr-decay-tokens 99",
+            ["exactly one of --train-iters", "--lr-decay-style inverse", "--lr-decay-iters 3 and"],
+        ),
+        (
+            "--pipeline-schedule zero-bubble --virtual-pipeline-stages 2",
+            [
+                "--virtual-pipeline-stages 2 with --pipeline-schedule",
+                "--virtual-pipeline-stages 2 with --pipeline-model",
+            ],
         ),
         ("--min-lr 5 --lr-warmup-samples 900", ["--min-lr 5.0", "--lr-warmup-samples 900"]),
         ("--bf16 --fp16 --zero-stage 4", ["--bf16", "--zero-stage is 4"]),
