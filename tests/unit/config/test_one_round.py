@@ -72,7 +72,7 @@ def test_one_round_has_mistakes_of_every_kind() -> None:
         ("--hidden-size 66 --seq-length 64", ["--hidden-size 66", "--seq-length 64"]),
         (
             "--world-size 2 --tensor-model-parallel-size 4 --global-batch-size 7 --micro-batch-size 2",
-            ["2 processes are not divisible", "--global-batch-size 7"],
+            ["2 processes cannot be divided", "--global-batch-size 7"],
         ),
         (
             "--lr-decay-style WSD --seed -1",

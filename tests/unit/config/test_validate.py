@@ -37,13 +37,13 @@ REFUSED = """
 --eval-harness-interval 5 => --eval-harness-interval 5; --eval-harness-tasks
 --eval-harness-limit 5 => --eval-harness-limit 5; --eval-harness-tasks
 --eval-harness-tasks toy --tokenizer-model m => --eval-harness-tasks toy; --eval-harness-interval
---eval-tasks toy --eval-harness-interval 5 --eval-only
+--eval-tasks toy --eval-harness-interval 5 --eval-only --load c
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
 --eval-only => --eval-only without --load would evaluate the initial weights
 --eval-only --load c --eval-iters 0 => --eval-only with --eval-iters 0, which evaluates nothing
---eval-only --load c --split 100,0,0 => --eval-only with --split 100,0,0: there are no validation or test documents
+--eval-only --load c --split 100,0,0 => --eval-only with --split 100,0,0: there are no validation
 --split 0,50,50 => --split 0,50,50 assigns no document to the train split
---eval-only --load c --train-data-path a => --eval-only without --valid-data-path: there are no validation or test documents
+--eval-only --load c --train-data-path a => --eval-only without --valid-data-path: there are no validation
 --mup --optimizer sgd => --mup without --optimizer adam
 --mup --softmax-scale 0.5 => --softmax-scale 0.5; --mup-attn-mult
 --z-loss-weight 1e-4 --loss-implementation plain => --z-loss-weight 0.0001; plain; fused

@@ -114,7 +114,7 @@ def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tu
     "words",
     [
         "--train-samples 300000000",
-        "--train-samples 1000000000 --no-train",
+        "--train-samples 1000000000 --no-train --load a",
         "--eval-interval 1 --eval-iters 100000000 --split 1",
         # Each prefix has a separate index.
         "--train-samples 1000000000 --data-path 1 a 1 b 1 c 1 d",
@@ -122,6 +122,12 @@ def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tu
 )
 def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str) -> None:
     check_memory(words)
+
+
+def test_mock_data_need_no_memory_for_an_index() -> None:
+    words = "--mock-data --vocab-size 9 --train-samples 1000000000 --eval-interval 1 --eval-iters 100000000"
+    config = read_command_line([*SMALL, *words.split()], {}).config
+    check_index_memory(config, RunLength.from_config(config), memory_bytes=10**9)
 
 
 def test_resumed_length_is_what_must_fit_into_memory() -> None:
