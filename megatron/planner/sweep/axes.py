@@ -149,8 +149,8 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
 
 
 def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
-    """Returns the row for settings that were read from a file. Raises ConfigError for settings that --vary does
-    not accept: another user may have written the file."""
+    """Returns the row for settings that were read from a file. Raises ConfigError for settings that --vary
+    does not accept: another user may have written the file."""
     (row,) = make_rows([Axis(flag, (value,)) for flag, value in settings.items()], base)
     return row
 
@@ -190,8 +190,8 @@ def run_words(base: Sequence[str], words: Sequence[str], steps: int) -> list[str
 
 
 def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
-    """Returns the setting of the axis as 'section.field'. Raises ConfigError if the flag cannot be varied, or a
-    value is not valid. base: the settings of the base command."""
+    """Returns the setting of the axis as 'section.field'. Raises ConfigError if the flag cannot be varied, or
+    a value is not valid. base: the settings of the base command."""
     action = _actions().get(axis.flag)
     if action is None:
         nearest = difflib.get_close_matches(axis.flag, _actions(), n=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import plan, preprocess_data
+from megatron.commands import convert_checkpoint, plan, preprocess_data
 from megatron.config import ConfigError, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import RUN, SMALL
@@ -168,6 +168,28 @@ def test_one_round_of_a_tool() -> None:
             "the following arguments are required: --output-prefix",
         ],
     )
+
+
+def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    for tool, words, parts in (
+        (
+            preprocess_data,
+            "--input none.jsonl --output-prefix none/a --workers 0 --shard 3 --log-interval x",
+            (
+                *("argument --log-interval", "--workers is 0", "--output-prefix none/a: the folder"),
+                *("--shard 3: the shards would", "--shard 3: expected", "--input none.jsonl"),
+            ),
+        ),
+        (
+            convert_checkpoint,
+            "--from none --workers 0",
+            ("the following arguments are required: --to", "--workers is 0", "--from none: there is no"),
+        ),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(words.split())
+        error = capsys.readouterr().err.removeprefix("error: ")
+        check_lines([line.strip() for line in error.splitlines()], list(parts))
 
 
 def test_one_round_of_a_plan_has_mistakes_of_the_tool_and_of_the_run() -> None:

@@ -273,7 +273,7 @@ def test_a_batch_that_the_layout_of_the_run_determines_is_asked_for(
     run = ["--micro-batch-size", "2", "--train-iters", "9", "--seq-length", "8", "--data-path", inputs[0]]
     error = mistake(capsys, verify_dataset, "--sample", "1", *run)
     assert "set --global-batch-size as in the run" in error
-    error = mistake(capsys, prepare_indices, *run)
+    error = mistake(capsys, prepare_indices, *run, *MODEL, *ABSOLUTE, "--lr", "1")
     assert "set --global-batch-size or --world-size as in the run" in error
 
 
