@@ -157,8 +157,8 @@ def check_batch_size(words: Sequence[str], *sufficient: str) -> None:
     if _given(words).isdisjoint({"batch.global_batch_size", *sufficient}):
         flags = " or ".join(map(setting_option, ("batch.global_batch_size", *sufficient)))
         raise ConfigError(
-            f"the global batch size, on which the order of the samples depends, is unknown: set {flags} as in "
-            "the run"
+            f"the global batch size, on which the order of the samples depends, is unknown: set {flags} as "
+            "in the run"
         )
 
 
