@@ -33,7 +33,7 @@ from megatron.data.splits import verify_token_files
 from megatron.data.text_files import parse_shard
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.errors import UserError, exit_on_user_error, printable
-from megatron.planner.command import RunFlagsParser, run_flags
+from megatron.planner.command import RunFlagsParser, check_batch_size, run_flags
 
 
 def build_parser() -> RunFlagsParser:
@@ -69,8 +69,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with arguments.mistakes.collect():
         shard = parse_shard(arguments.shard, os.environ)
     words = run_flags(arguments.training, arguments.script, None)
+    with arguments.mistakes.collect():
+        check_batch_size(words, "parallel.world_size")
     readers = read_saved_config, read_deepspeed_config
     config = read_command_line(words, {}, *readers, arguments.mistakes).config
+    if config.data.mock_data:
+        raise ConfigError("--mock-data: mock data have no indices, so there is nothing to prepare")
     if not token_file_prefixes(config.data):
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()

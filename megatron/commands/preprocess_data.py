@@ -25,6 +25,7 @@ from functools import partial
 
 from tqdm import tqdm
 
+from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser, check_at_least_1, check_output_prefix, exit_on_interrupt
 from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
@@ -97,29 +98,37 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    check_at_least_1(arguments, "workers", "log_interval")
-    prefix = arguments.output_prefix
+def check_arguments(arguments: argparse.Namespace, mistakes: Mistakes) -> None:
+    """Finds the input files and makes the output folder. Raises ConfigError with all mistakes."""
+    prefix, words, shard = arguments.output_prefix or "", arguments.input or (), None
+    with mistakes.collect():
+        check_at_least_1(arguments, "workers", "log_interval")
     if is_url(prefix):
-        raise UserError(
+        mistakes.add(
             f"--output-prefix {prefix}: expected a path, training maps token files into memory: copy them "
             "to the store afterwards"
         )
-    arguments.input = find_files(arguments.input)
-    if arguments.shard is not None:
-        shard, shards = parse_shard(arguments.shard, os.environ)
-        if not prefix.endswith("/"):
-            raise UserError(
+    elif not prefix.endswith("/"):
+        with mistakes.collect():
+            check_output_prefix(prefix)
+        if arguments.shard is not None:
+            mistakes.add(
                 f"--shard {arguments.shard}: the shards would all write {prefix}_*: give a folder, "
                 f"--output-prefix {prefix}/"
             )
-        arguments.input = files_of_shard(arguments.input, shard, shards)
+    with mistakes.collect():
+        arguments.input = find_files(words)
+    if arguments.shard is not None:
+        with mistakes.collect():
+            shard = parse_shard(arguments.shard, os.environ)
+    mistakes.raise_all()
+    if shard is not None:
+        arguments.input = files_of_shard(arguments.input, *shard)
     if prefix.endswith("/"):
         try:
             os.makedirs(prefix, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-prefix {prefix}: cannot make the folder ({error.strerror})") from error
-    check_output_prefix(prefix)
 
 
 @contextmanager
@@ -164,8 +173,9 @@ def speed(progress: Progress, start: float) -> str:
 @exit_on_interrupt()
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = build_parser().parse_args(argv)
-    check_arguments(arguments)
+    mistakes = Mistakes()
+    arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
+    check_arguments(arguments, mistakes)
     start = time.monotonic()
     with progress_report(arguments.input, arguments.log_interval) as report:
         progress = preprocess(

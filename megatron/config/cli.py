@@ -164,6 +164,8 @@ def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str], mistak
 
 def _read_data_files(settings: dict[str, Any], mistakes: Mistakes) -> None:
     """Reads the prefixes and weights from the files that name them, which may be missing in a dry run."""
+    if settings.get("data.mock_data"):  # its rules refuse the files
+        return
     words: dict[str, Any] = {}
     for name in ("data_path", *(f"{split}_weighted_split_paths" for split in SPLIT_NAMES)):
         field = "data_args_path" if name == "data_path" else f"{name}_path"
@@ -222,7 +224,7 @@ def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None)
     if "checkpoint.load" not in settings:
         raise ConfigError("--use-checkpoint-args without --load: set --load to the folder of the checkpoint")
     if read is None:
-        raise ConfigError("--use-checkpoint-args acts in pretrain_gpt.py only: give the flags of the model")
+        raise ConfigError("--use-checkpoint-args has no effect in this tool: give the flags of the model")
     saved = read(CheckpointConfig(**_section_settings(settings, "checkpoint")))
     return [add_checkpoint_args(settings, saved)]
 
@@ -234,7 +236,7 @@ def _use_branch_point(settings: dict[str, Any], read: ReadSavedConfig | None) ->
     options = CheckpointConfig(**_section_settings(settings, "checkpoint"))
     check_branch_flags(options, settings)
     if read is None:
-        raise ConfigError("--branch-at acts in pretrain_gpt.py only: give the checkpoint's folder to --load")
+        raise ConfigError("--branch-at has no effect in this tool: give the checkpoint's folder to --load")
     return [add_branch_settings(settings, read(options))]
 
 

@@ -223,7 +223,7 @@ def _shortened(text: str) -> str:
 _INDEX_BYTES_PER_SAMPLE = 32
 
 
-NO_EVALUATION_DATA = "no validation or test data to evaluate: change --split, or set --valid-data-path"
+NO_EVALUATION_DATA = "no validation or test documents; change --split, or set --valid-data-path"
 
 
 def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
@@ -232,7 +232,7 @@ def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
         circumstance = f"without {option_name(_words_field(data, 'valid'))}"
         return "valid" in given, "test" in given, circumstance
     _, valid, test = parse_split(data.split)
-    return valid > 0, test > 0, f"with --split {data.split}, which has no validation data"
+    return valid > 0, test > 0, f"with --split {data.split}"
 
 
 def data_mistakes(config: Config) -> Iterator[str]:
@@ -258,6 +258,8 @@ def data_mistakes(config: Config) -> Iterator[str]:
         )
     if own:
         yield from _own_data_mistakes(data)
+    elif not config.training.no_train and not parse_split(data.split)[0]:
+        yield f"--split {data.split} assigns no document to the train split: give it a larger weight"
 
 
 def tokenizer_mistakes(config: Config) -> Iterator[str]:
@@ -392,6 +394,8 @@ def host_memory_bytes() -> int:
 def check_index_memory(config: Config, length: RunLength, memory_bytes: int) -> None:
     """Raises ConfigError if the sample index of the training or validation data cannot be built in memory."""
     training = config.training
+    if config.data.mock_data:  # its samples have no index
+        return
     train, valid, _ = length.samples_per_split(config)
     unit = "iters" if training.train_iters is not None else "samples"
     requests = {

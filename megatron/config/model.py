@@ -59,7 +59,7 @@ def model_mistakes(config: Config) -> Iterator[str]:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     if problem := model.heads_problem(tensor):
         yield problem
-    elif model.ffn_hidden_size % tensor:  # other heads need another tensor-parallel size, too
+    if model.ffn_hidden_size % tensor:
         yield (
             f"--ffn-hidden-size {model.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
             f"{tensor}: change one of them"

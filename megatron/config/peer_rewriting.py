@@ -79,8 +79,9 @@ def _rewritten_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
         result.append(word)
         flag = word if word.startswith("--") else ""
     if any("HuggingFaceTokenizer" in note for note in notes):  # its --tokenizer-model is a folder or a name
-        result = [re.sub("^--tokenizer-model(?==|$)", "--tokenizer-name-or-path", word) for word in result]
-        notes.append("--tokenizer-model is read as --tokenizer-name-or-path")
+        given = result
+        result = [re.sub("^--tokenizer-model(?==|$)", "--tokenizer-name-or-path", word) for word in given]
+        notes += ["--tokenizer-model is read as --tokenizer-name-or-path"] * (result != given)
     return result, notes
 
 

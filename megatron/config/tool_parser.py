@@ -45,6 +45,10 @@ class CollectingParser(argparse.ArgumentParser):
     def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
         """Adds the mistakes in values that argparse accepts."""
 
+    def parse_known(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Calls argparse's parser, which raises `_Rejected`."""
+        return self.parse_known_args(words)
+
     def error(self, message: str) -> NoReturn:
         raise _Rejected(self.rejection(message), message)
 
@@ -88,7 +92,7 @@ class CollectingParser(argparse.ArgumentParser):
         missing: list[str] = []
         while True:
             try:
-                return (*self.parse_known_args(list(words)), missing)
+                return (*self.parse_known(list(words)), missing)
             except _Rejected as rejected:
                 absent = [action for action in self._actions if _name(action) in rejected.required]
                 wrong = [action for action in self._actions if _name(action) == rejected.argument]

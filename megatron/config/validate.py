@@ -33,6 +33,10 @@ from megatron.object_urls import is_url
 from megatron.text_table import counted
 
 _MOST_STAGES = 200_000
+WSD_BY_TOKENS = (
+    "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): "
+    "WSD counts in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
+)
 
 
 def validate(config: Config) -> None:
@@ -138,7 +142,7 @@ def _stage_mistakes(parallel: ParallelConfig) -> Iterator[str]:
             f"--pipeline-schedule {name} with --virtual-pipeline-stages 1: expected 2 or more stages per "
             "pipeline rank, or the schedule 1f1b"
         )
-    elif name != "1f1b" and parallel.pipeline_model_parallel_size == 1:
+    if name != "1f1b" and parallel.pipeline_model_parallel_size == 1:
         given = f"--virtual-pipeline-stages {virtual}" if virtual > 1 else f"--pipeline-schedule {name}"
         yield (
             f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
@@ -236,8 +240,41 @@ def schedule_mistakes(config: Config) -> Iterator[str]:
     schedule, training = config.schedule, config.training
     if schedule.min_lr > schedule.lr:
         yield f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: reduce --min-lr"
-    if not training.has_length:
-        return
+    style, decays_by_tokens = schedule.lr_decay_style, schedule.lr_decay_tokens is not None
+    if style == "inverse-square-root" and not (
+        schedule.lr_warmup_iters or schedule.lr_warmup_samples or schedule.lr_warmup_fraction
+    ):
+        unit = "samples" if training.train_iters is None or decays_by_tokens else "iters"
+        yield (
+            "--lr-decay-style inverse-square-root without a warm-up: the learning rate is --lr x "
+            f"sqrt(warm-up / progress); set --lr-warmup-{unit} or --lr-warmup-fraction"
+        )
+    if style == "WSD" and decays_by_tokens:
+        yield WSD_BY_TOKENS
+    elif style == "WSD":
+        unit = "samples" if training.train_iters is None else "iters"
+        length, misplaced = (getattr(schedule, f"lr_wsd_decay_{u}") for u in (unit, _other_unit(unit)))
+        if length is None and not misplaced:
+            yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}: set it to the length of the decay"
+    for unit in ("iters", "samples"):
+        decay, warmup = (getattr(schedule, f"lr_{part}_{unit}") for part in ("decay", "warmup"))
+        if decay is not None and decays_by_tokens:
+            yield (
+                f"--lr-decay-{unit} {decay} and --lr-decay-tokens {schedule.lr_decay_tokens} both set "
+                "the end of the decay: remove one of them"
+            )
+        if warmup and schedule.lr_warmup_fraction is not None:
+            yield (
+                f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} both "
+                "set the length of the warm-up: remove one of them"
+            )
+    if training.has_length:
+        yield from _unit_mistakes(config)
+
+
+def _unit_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for parts of the schedule in another unit than the run's length, or beyond it."""
+    schedule, training = config.schedule, config.training
     by_iters = training.train_iters is not None
     decay_unit = "iters" if by_iters else "samples"
     # With a decay in tokens, the warm-up is in samples even if the run has --train-iters.
@@ -258,29 +295,13 @@ def schedule_mistakes(config: Config) -> Iterator[str]:
                 + (" and --lr-decay-tokens" if warmup_unit != decay_unit else "")
                 + ": use either iterations or samples for the whole run"
             )
-    decay = getattr(schedule, f"lr_decay_{decay_unit}")
-    if decay is not None and schedule.lr_decay_tokens is not None:
-        yield (
-            f"--lr-decay-{decay_unit} {decay} and --lr-decay-tokens {schedule.lr_decay_tokens} both set "
-            "the end of the decay: remove one of them"
-        )
-    warmup = getattr(schedule, f"lr_warmup_{warmup_unit}")
-    if schedule.lr_warmup_fraction is not None and warmup:
-        yield (
-            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{warmup_unit} {warmup} both "
-            "set the length of the warm-up: remove one of them"
-        )
     if schedule.lr_decay_style != "constant":
-        yield from _warmup_mistakes(config, warmup_unit, warmup)
-    if schedule.lr_decay_style == "inverse-square-root" and not (warmup or schedule.lr_warmup_fraction):
-        yield (
-            "--lr-decay-style inverse-square-root without a warm-up: the learning rate is --lr x "
-            f"sqrt(warm-up / progress); set --lr-warmup-{warmup_unit} or --lr-warmup-fraction"
-        )
+        yield from _warmup_mistakes(config, warmup_unit)
 
 
-def _warmup_mistakes(config: Config, unit: str, warmup: int) -> Iterator[str]:
+def _warmup_mistakes(config: Config, unit: str) -> Iterator[str]:
     schedule, training = config.schedule, config.training
+    warmup: float = getattr(schedule, f"lr_warmup_{unit}")
     option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
     if schedule.lr_decay_tokens is not None:
         if training.deepspeed_config is not None or config.checkpoint.load is not None:
@@ -293,6 +314,18 @@ def _warmup_mistakes(config: Config, unit: str, warmup: int) -> Iterator[str]:
         yield (
             f"--lr-warmup-{unit} {warmup} does not end before the decay ({option}: {decay}): reduce the "
             "warm-up, or extend the decay"
+        )
+        return
+    if schedule.lr_warmup_fraction is not None:
+        warmup = schedule.lr_warmup_fraction * decay
+    length = getattr(schedule, f"lr_wsd_decay_{unit}") or 0
+    is_wsd = schedule.lr_decay_style == "WSD" and schedule.lr_decay_tokens is None
+    if is_wsd and decay - length < warmup:
+        steps = unit.replace("iters", "iterations")
+        yield (
+            f"--lr-wsd-decay-{unit} {length}: the decay has to end after {decay:,} {steps} and would begin "
+            f"before the end of the warm-up ({warmup:,.0f} {steps}): shorten one of them, or raise "
+            f"--lr-decay-{unit}"
         )
 
 
@@ -368,7 +401,7 @@ def evaluation_mistakes(config: Config) -> Iterator[str]:
         yield "--eval-only without --load would evaluate the initial weights: set --load to the checkpoints"
     valid, test, reason = available_eval_splits(config.data)
     if not (valid or test):
-        yield f"--eval-only {reason}: {NO_EVALUATION_DATA}"
+        yield f"--eval-only {reason}: there are {NO_EVALUATION_DATA}"
 
 
 def no_harness(option: str, reason: str) -> ConfigError:

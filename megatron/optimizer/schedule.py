@@ -15,6 +15,7 @@ from typing import Any
 from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
 from megatron.config.batch import BEGIN, Progress, Unit
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, WarmupRelativeStyle
+from megatron.config.validate import WSD_BY_TOKENS
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class LearningRateSchedule:
             )
         wsd_style = None
         if schedule.lr_decay_style == "WSD":
-            start, wsd_style = _stable_end(schedule, start, length, unit), schedule.lr_wsd_decay_style
+            start, wsd_style = _stable_end(schedule, length, unit), schedule.lr_wsd_decay_style
         return cls(
             max_lr=float(schedule.lr),
             min_lr=float(schedule.min_lr),
@@ -195,23 +196,13 @@ def inverse_square_root_decay(max_lr: float, min_lr: float, growth: float) -> fl
     return max(min_lr, max_lr / math.sqrt(growth))
 
 
-def _stable_end(schedule: ScheduleConfig, warmup: float, end: int, unit: Unit) -> int:
-    """Returns the end of WSD's stable phase. Raises ConfigError if it is before the end of the warm-up."""
+def _stable_end(schedule: ScheduleConfig, end: int, unit: Unit) -> int:
+    """Returns the end of WSD's stable phase. Raises ConfigError if --train-tokens ends the decay."""
     if unit == "tokens":
-        raise ConfigError(
-            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): "
-            "WSD counts in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
-        )
+        raise ConfigError(WSD_BY_TOKENS)
     by_iters = unit == "iterations"
     length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
-    option = f"--lr-wsd-decay-{_flag_end(unit)}"
-    if length is None:
-        raise ConfigError(f"--lr-decay-style WSD without {option}: set it to the length of the decay")
-    if end - length < warmup:
-        raise ConfigError(
-            f"{option} {length}: the decay has to end after {end:,} {unit} and would begin before the end of "
-            f"the warm-up ({warmup:,.0f} {unit}): shorten one of them, or raise --lr-decay-{_flag_end(unit)}"
-        )
+    assert length is not None  # checked by config.validate
     return end - length
 
 

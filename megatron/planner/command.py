@@ -83,6 +83,13 @@ def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[li
     if not {"training.train_iters", "training.train_samples"} & given:
         words += ["--train-iters", "1000"]
         notes.append("neither --train-iters nor --train-samples is set: the days are for 1,000 iterations")
+    if "batch.global_batch_size" not in given:
+        size = "micro-batch size x data-parallel size"
+        if chooses_layout:
+            settings = _parsed(words)
+            size = str(settings.get("batch.micro_batch_size", 1) * settings.get("parallel.world_size", 1))
+            words += ["--global-batch-size", size]
+        notes.append(f"--global-batch-size is not set: planned with {size}; set it to compare layouts")
     if not chooses_layout:
         return words, notes
     if not {"precision.bf16", "precision.fp16"} & given:
@@ -97,7 +104,7 @@ def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[li
 def _first_pipeline_size(words: Sequence[str]) -> int:
     """Returns the smallest number of stages with which the batch sizes are divisible by the data-parallel
     size times the micro-batch size, so that a search has a valid layout to start from; 1 if there is none."""
-    settings = vars(make_parser().collect(words, Mistakes()))  # `read_command_line` reports the mistakes
+    settings = _parsed(words)
     world_size, micro_batch = (settings.get(f, 1) for f in ("parallel.world_size", "batch.micro_batch_size"))
     sizes = [settings.get("batch.global_batch_size", micro_batch)]
     sizes += [size for size in settings.get("batch.rampup_batch_size", ())[:2] if size]
@@ -106,6 +113,11 @@ def _first_pipeline_size(words: Sequence[str]) -> int:
     divisors = (size for size in range(1, world_size + 1) if world_size % size == 0)
     fitting = (p for p in divisors if all(size % (micro_batch * world_size // p) == 0 for size in sizes))
     return next(fitting, 1)
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings of the flags without the invalid ones, which `read_command_line` reports."""
+    return vars(make_parser().collect(words, Mistakes()))
 
 
 def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
@@ -137,6 +149,17 @@ def _given(words: Sequence[str]) -> set[str]:
     """Returns the settings, as 'section.field', that the flags set."""
     options = _options()
     return {options[word.partition("=")[0]] for word in words if word.partition("=")[0] in options}
+
+
+def check_batch_size(words: Sequence[str], *sufficient: str) -> None:
+    """Raises ConfigError if the flags do not determine the global batch size of the run. sufficient: settings
+    that determine it as --global-batch-size does."""
+    if _given(words).isdisjoint({"batch.global_batch_size", *sufficient}):
+        flags = " or ".join(map(setting_option, ("batch.global_batch_size", *sufficient)))
+        raise ConfigError(
+            f"the global batch size, on which the order of the samples depends, is unknown: set {flags} as "
+            "in the run"
+        )
 
 
 def without_settings(words: Sequence[str], names: set[str]) -> list[str]:

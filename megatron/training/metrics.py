@@ -218,8 +218,8 @@ class MetricsLogger:
     def log_validation(
         self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
     ) -> None:
-        """Prints and writes one evaluation. loss: mean over all its samples. name: 'validation', 'test' or
-        the name of a group. at: the moment as printed; '' for 'iteration N'."""
+        """Prints and writes one evaluation. loss: mean over its unmasked tokens. name: 'validation', 'test'
+        or the name of a group. at: the moment as printed; '' for 'iteration N'."""
         if not self._enabled:
             return
         self.print("\n".join(format_validation_lines(name, at or f"iteration {state.iteration}", loss)))

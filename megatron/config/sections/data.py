@@ -33,8 +33,13 @@ class DataConfig(Section):
         excludes={
             f"data.{name}": "mock data read no files; remove one of the two"
             for name in (
-                *("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-                *("train_weighted_split_paths", "valid_weighted_split_paths", "test_weighted_split_paths"),
+                *("data_path", "data_args_path", "per_split_data_args_path"),
+                *(f"{split}_data_path" for split in ("train", "valid", "test")),
+                *(
+                    f"{split}_weighted_split_paths{file}"
+                    for split in ("train", "valid", "test")
+                    for file in ("", "_path")
+                ),
             )
         },
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import plan, preprocess_data
+from megatron.commands import convert_checkpoint, plan, preprocess_data
 from megatron.config import ConfigError, read_command_line
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import RUN, SMALL
@@ -44,6 +44,7 @@ def test_one_round_has_mistakes_of_every_kind() -> None:
             "--normalization is 'bad'",
             "--position-embedding-type is 'nope'",
             "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+            "--ffn-hidden-size 256 is not divisible by --tensor-model-parallel-size 3",
             "--global-batch-size 7 is not divisible by --micro-batch-size 2",
             "--seed is -1",
         ],
@@ -72,6 +73,30 @@ def test_one_round_has_mistakes_of_every_kind() -> None:
         (
             "--world-size 2 --tensor-model-parallel-size 4 --global-batch-size 7 --micro-batch-size 2",
             ["2 processes cannot be divided", "--global-batch-size 7"],
+        ),
+        (
+            "--lr-decay-style WSD --seed -1",
+            ["--seed is -1", "--lr-decay-style WSD without --lr-wsd-decay-samples"],
+        ),
+        (
+            "--lr-decay-style WSD --lr-decay-tokens 99 --seed -1",
+            ["--seed", "--lr-decay-style WSD with a decay"],
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-samples 790 --lr-warmup-samples 20 --seed -1",
+            ["--seed", "--lr-wsd-decay-samples 790: the decay has to end after 800"],
+        ),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 2", ["--lr-wsd-decay-iters 2 cannot be combined"]),
+        (
+            "--train-iters 5 --lr-decay-style inverse-square-root --lr-decay-iters 3 --lr-decay-tokens 99",
+            ["exactly one of --train-iters", "--lr-decay-style inverse", "--lr-decay-iters 3 and"],
+        ),
+        (
+            "--pipeline-schedule zero-bubble --virtual-pipeline-stages 2",
+            [
+                "--virtual-pipeline-stages 2 with --pipeline-schedule",
+                "--virtual-pipeline-stages 2 with --pipeline-model",
+            ],
         ),
         ("--min-lr 5 --lr-warmup-samples 900", ["--min-lr 5.0", "--lr-warmup-samples 900"]),
         ("--bf16 --fp16 --zero-stage 4", ["--bf16", "--zero-stage is 4"]),
@@ -143,6 +168,28 @@ def test_one_round_of_a_tool() -> None:
             "the following arguments are required: --output-prefix",
         ],
     )
+
+
+def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    for tool, words, parts in (
+        (
+            preprocess_data,
+            "--input none.jsonl --output-prefix none/a --workers 0 --shard 3 --log-interval x",
+            (
+                *("argument --log-interval", "--workers is 0", "--output-prefix none/a: the folder"),
+                *("--shard 3: the shards would", "--shard 3: expected", "--input none.jsonl"),
+            ),
+        ),
+        (
+            convert_checkpoint,
+            "--from none --workers 0",
+            ("the following arguments are required: --to", "--workers is 0", "--from none: there is no"),
+        ),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(words.split())
+        error = capsys.readouterr().err.removeprefix("error: ")
+        check_lines([line.strip() for line in error.splitlines()], list(parts))
 
 
 def test_one_round_of_a_plan_has_mistakes_of_the_tool_and_of_the_run() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, ConfigError, parse_args, read_command_line
+from megatron.config.peer_rewriting import rewrite
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import RUN, SMALL
 
@@ -57,6 +58,12 @@ REAL = "--data-path text_document --tokenizer-type HuggingFaceTokenizer --tokeni
 def dry_run(words: str) -> Config:
     argv = [*words.split(), "--dry-run", "--world-size", "8"]
     return read_command_line(argv, {}, read_deepspeed_config=read_deepspeed_config).config
+
+
+def test_a_note_names_only_a_flag_that_was_given() -> None:
+    words = "--tokenizer-type HuggingFaceTokenizer --tokenizer-name-or-path folder"
+    assert len(rewrite(words.split())[1]) == 1
+    assert len(rewrite(words.replace("name-or-path", "model").split())[1]) == 2
 
 
 @pytest.mark.parametrize("options", ["", OPTIONS])

@@ -41,8 +41,9 @@ REFUSED = """
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
 --eval-only => --eval-only without --load would evaluate the initial weights
 --eval-only --load c --eval-iters 0 => --eval-only with --eval-iters 0, which evaluates nothing
---eval-only --load c --split 100,0,0 => --eval-only with --split 100,0,0; no validation or test data
---eval-only --load c --train-data-path a => --eval-only without --valid-data-path; no validation or test data
+--eval-only --load c --split 100,0,0 => --eval-only with --split 100,0,0: there are no validation
+--split 0,50,50 => --split 0,50,50 assigns no document to the train split
+--eval-only --load c --train-data-path a => --eval-only without --valid-data-path: there are no validation
 --mup --optimizer sgd => --mup without --optimizer adam
 --mup --softmax-scale 0.5 => --softmax-scale 0.5; --mup-attn-mult
 --z-loss-weight 1e-4 --loss-implementation plain => --z-loss-weight 0.0001; plain; fused
@@ -236,8 +237,7 @@ NO_EFFECT = """
 --tensorboard-queue-size 5 --tensorboard-dir folder =>
 --eval-iters 0 --eval-interval 5 => --eval-interval has no effect with --eval-iters 0
 --split 1 --eval-iters 5 --eval-interval 5
-    => --eval-interval has no effect with --split 1, which has no validation data; --eval-iters has no effect
-           with --split 1, which has no validation data
+    => --eval-interval has no effect with --split 1; --eval-iters has no effect with --split 1
 --split 9,0,1 --eval-iters 5 =>
 --tokenizer-model m =>
 --tokenizer-name-or-path t5-small =>

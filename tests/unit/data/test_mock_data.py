@@ -75,6 +75,10 @@ def test_mock_data_need_no_files_and_no_batch_size() -> None:
     [
         ("--data-path x", "--mock-data with --data-path x: mock data read no files"),
         ("--train-data-path x", "--mock-data with --train-data-path x"),
+        ("--data-args-path x", "^--mock-data with --data-args-path x: [^\n]*$"),
+        ("--per-split-data-args-path x", "^--mock-data with --per-split-data-args-path x: [^\n]*$"),
+        ("--valid-weighted-split-paths-path x", "--mock-data with --valid-weighted-split-paths-path x"),
+        ("--split 0,50,50", "--split 0,50,50 assigns no document to the train split"),
     ],
 )
 def test_mock_data_contradict_token_files(words: str, part: str) -> None:

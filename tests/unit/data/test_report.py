@@ -151,7 +151,7 @@ def test_an_evaluation_for_which_a_split_has_no_document_is_an_error(
     if evaluates:
         assert "training" not in run_data.planned_data_report(config, BEGIN)
     else:
-        with pytest.raises(ConfigError, match="--eval-only finds no validation or test data"):
+        with pytest.raises(ConfigError, match="--eval-only finds no validation or test documents"):
             run_data.planned_data_report(config, BEGIN)
 
 

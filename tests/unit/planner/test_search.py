@@ -193,6 +193,15 @@ def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
     assert {change["parallel.tensor_model_parallel_size"] for change in found} == {1, 2, 4}
 
 
+def test_a_search_without_a_batch_size_has_a_micro_batch_on_each_device() -> None:
+    words, notes = with_defaults("--world-size 8 --micro-batch-size 2".split())
+    assert "--global-batch-size 16 " in " ".join(words) and words[-1] == "1"
+    assert "--global-batch-size is not set: planned with 16; set it to compare layouts" in notes
+    words, notes = with_defaults("--world-size 8 --micro-batch-size 2".split(), chooses_layout=False)
+    assert "--global-batch-size" not in words
+    assert any("planned with micro-batch size x data-parallel size" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("flags", "stages"),
     [

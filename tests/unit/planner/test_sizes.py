@@ -124,6 +124,12 @@ def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str) -> None:
     check_memory(words)
 
 
+def test_mock_data_need_no_memory_for_an_index() -> None:
+    words = "--mock-data --vocab-size 9 --train-samples 1000000000 --eval-interval 1 --eval-iters 100000000"
+    config = read_command_line([*SMALL, *words.split()], {}).config
+    check_index_memory(config, RunLength.from_config(config), memory_bytes=10**9)
+
+
 def test_resumed_length_is_what_must_fit_into_memory() -> None:
     """The tokens of a launch with longer sequences leave fewer samples."""
     words = "--train-samples 1000000000 --train-tokens 32000000000"
