@@ -105,11 +105,12 @@ def _seconds_per_token(flags: Flags, plan: Plan) -> tuple[bool, float]:
     return not _is_predicted(flags), 0.0 if plan.step is None else 1 / plan.tokens_per_second
 
 
-def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float]:
-    """Returns a key that sorts the plans that do not fit by the time that a saved byte costs."""
+def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float, float]:
+    """Returns a key that sorts the plans that do not fit by the time that a saved byte costs. Plans that cost
+    no time are sorted by their memory."""
     is_unpredicted, seconds = _seconds_per_token(flags, changed)
     more = seconds - _seconds_per_token({}, last)[1]
-    return is_unpredicted, more / (last.peak_bytes - changed.peak_bytes)
+    return is_unpredicted, max(more, 0.0) / (last.peak_bytes - changed.peak_bytes), changed.peak_bytes
 
 
 def _smaller_plans(plan: Plan) -> list[tuple[Flags, Plan]]:
