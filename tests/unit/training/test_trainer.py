@@ -17,7 +17,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import CheckpointConfig, parse_args
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
 
 def warnings_at_end(
@@ -141,3 +141,25 @@ def test_loss_is_the_mean_over_all_tokens(stages: int) -> None:
 def test_request_stops_between_groups_without_a_result() -> None:
     loss, groups, _ = run("", stop_after=2)
     assert loss is None and len(groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranges", "logged"),
+    [
+        ("", [10, 20, 25]),
+        ("8-12", [7, 20, 25]),
+        ("8-9 10-12", [7, 20, 25]),
+        ("3-4 18-19", [10, 20, 25]),
+        ("19-25", [10, 18]),
+    ],
+)
+def test_a_line_that_is_due_in_a_skipped_range_follows_the_step_before_it(
+    ranges: str, logged: list[int]
+) -> None:
+    flags = ["--log-interval", "10", "--train-iters", "25"]
+    flags += ["--skip-train-iteration-range", *ranges.split()] if ranges else []
+    config = parse_args([*WITHOUT_LENGTH, *flags], {})
+    trainer: Any = SimpleNamespace(config=config, length=SimpleNamespace(iterations=25))
+    skipped = {i for first, last in config.stability.skipped_ranges for i in range(first, last + 1)}
+    lines = [i for i in range(1, 26) if i not in skipped and Trainer.is_logged(trainer, i)]
+    assert lines == logged
