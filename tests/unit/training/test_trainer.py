@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -16,6 +17,7 @@ from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import CheckpointConfig, parse_args
+from megatron.errors import UserError
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
 from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
@@ -163,3 +165,19 @@ def test_a_line_that_is_due_in_a_skipped_range_follows_the_step_before_it(
     skipped = {i for first, last in config.stability.skipped_ranges for i in range(first, last + 1)}
     lines = [i for i in range(1, 26) if i not in skipped and Trainer.is_logged(trainer, i)]
     assert lines == logged
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_an_evaluation_of_masked_tokens_only_is_an_error(is_evaluation: bool) -> None:
+    config: Any = SimpleNamespace(
+        training=SimpleNamespace(eval_iters=1, no_train=is_evaluation),
+        batch=SimpleNamespace(global_batch_size=1),
+        parallel=SimpleNamespace(num_stages=1),
+        micro_batches_per_step=1,
+    )
+    engine: Any = SimpleNamespace(evaluate_totals=lambda *_, **__: torch.zeros(2))
+    loader: Any = SimpleNamespace(micro_batches=lambda *_: iter([]))
+    error = pytest.raises(UserError, match="all tokens are masked") if is_evaluation else nullcontext()
+    with error:
+        loss = evaluate(engine, loader, config, 0, stop_requested=lambda: False, heartbeat=lambda: None)
+        assert math.isnan(loss or 0.0)
