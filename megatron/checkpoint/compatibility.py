@@ -62,7 +62,7 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
         return
     if same_data(checkpoint.run["data"], fingerprint):
         was, now = (
-            RunLength.from_config(settings, checkpoint.state).samples_per_split(settings)[0]
+            RunLength.from_config(settings, checkpoint.state).ordered_samples(settings)
             for settings in (checkpoint.config, config)
         )
         keeps = f"pass --data-order-samples {was} to keep its order, " if now < was else ""

@@ -23,11 +23,12 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import check_save_folder, choose_checkpoint, share_checkpoint
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.config import Config
-from megatron.config.batch import Progress, check_remaining_batches
+from megatron.config.batch import Progress, RunLength, check_remaining_batches
 from megatron.errors import UserError, stop_at_access_error
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.object_urls import is_url
 
 FingerprintAt = Callable[[Progress], dict[str, Any]]
 """Returns the fingerprint of the data of the run that continues from a progress: the length of the run, and
@@ -41,6 +42,21 @@ def planned_checkpoint(config: Config, damaged: Mapping[str, str] | None = None)
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
     checkpoint = choose_checkpoint(options, damaged)
     return None if checkpoint is None else _with_tokens(checkpoint, config)
+
+
+def planned_length(config: Config) -> tuple[RunLength, Checkpoint | None, str]:
+    """Returns the length of the run, the checkpoint that it starts from, and a description of its start.
+    Raises UserError if --load is in an object store."""
+    load = config.checkpoint.load
+    if is_url(load or ""):
+        raise UserError(
+            f"--load {load}: the length of the run depends on its checkpoint: copy the checkpoint to a file "
+            "system"
+        )
+    checkpoint = planned_checkpoint(config)
+    is_missing = load is not None and not Path(load).is_dir() and checkpoint is None
+    text = f"{load} does not exist here" if is_missing else describe_start(checkpoint, load)
+    return RunLength.from_config(config, start_of(checkpoint)), checkpoint, text
 
 
 @stop_at_access_error(MAY_BE_INTACT)

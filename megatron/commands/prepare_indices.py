@@ -18,14 +18,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron.checkpoint.compatibility import start_of
-from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.saved_config import read_saved_config
-from megatron.checkpoint.selection import planned_checkpoint
+from megatron.checkpoint.selection import planned_length
 from megatron.config import ConfigError, read_command_line
-from megatron.config.batch import RunLength
 from megatron.config.data import check_index_memory, host_memory_bytes, token_file_prefixes
 from megatron.config.tool_parser import check_at_least_1, exit_on_interrupt
 from megatron.data.gpt_dataset import prepare_index_files
@@ -79,11 +75,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()
     stamp = verify_token_files(config.data, shard)
-    checkpoint, load = planned_checkpoint(config), config.checkpoint.load
-    if load is not None:  # the length of the run depends on what its checkpoint has consumed
-        origin = describe_start(checkpoint, load) if Path(load).is_dir() else f"{load} does not exist here"
+    length, _, origin = planned_length(config)
+    if config.checkpoint.load is not None:
         print(printable(f"--load      {origin}"))
-    length = RunLength.from_config(config, start_of(checkpoint))
     check_index_memory(config, length, host_memory_bytes())
     samples = length.samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)

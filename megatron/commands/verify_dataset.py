@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron.checkpoint.compatibility import start_of
-from megatron.checkpoint.selection import planned_checkpoint
+from megatron.checkpoint.lineage.start import check_load_folder
+from megatron.checkpoint.selection import planned_length
 from megatron.config import Config, read_command_line
-from megatron.config.batch import RunLength
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.flag_parser import make_parser
@@ -208,7 +207,11 @@ def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:
     """Yields a text for sample i of the run: for each weighted group if the subset has several. Raises
     UserError for a sample outside the run."""
     data, seq_length = config.data, config.model.seq_length
-    length = RunLength.from_config(config, start_of(planned_checkpoint(config)))
+    length, checkpoint, origin = planned_length(config)
+    if checkpoint is None:
+        check_load_folder(config)
+    if config.checkpoint.load is not None:
+        yield f"--load {origin}"
     # The training data of a run may begin at a later sample.
     number = i - data.data_first_sample if subset == "train" else i
     groups = requested_groups(data, seq_length, length.samples_per_split(config))[SPLIT_NAMES.index(subset)]

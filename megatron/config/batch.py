@@ -232,9 +232,8 @@ class RunLength:
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
         """Returns the samples of the train, valid and test splits for which the data order is planned."""
-        read, *others = self.samples_read(config)
-        planned = config.data.data_order_samples
-        return (max(read, planned) if read and planned else read, others[0], others[1])
+        read, valid, test = self.samples_read(config)
+        return (self.ordered_samples(config) if read else 0, valid, test)
 
     def samples_read(self, config: Config) -> tuple[int, int, int]:
         """Returns the samples of the train, valid and test splits that the run reads. Validation runs at
@@ -246,6 +245,11 @@ class RunLength:
             validations * training.eval_iters * batch,
             training.eval_iters * batch,
         )
+
+    def ordered_samples(self, config: Config) -> int:
+        """Returns the training samples for which the data order is planned, also by an evaluation, which
+        reads none of them. See `data_samples`."""
+        return max(self.data_samples(config), config.data.data_order_samples or 0)
 
     def data_samples(self, config: Config) -> int:
         """Returns the training samples that the run reads from its own data. Raises ConfigError if this data

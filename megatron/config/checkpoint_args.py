@@ -203,8 +203,6 @@ def _add_data_order(settings: dict[str, Any], saved: SavedConfig) -> None:
         settings.setdefault("data.data_first_sample", saved.progress.consumed_samples)
         return
     base = saved.config
-    first = settings.setdefault("data.data_first_sample", base.data.data_first_sample)
-    planned = (
-        base.data.data_order_samples or RunLength.from_config(base, saved.progress).train_samples - first
-    )
+    settings.setdefault("data.data_first_sample", base.data.data_first_sample)
+    planned = RunLength.from_config(base, saved.progress).ordered_samples(base)
     settings.setdefault("data.data_order_samples", planned)

@@ -20,7 +20,6 @@ from megatron.model.attention_choice import Implementation, run_uses_kernels, tr
 from megatron.mpu.layout import CPGroup
 
 _FORWARD_AND_BACKWARD = 3
-_RECOMPUTED_FORWARD = 1
 
 
 def iteration_flops(
@@ -42,25 +41,16 @@ def iteration_flops(
     seq_length = seq_length or model.seq_length
     tokens = (batch_size or config.batch.global_batch_size) * seq_length
     padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
-    keys = [_keys_per_query(model, layer, seq_length) for layer in range(model.num_layers)]
-    layers = (
-        2 * tokens * (model.num_layers * layer_matrix_elements(model) + 2 * sum(keys) * model.query_width)
-    )
+    keys = _keys_by_window(model, seq_length)
+    layers = 2 * tokens * model.num_layers * layer_matrix_elements(model)
+    layers += 4 * tokens * sum(keys.values()) * model.query_width
     head = 2 * tokens * model.hidden_size * padded
     recomputed = 0
     if with_recomputation and config.training.recomputes_layers:
-        recomputed = _RECOMPUTED_FORWARD * layers
+        recomputed = layers
     elif with_recomputation:
-        recomputed = (
-            2
-            * tokens
-            * model.query_width
-            * sum(
-                keys[layer]
-                for layer in range(model.num_layers)
-                if recomputes_scores(config, model.has_window(layer), on_cpu)
-            )
-        )
+        scores = [n for window, n in keys.items() if n and recomputes_scores(config, window, on_cpu)]
+        recomputed = 2 * tokens * model.query_width * sum(scores)
     return _FORWARD_AND_BACKWARD * (layers + head) + recomputed
 
 
@@ -77,14 +67,17 @@ def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size:
     lookups = padded if model.untie_embeddings_and_output_weights else 0
     if model.position_embedding_type == "absolute":
         lookups += model.max_position_embeddings
-    keys = sum(_keys_per_query(model, layer, model.seq_length) for layer in range(model.num_layers))
+    keys = sum(_keys_by_window(model, model.seq_length).values())
     per_token = 6 * (num_parameters - lookups * model.hidden_size) + 12 * keys * model.query_width
     return per_token * (batch_size or config.batch.global_batch_size) * model.seq_length
 
 
-def _keys_per_query(model: ModelConfig, layer: int, seq_length: int) -> int:
-    """Returns the number of keys with which a query is multiplied in a transformer layer."""
-    return min(model.window_size or seq_length, seq_length) if model.has_window(layer) else seq_length
+def _keys_by_window(model: ModelConfig, seq_length: int) -> dict[bool, int]:
+    """Returns the number of keys with which a query is multiplied, summed over the transformer layers without
+    (False) and with a window (True)."""
+    with_window = sum(model.has_window(layer) for layer in range(model.num_layers))
+    keys = min(model.window_size or seq_length, seq_length)
+    return {False: (model.num_layers - with_window) * seq_length, True: with_window * keys}
 
 
 def layer_matrix_elements(model: ModelConfig) -> int:
@@ -119,7 +112,7 @@ def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     elif attention != Implementation.UNFUSED or recomputes_scores(config, has_window):
         total += scores
     if training.recomputes_layers:
-        total += _RECOMPUTED_FORWARD * forward
+        total += forward
         if skips_last_product(config):
             last_product = 2 * tokens * model.ffn_hidden_size * model.hidden_size
             total -= last_product / training.checkpoint_num_layers
@@ -143,8 +136,9 @@ def skips_last_product(config: Config) -> bool:
 
 def recomputes_scores(config: Config, has_window: bool = False, on_cpu: bool = False) -> bool:
     """Returns whether a layer's attention scores are recomputed. Fused kernels never store them."""
-    attention = training_attention(config, has_window, on_cpu)
-    return config.training.recomputes_attention and attention == Implementation.UNFUSED
+    if not config.training.recomputes_attention:
+        return False
+    return training_attention(config, has_window, on_cpu) == Implementation.UNFUSED
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.checkpoint.compatibility import resumed_schedule, start_of
-from megatron.checkpoint.selection import planned_checkpoint
+from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
@@ -45,8 +44,9 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
 
 
 def _report(config: Config, notes: list[str], setup: Setup, plan: Plan) -> str:
-    vocab, notes = setup.vocab, [*notes, *ramp_up_notes(config)]
+    vocab = setup.vocab
     checkpoint, found = planned_start(config, vocab)
+    notes = [*notes, *ramp_up_notes(config, checkpoint)]
     start = start_of(checkpoint)
     data = planned_data_report(config, start)
     lr_schedule = resumed_schedule(checkpoint, config)
@@ -95,18 +95,18 @@ def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Seque
     return format_table(rows)
 
 
-def ramp_up_notes(config: Config) -> list[str]:
-    """Returns a note on the batch sizes that remain of --rampup-batch-size after --load; [] without both.
+def ramp_up_notes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+    """Returns a note on the batch sizes that remain of --rampup-batch-size after `checkpoint`, which --load
+    names; [] without both.
 
     If --load has no checkpoint on this machine, the note names the batch sizes that the layout supports, and
-    the number of consumed samples from which a run can resume. Raises ConfigError if the checkpoint cannot be
-    opened, or if the layout does not support a batch size that remains.
+    the number of consumed samples from which a run can resume. Raises ConfigError if the
+    layout does not support a batch size that remains.
     """
     load = config.checkpoint.load
     if load is None or config.batch.rampup_batch_size is None:
         return []
     schedule = BatchSchedule.from_config(config.batch)
-    checkpoint = planned_checkpoint(config) if Path(load).is_dir() else None
     if checkpoint is not None:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)

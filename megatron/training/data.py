@@ -64,9 +64,8 @@ def run_fingerprint(
             **{"seed": training.seed, "seq_length": model.seq_length, "documents": [], "tokens": []},
             **{"epochs": [1], "last_epoch_apart": [False]},
         }
-    # An evaluation reads no training samples, but records the planned ones.
-    num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
-    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples, stamp)
+    samples = length.ordered_samples(config)
+    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, samples, stamp)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
             f"--split {config.data.split} assigns no document of {' '.join(fingerprint['paths'])} to "

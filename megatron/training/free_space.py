@@ -12,7 +12,7 @@ from megatron.checkpoint.local.saves import NUM_KEPT, LocalCheckpoints
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.publishing import UNFINISHED
 from megatron.cluster.exit_codes import SharedUserError
-from megatron.config import Config
+from megatron.config import CheckpointConfig, Config
 from megatron.config.registries import OPTIMIZERS
 from megatron.model.flops import layer_matrix_elements
 from megatron.mpu.world import gather_from_all_ranks
@@ -44,9 +44,11 @@ def check_free_space(
     found: list[tuple[str, bool] | None] = []
     if dist.get_rank() == 0 and not is_mirrored(options.save):
         interval = options.save_interval or iterations
-        saves = -(-iterations // interval) - state.iteration // interval
+        first, last = state.iteration // interval, -(-iterations // interval)
+        retained = _retained(options, interval, last) - _retained(options, interval, first)
         size = checkpoint_bytes(config, num_parameters, options.save_format)
-        found.append(_shortage(f"--save {options.save}", options.save, size, saves, options.keep_last))
+        where, saves = f"--save {options.save}", last - first
+        found.append(_shortage(where, options.save, size, saves, options.keep_last, retained))
     if local is not None and local.nodes.leads:
         nodes = len(local.nodes.names)
         size = checkpoint_bytes(config, num_parameters, "native") * min(nodes, 2) // nodes
@@ -60,13 +62,22 @@ def check_free_space(
     return [f"WARNING: {sentence}; {remedy}" for sentence, _ in everywhere]
 
 
+def _retained(options: CheckpointConfig, interval: int, saves: int) -> int:
+    """Returns the number of checkpoints that --save-retain-interval keeps in addition to --keep-last, after
+    a number of saves, one every `interval` iterations."""
+    older = max(saves - (options.keep_last or 0), 0)
+    return min(older, older * interval // options.save_retain_interval) if options.save_retain_interval else 0
+
+
 def _shortage(
-    where: str, folder: str, size: int, saves: int, keep_last: int | None
+    where: str, folder: str, size: int, saves: int, keep_last: int | None, retained: int = 0
 ) -> tuple[str, bool] | None:
-    """Returns a sentence, and whether not even one checkpoint fits; None if all fit that the run keeps.
+    """Returns a sentence, and whether not even one checkpoint fits; None if all fit that the run keeps, or if
+    the file system reports no size.
 
     A save can use what neither root nor a quota reserves, and the space of unfinished saves of killed jobs,
-    which are deleted first. With keep_last, an old checkpoint is deleted when the new one is complete.
+    which are deleted first. With keep_last, an old checkpoint is deleted when the new one is complete, except
+    `retained` ones.
     """
     try:
         stats, paths = os.statvfs(folder), list(Path(folder).iterdir())
@@ -75,9 +86,11 @@ def _shortage(
         free += sum(file.stat().st_size for path in leftovers for file in path.rglob("*"))
     except OSError:
         return None  # the save reports an error of the file system
+    if not stats.f_blocks:
+        return None  # ramfs, and FUSE without statfs
     if keep_last is not None:
         present = sum(CHECKPOINT_NAME.fullmatch(path.name) is not None for path in paths)
-        saves = min(saves, keep_last + 1 - present)
+        saves = min(saves, keep_last + 1 - min(present, keep_last) + retained)
     if free >= size * max(saves, 1):
         return None
     sizes = f"{where}: {free / 1e6:,.1f} MB are free, and a checkpoint takes about {size / 1e6:,.1f} MB"

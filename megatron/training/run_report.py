@@ -21,6 +21,7 @@ from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.model.flops import iteration_flops, palm_flops
+from megatron.object_urls import is_url
 from megatron.optimizer.schedule import LearningRateSchedule
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
@@ -252,7 +253,8 @@ def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None,
     if load is None:
         return None, []
     if not Path(load).is_dir():
-        return None, [f"--load is not checked: {load} does not exist here"]
+        where = "is in an object store" if is_url(load) else "does not exist here"
+        return None, [f"--load is not checked: {load} {where}"]
     if missing := missing_token_file(config):
         return planned_checkpoint(config), [f"--load {load} is not checked: {missing}"]
     checkpoint = find_checkpoint(config, vocab.size, partial(run_fingerprint, config, vocabulary=vocab))

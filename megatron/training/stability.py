@@ -68,8 +68,6 @@ class StabilityMonitor:
         if skipped is None:
             return None
         first, last = skipped
-        if is_due(self.config.logging.log_interval, state.iteration, last):
-            self.metrics.flush()
         self.metrics.print(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag")
         return advance_state(state, last, self.config, self.batches)
 

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.checkpoint.huggingface.run_export import export_model
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
-from megatron.cluster.exit_codes import RankStopped, RunStopped
+from megatron.cluster.exit_codes import RankStopped, RunStopped, SharedUserError
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitConditions, ExitReason, is_due
 from megatron.cluster.watchdog import Phase, Watchdog
@@ -33,7 +33,7 @@ from megatron.training.data import RunData
 from megatron.training.garbage import collections_after_steps
 from megatron.training.harness.live import run_tasks
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
-from megatron.training.stability import StabilityMonitor
+from megatron.training.stability import StabilityMonitor, range_to_skip
 from megatron.training.startup_report import StartupReport
 from megatron.training.writers import make_writers
 
@@ -180,6 +180,14 @@ class Trainer:
         """Takes one step, or skips a range of iterations."""
         return self.stability.skip_range(state, self.length.iterations) or self.step(state)
 
+    def is_logged(self, iteration: int) -> bool:
+        """Returns whether a log line follows this iteration: if it is due then, or in the skipped ranges that
+        follow at once."""
+        total, end = self.length.iterations, iteration
+        while skipped := range_to_skip(self.config, end, total):
+            end = skipped[1]
+        return end == total or is_due(self.config.logging.log_interval, iteration - 1, end)
+
     def step(self, state: TrainingState) -> TrainingState:
         """Takes one optimizer step on the next global batch. Returns the state reached, or the state after a
         rollback."""
@@ -209,7 +217,7 @@ class Trainer:
             raise self.stability.diagnose(error, progress.iteration) from error
         optimizer = self.engine.optimizer
         self.exit_code = optimizer.exit_code
-        is_logged = self.config.logging.is_logged(progress.iteration, self.length.iterations)
+        is_logged = self.is_logged(progress.iteration)
         recorded = self.engine.module.metrics.collect(self.engine.device) if is_logged else {}
         self.updates.add(optimizer.skipped)
         reached = TrainingState(
@@ -236,7 +244,9 @@ class Trainer:
                 recorded=recorded,
             )
         )
-        if self.engine.pass_times and progress.iteration % self.config.logging.log_interval == 0:
+        if is_logged:
+            self.metrics.flush()
+        if self.engine.pass_times and is_logged:
             self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
@@ -457,7 +467,8 @@ def evaluate(
     heartbeat: Callable[[], None],
 ) -> float | None:
     """Returns the mean loss over the unmasked tokens of `--eval-iters` global batches from sample
-    `first_sample` on, NaN without any, or None if stopped. Collective.
+    `first_sample` on, NaN without any, or None if stopped. Raises SharedUserError
+    in --eval-only if all tokens are masked. Collective.
 
     stop_requested: collective function with an equal result on all ranks, called between groups of
     micro-batches. heartbeat: called for every micro-batch.
@@ -474,6 +485,10 @@ def evaluate(
         count = min(group, num_micro_batches - start)
         found = engine.evaluate_totals(micro_batches, count, heartbeat=heartbeat).tolist()
         losses, tokens = losses + found[0], tokens + found[1]
+    if not tokens and config.training.no_train:
+        raise SharedUserError(
+            "--eval-only: all tokens are masked (--eod-mask-loss): give data with other tokens"
+        )
     return losses / tokens if tokens else math.nan
 
 

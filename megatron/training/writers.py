@@ -32,7 +32,11 @@ def make_writers(config: Config) -> list[Writer]:
     writers: list[Writer] = []
     if config.logging.tensorboard_dir:
         writers.append(
-            TensorBoardWriter(config.logging.tensorboard_dir, config.logging.tensorboard_queue_size)
+            TensorBoardWriter(
+                config.logging.tensorboard_dir,
+                config.logging.tensorboard_queue_size,
+                hides=not config.training.no_train,
+            )
         )
     if config.logging.wandb_project:
         settings = settings_with_urls(config.to_dict())
@@ -49,10 +53,11 @@ class TensorBoardWriter:
     A resumed run repeats the steps after its checkpoint, so the first point of a tag in this process hides
     the points of earlier processes from its step on. In files of version 1, TensorBoard's reader in Python
     does so for points that are out of order; its reader in Rust always does. SummaryWriter's `purge_step`
-    would compare iterations with the numbers of samples and tokens.
+    would compare iterations with the numbers of samples and tokens. hides: false for an evaluation, which
+    repeats no step.
     """
 
-    def __init__(self, folder: str, queue_size: int) -> None:
+    def __init__(self, folder: str, queue_size: int, hides: bool = True) -> None:
         # Imported late, because the import takes a second and most ranks do not need it.
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -62,6 +67,7 @@ class TensorBoardWriter:
                 "or remove the flag"
             ) from None
         self._tags: set[str] = set()
+        self._hides = hides
         try:
             self._events = SummaryWriter(log_dir=folder, max_queue=queue_size)
         except OSError as error:
@@ -76,7 +82,7 @@ class TensorBoardWriter:
             " vs tokens": state.consumed_tokens,
         }
         for tag, value in values.items():
-            hide = self._hide_later_points if tag not in self._tags else nullcontext
+            hide = self._hide_later_points if self._hides and tag not in self._tags else nullcontext
             self._tags.add(tag)
             for axis, place in axes.items():
                 with hide():

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from megatron.model import flops as module
 from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
 from megatron.pipeline.stages import plan_stages
 from tests.support.measured_worlds import config_of
@@ -189,3 +190,30 @@ def test_palms_formula_of_llama_3_8b_is_6_n_and_12_l_h_q_t() -> None:
 def test_palms_formula_leaves_out_tables_and_counts_windows(flags: str, lookups: int, keys: int) -> None:
     found = palm_flops(config_with(flags), VOCAB, 10**6)
     assert found == 4 * 64 * (6 * (10**6 - lookups * 64) + 12 * 64 * keys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "calls"),
+    [
+        ("", []),
+        ("--recompute-granularity selective", [False]),
+        ("--recompute-granularity selective --window-size 8 --window-pattern WF", [False, True]),
+    ],
+)
+def test_the_attention_is_chosen_once_per_kind_of_layer(
+    flags: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(
+        "--num-layers 96 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
+        f"--position-embedding-type rotary {flags}"
+    )
+    chosen: list[bool] = []
+    choose = module.training_attention
+
+    def count(config, has_window, on_cpu):
+        chosen.append(has_window)
+        return choose(config, has_window, on_cpu)
+
+    monkeypatch.setattr(module, "training_attention", count)
+    iteration_flops(config, 100)
+    assert chosen == calls

@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint import selection
 from megatron.config import Config, read_command_line
 from megatron.errors import UserError
-from megatron.planner.dry_run import ramp_up_notes
+from megatron.planner import dry_run
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL
@@ -22,6 +22,10 @@ CONSUMED = 8 * STEP
 
 def config_of(*words: object) -> Config:
     return read_command_line([*SMALL, *map(str, words)], {}).config
+
+
+def ramp_up_notes(config: Config) -> list[str]:
+    return dry_run.ramp_up_notes(config, selection.planned_checkpoint(config))
 
 
 @pytest.fixture(scope="module")

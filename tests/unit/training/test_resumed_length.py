@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.compatibility import check_schedule, resumed_schedule
+from megatron.checkpoint.compatibility import check_data, check_schedule, resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import BatchSchedule, parse_args
 from megatron.config.batch import Progress, RunLength
@@ -100,3 +100,14 @@ def test_resumed_length_is_kept_by_a_rollback_to_before_the_resume() -> None:
     assert (reached.iteration, reached.consumed_samples, reached.consumed_tokens) == (22, 96, 96 * 32)
     assert (reached.skipped_iterations, reached.rollbacks, reached.recent_losses) == (1 + 12, 1, (3.0,))
     assert RunLength.from_config(config, reached) == RunLength.from_config(config, before)
+
+
+@pytest.mark.parametrize("mode", [[], ["--eval-only", "--load", "x"]])
+def test_resumed_length_of_an_evaluation_is_named_if_the_order_differs(mode: list[str]) -> None:
+    config = parse_args([*WITHOUT_LENGTH, "--train-iters", "20", *mode], {})
+    run = {
+        "config": parse_args([*WITHOUT_LENGTH, "--train-iters", "30"], {}).to_dict(),
+        "data": {"epochs": [2]},
+    }
+    with pytest.raises(UserError, match="has 200 training samples, this run 120: .*--data-order-samples 200"):
+        check_data(Checkpoint(Path("x"), STATE, run), config, {"epochs": [1]})

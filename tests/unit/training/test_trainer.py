@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -16,8 +17,9 @@ from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import CheckpointConfig, parse_args
+from megatron.errors import UserError
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
 
 def warnings_at_end(
@@ -141,3 +143,41 @@ def test_loss_is_the_mean_over_all_tokens(stages: int) -> None:
 def test_request_stops_between_groups_without_a_result() -> None:
     loss, groups, _ = run("", stop_after=2)
     assert loss is None and len(groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranges", "logged"),
+    [
+        ("", [10, 20, 25]),
+        ("8-12", [7, 20, 25]),
+        ("8-9 10-12", [7, 20, 25]),
+        ("3-4 18-19", [10, 20, 25]),
+        ("19-25", [10, 18]),
+    ],
+)
+def test_a_line_that_is_due_in_a_skipped_range_follows_the_step_before_it(
+    ranges: str, logged: list[int]
+) -> None:
+    flags = ["--log-interval", "10", "--train-iters", "25"]
+    flags += ["--skip-train-iteration-range", *ranges.split()] if ranges else []
+    config = parse_args([*WITHOUT_LENGTH, *flags], {})
+    trainer: Any = SimpleNamespace(config=config, length=SimpleNamespace(iterations=25))
+    skipped = {i for first, last in config.stability.skipped_ranges for i in range(first, last + 1)}
+    lines = [i for i in range(1, 26) if i not in skipped and Trainer.is_logged(trainer, i)]
+    assert lines == logged
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_an_evaluation_of_masked_tokens_only_is_an_error(is_evaluation: bool) -> None:
+    config: Any = SimpleNamespace(
+        training=SimpleNamespace(eval_iters=1, no_train=is_evaluation),
+        batch=SimpleNamespace(global_batch_size=1),
+        parallel=SimpleNamespace(num_stages=1),
+        micro_batches_per_step=1,
+    )
+    engine: Any = SimpleNamespace(evaluate_totals=lambda *_, **__: torch.zeros(2))
+    loader: Any = SimpleNamespace(micro_batches=lambda *_: iter([]))
+    error = pytest.raises(UserError, match="all tokens are masked") if is_evaluation else nullcontext()
+    with error:
+        loss = evaluate(engine, loader, config, 0, stop_requested=lambda: False, heartbeat=lambda: None)
+        assert math.isnan(loss or 0.0)
