@@ -17,7 +17,7 @@ def statvfs(path: str) -> SimpleNamespace:
     free = int(os.environ["FREE_BYTES"])
     real = original(path)
     return SimpleNamespace(
-        f_frsize=1, f_bsize=4096, f_bavail=free, f_bfree=2 * free, f_blocks=4 * free, f_flag=real.f_flag
+        f_frsize=1, f_bsize=4096, f_bavail=free, f_bfree=2 * free, f_blocks=4 * free + 1, f_flag=real.f_flag
     )
 
 
