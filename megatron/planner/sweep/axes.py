@@ -132,7 +132,8 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
                     "--vary."
                 )
     factors = [axis.flag for name, axis in of_name.items() if name in _BATCH_FACTORS and axis.values[1:]]
-    if factors and "batch.global_batch_size" not in {*given, *of_name}:
+    # Without a base command, the script of --sbatch has the other flags.
+    if base and factors and "batch.global_batch_size" not in {*given, *of_name}:
         mistakes.add(
             f"--vary {factors[0]} without --global-batch-size: it is derived from the layout, so the rows "
             "would have different batches. Set it in the base command."

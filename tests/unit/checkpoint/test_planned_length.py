@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.selection import planned_length
-from megatron.commands.verify_dataset import sample_report
+from megatron.commands.verify_dataset import sample_report, sampled_run
+from megatron.config.mistakes import Mistakes
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from tests.unit.config.command_lines import SMALL
@@ -19,7 +20,7 @@ def length_of(words: list[str]) -> str:
 
 
 def sample_of(words: list[str]) -> str:
-    return next(sample_report(0, "train", words))
+    return next(sample_report(0, "train", sampled_run(words, Mistakes())))
 
 
 @pytest.mark.parametrize("find", [length_of, sample_of])
