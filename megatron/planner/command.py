@@ -90,9 +90,10 @@ def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[li
             size = str(settings.get("batch.micro_batch_size", 1) * settings.get("parallel.world_size", 1))
             words += ["--global-batch-size", size]
         notes.append(f"--global-batch-size is not set: planned with {size}; set it to compare layouts")
+    has_precision = {"precision.bf16", "precision.fp16"} & given
     if not chooses_layout:
-        return words, notes
-    if not {"precision.bf16", "precision.fp16"} & given:
+        return words, notes + ["neither --bf16 nor --fp16 is set: planned in fp32"] * (not has_precision)
+    if not has_precision:
         v100 = "--gpu" in words and words[words.index("--gpu") + 1].startswith("v100")
         words.append("--fp16" if v100 else "--bf16")
         notes.append(f"neither --bf16 nor --fp16 is set: planned with {words[-1]}")
