@@ -325,7 +325,11 @@ def transformers_4() -> Path:
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*command, "--no-deps", "--target", unfinished, *PACKAGES], check=True)
-        unfinished.rename(folder)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            assert folder.exists()  # another process was faster
+            shutil.rmtree(unfinished)
     return folder
 
 
