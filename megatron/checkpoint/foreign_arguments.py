@@ -345,16 +345,6 @@ def _write_rope_scaling(model: ModelConfig) -> Arguments:
     return {"use_rope_scaling": kind is not None, "rope_scaling_factor": 8.0}
 
 
-def _read_softmax_scale(args: Arguments) -> Mapping[str, Any]:
-    return {"softmax_scale": args["softmax_scale"]}
-
-
-def _write_softmax_scale(model: ModelConfig) -> Arguments:
-    if model.softmax_scale is not None:  # Megatron-LM has no flag for it
-        raise ValueError(f"--softmax-scale {model.softmax_scale}")
-    return {}
-
-
 _SIZES = _same(
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("max_position_embeddings", "untie_embeddings_and_output_weights", "rotary_percent", "seq_length"),
@@ -406,7 +396,8 @@ MEGATRON_CORE = Program(
             _read_rope_scaling,
             _write_rope_scaling,
         ),
-        Rule(("softmax_scale",), ("softmax_scale",), _read_softmax_scale, _write_softmax_scale),
+        # Not written: Megatron-LM has no flag for it.
+        Rule((), ("softmax_scale",), lambda args: {"softmax_scale": args["softmax_scale"]}),
     ),
 )
 MICROSOFT = Program(

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME
 from megatron.checkpoint.local.saves import NUM_KEPT, LocalCheckpoints
-from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.publishing import UNFINISHED
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.config import CheckpointConfig, Config
+from megatron.config.batch import Progress
 from megatron.config.registries import OPTIMIZERS
 from megatron.model.flops import layer_matrix_elements
 from megatron.mpu.world import gather_from_all_ranks
@@ -30,21 +30,21 @@ def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> i
 
 
 def check_free_space(
-    config: Config, num_parameters: int, state: TrainingState, iterations: int, local: LocalCheckpoints | None
+    config: Config, num_parameters: int, start: Progress, iterations: int, local: LocalCheckpoints | None
 ) -> list[str]:
     """Returns a warning for each file system that has no room for the checkpoints that the run will keep. An
     object store has no limit. Collective.
 
-    state: at the start of the run, which ends at `iterations`. Raises SharedUserError on all ranks if a file
-    system has no room for one checkpoint. Skipped by --no-preflight.
+    start: what the run has consumed at its start; it ends at `iterations`. Raises SharedUserError on all
+    ranks if a file system has no room for one checkpoint. Skipped by --no-preflight.
     """
     options, training = config.checkpoint, config.training
-    if options.save is None or training.no_train or training.no_preflight or state.iteration >= iterations:
+    if options.save is None or training.no_train or training.no_preflight or start.iteration >= iterations:
         return []
     found: list[tuple[str, bool] | None] = []
     if dist.get_rank() == 0 and not is_mirrored(options.save):
         interval = options.save_interval or iterations
-        first, last = state.iteration // interval, -(-iterations // interval)
+        first, last = start.iteration // interval, -(-iterations // interval)
         retained = _retained(options, interval, last) - _retained(options, interval, first)
         size = checkpoint_bytes(config, num_parameters, options.save_format)
         where, saves = f"--save {options.save}", last - first

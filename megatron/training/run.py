@@ -17,7 +17,7 @@ from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import select_checkpoint
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints, open_object_checkpoints
 from megatron.checkpoint.ranks import errors_of_rank_0
-from megatron.checkpoint.record import Checkpoint, TrainingState
+from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
@@ -93,8 +93,7 @@ def run(
     watchdog.report.note(stage=layout.pipeline_stage, **context)
     tp_group = layout.make_tp_group()
     plan = plan or find_stages(config, layout, tp_group, vocab)
-    state = TrainingState() if checkpoint is None else checkpoint.start_state
-    notes += check_free_space(config, plan.total_parameters, state, length.iterations, local)
+    notes += check_free_space(config, plan.total_parameters, start_of(checkpoint), length.iterations, local)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{found.data_table}")
     on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
